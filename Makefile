@@ -1,0 +1,41 @@
+# make demo   train on real data and say how to look at it; make test   run the whole suite.
+# Both make .venv first, which needs Python 3.11 or newer and nothing else.
+PYTHON ?= python3.11
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test lint format types docs check clean
+demo: .venv/installed
+	$(BIN)/python examples/digits.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: .venv/installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: .venv/installed
+	$(BIN)/mypy
+
+docs: .venv/installed
+	$(BIN)/mkdocs build --strict --quiet
+
+check: lint types docs test
+
+clean:
+	rm -rf .venv site logs
+
+# torch first and alone: asked for together with the rest, pip may look at newer builds. torchvision and timm come without
+# their dependencies, because torchvision asks for a torch build of its own.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) pip
+	$(PIP) torch
+	$(PIP) --editable '.[cli,nvml]' --group dev
+	$(PIP) --no-deps torchvision timm
+	touch $@
