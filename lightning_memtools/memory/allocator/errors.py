@@ -18,7 +18,8 @@ class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, a
         allocated: Held by tensors.
         reserved: Held in segments, used or not.
         allowed: The most that ``per_process_memory_fraction`` lets the allocator reserve; None without such a limit.
-        private_pools: Held by tensors in private pools (those of CUDA graphs, and ``torch.cuda.MemPool``).
+        private_pools: What CUDA's message calls "allocated in private pools". As in torch's source it is what these
+            pools (of CUDA graphs and ``torch.cuda.MemPool``) hold free.
         stream: The stream that the request was for.
     """
 

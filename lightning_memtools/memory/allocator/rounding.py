@@ -70,5 +70,3 @@ def segment_size(size: int, large_segment: int = LARGE_SEGMENT) -> int:
     if size < WHOLE_SEGMENT_FROM:
         return large_segment
     return round_up(size, SEGMENT_STEP)
-
-
