@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,10 +42,15 @@ class Ledger:
     Storages die whenever Python or autograd lets go of them: in any thread, and in the middle of the ledger's own work
     when the garbage collector runs there. So a death is only noted, and settled at once where nobody is at work, or
     else by whoever is.
+
+    Attributes:
+        allocator: Gives out the blocks. Its own `malloc` and `free` are for the ledger alone.
+        held: Bytes that belong to no storage: see `hold`.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
+        self.held = 0
         self._entries: dict[int, Entry] = {}
         self._dead: deque[Entry] = deque()
         self._lock = threading.Lock()
@@ -98,7 +102,9 @@ class Ledger:
         """
         with self._lock:
             self._settle()
-            self._count(self.allocator.malloc(n_bytes), Category.OTHER)
+            block = self.allocator.malloc(n_bytes, label="workspace")
+            self._count(block, Category.OTHER)
+            self.held += block.size
 
     def resize(self, entry: Entry, n_bytes: int) -> None:
         """Move a storage to a block of another size: the old one goes back after the new one was had, as on CUDA.
@@ -223,7 +229,3 @@ class Ledger:
         self._bytes[entry.category] -= entry.block.size
         self.allocator.free(entry.block)
 
-
-def total_size(entries: Iterable[Entry]) -> int:
-    """Bytes of device memory that the entries take."""
-    return sum(entry.block.size for entry in entries)

@@ -64,6 +64,12 @@ class AccountingMode(TorchDispatchMode):
         # cuBLAS keeps a workspace per thread, and autograd runs backward in a thread of its own.
         self._has_workspace = {False: False, True: False}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap __torch_dispatch__ so that it is never compiled: a third of the cost of an operator here.
+        # Nothing is compiled while a device is active (see compilation.py).
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then account for what it made."""
         if types and not _ORDINARY.issuperset(types):
@@ -134,8 +140,8 @@ class AccountingMode(TorchDispatchMode):
         """A module, a closure or a step has ended, well or not."""
         del self.scopes[depth:]
 
-    def enter_tensor(self, tensor: torch.Tensor, category: Category, module: str) -> None:
-        """Enter a tensor made elsewhere; what is known already gets the category.
+    def enter_tensor(self, tensor: torch.Tensor, category: Category | None, module: str) -> None:
+        """Enter a tensor made elsewhere. What is known already gets the category, where there is one to give.
 
         Raises:
             torch.OutOfMemoryError: The device has too little.
@@ -145,10 +151,10 @@ class AccountingMode(TorchDispatchMode):
                 continue
             storage = part.untyped_storage()
             entry = self._find(storage._cdata)
-            if entry is not None:
-                self._ledger.assign(entry, category, module)
-                continue
-            self._ask(self._ledger.add, storage, category, module)
+            if entry is None:
+                self._ask(self._ledger.add, storage, Category.OTHER if category is None else category, module)
+            elif category is not None:
+                self._ledger.assign(entry, category)
 
     def note_known(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
         """Say what a tensor is for, if it is on the device."""

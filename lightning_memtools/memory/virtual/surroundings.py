@@ -1,4 +1,4 @@
-"""What the device watches beside operators: modules, optimizers, storages, threads, data loaders and torch.compile.
+"""What the device watches beside operators: modules, optimizers, storages, threads.
 
 Each `watch_...` replaces functions or adds hooks; what they add does nothing in a thread without an accounting mode.
 """
@@ -6,7 +6,6 @@ Each `watch_...` replaces functions or adds hooks; what they add does nothing in
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -166,27 +165,3 @@ def watch_threads(patches: Patches, find: Find, run_counted: Callable[[Callable[
         return start
 
     patches.replace(threading.Thread, "start", make)
-
-
-def watch_compile(patches: Patches, find: Find, say_eager: Callable[[], None]) -> None:
-    """Say that compiled code runs eagerly."""
-
-    def make(original: Any) -> Any:
-        def compile_(*args: Any, **kwargs: Any) -> Any:
-            if find() is not None:
-                say_eager()
-            return original(*args, **kwargs)
-
-        return compile_
-
-    patches.replace(torch, "compile", make)
-
-
-def warn_eager() -> None:
-    """The one sentence about torch.compile."""
-    warnings.warn(
-        "torch.compile has no effect inside a VirtualDevice: compiled code runs eagerly there, and its memory is that "
-        "of the eager run.",
-        UserWarning,
-        stacklevel=2,
-    )
