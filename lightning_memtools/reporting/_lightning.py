@@ -43,3 +43,22 @@ def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
         ):
             found[metric.meta.name] = value
     return found
+
+
+def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
+    """What the evaluation run that is ending gave to `self.log`: name to its value over the whole run.
+
+    `trainer.callback_metrics` also holds what training logged; only the results know which hook a value came from.
+    With several data loaders a name ends with "/dataloader_idx_<i>", as Lightning writes it.
+    """
+    results: Any = trainer._results  # noqa: SLF001, see above
+    found: dict[str, Tensor] = {}
+    for metric in (results or {}).values():
+        index = metric.meta.dataloader_idx
+        suffix = "" if index is None else f"/dataloader_idx_{index}"
+        for name in (metric.meta.forked_name(on_step=False), metric.meta.name):
+            value = trainer.callback_metrics.get(name + suffix)
+            if isinstance(value, Tensor) and value.numel() == 1 and metric.meta.on_epoch:
+                found[metric.meta.name + suffix] = value
+                break
+    return found

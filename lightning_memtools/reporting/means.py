@@ -6,61 +6,69 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, distributed
-from torchmetrics import MeanMetric
+from torchmetrics import SumMetric
 
 
 class RunningMeans:
-    """The mean of each named scalar since it was last taken. Nothing here waits for the device."""
+    """The weighted mean of each named scalar since it was last taken. Nothing here waits for the device."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[Tensor]] = {}
-        self._weights: dict[str, list[float]] = {}
+        self._values: dict[str, list[Tensor]] = {}
+        self._weights: dict[str, float] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    @property
+    def names(self) -> list[str]:
+        """What has values, in the order in which it was first added."""
+        return list(self._values)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Take in one scalar. It is kept by reference until the mean is taken: 512 bytes a step, and no kernel."""
-        self._waiting.setdefault(name, []).append(value)
-        self._weights.setdefault(name, []).append(weight)
+        """Take in one scalar; 512 bytes of the device are kept for each until the mean is taken."""
+        # A copy: the tensor may be written again (in place, or as a CUDA graph's output), or keep a larger one alive.
+        value = value.detach()
+        self._values.setdefault(name, []).append(value.clone() if weight == 1.0 else value * weight)
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def drop(self, name: str) -> None:
+        """Forget one name."""
+        self._values.pop(name, None)
+        self._weights.pop(name, None)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._waiting.clear()
+        self._values.clear()
         self._weights.clear()
 
-    def take(self, names: Sequence[str] | None = None) -> tuple[list[str], Tensor]:
-        """The means since the last call, over all ranks, as one device vector; begins anew.
+    def take(self, names: Sequence[str], device: torch.device) -> Tensor:
+        """The means since the last call and their weights, over all ranks; begins anew.
 
-        Collective when torch.distributed is initialised: every rank must then ask for the same names.
+        Collective when torch.distributed is initialised: every rank must ask for as many names, in the same order.
 
         Args:
-            names: Which, and in which order; None is whatever was added. A name without values has the mean NaN.
+            names: Which means, at least one. A name that no rank has values of has the mean NaN and the weight 0.
+            device: The device of this rank's values.
 
         Returns:
-            The names, and a vector of as many float32 values.
+            float32 of shape (2, number of names) on the device: means, then weights.
         """
-        asked = list(self._waiting) if names is None else list(names)
-        metrics = [self._metric(name) for name in asked]
+        sums = torch.stack([self._sum(name, device) for name in names])
+        # `full` for each and not one `tensor`: a list has to be copied to the device, and that waits for it.
+        weights = torch.stack([torch.full((), self._weights.get(name, 0.0), device=device) for name in names])
         self.clear()
-        if not metrics:
-            return [], torch.empty(0)
-        device = next((metric.device for metric in metrics if metric.device.type != "cpu"), metrics[0].device)
-        sums = torch.stack([metric.mean_value.to(device) for metric in metrics])
-        weights = torch.stack([metric.weight.to(device) for metric in metrics])
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             packed = torch.stack([sums, weights])
             distributed.all_reduce(packed)
             sums, weights = packed
-        return asked, sums / weights
+        return torch.stack([sums / weights, weights])
 
-    def _metric(self, name: str) -> MeanMetric:
-        # "disable": looking for NaN would wait for the device; a NaN loss shall show as NaN.
-        metric = MeanMetric(nan_strategy="disable", sync_on_compute=False)
-        values = self._waiting.get(name)
-        if values:
-            stacked = torch.stack([value.detach().reshape(()).float() for value in values])
-            metric = metric.to(stacked.device)
-            weights = self._weights[name]
-            metric.update(stacked, 1.0 if len(set(weights)) == 1 else torch.tensor(weights))
-        return metric
+    def _sum(self, name: str, device: torch.device) -> Tensor:
+        if name not in self._values:
+            return torch.zeros((), device=device)
+        # Not MeanMetric: in torchmetrics 1.9 it ignores weights with nan_strategy="disable", and any other strategy
+        # waits for the device to look for NaN. A NaN loss shall show as NaN.
+        metric = SumMetric(nan_strategy="disable", sync_on_compute=False).to(device)
+        metric.update(torch.stack([value.reshape(()).to(device).float() for value in self._values[name]]))
+        total: Tensor = metric.compute()
+        return total

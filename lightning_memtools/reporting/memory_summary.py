@@ -48,7 +48,8 @@ class MemorySummary:
         capacity = f", {format_size(self.capacity)}" if self.capacity is not None else ""
         simulated = " [simulated]" if self.simulated else ""
         ranks = f", highest of {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"Memory peaks on {self.device}{capacity}{ranks}{simulated}"
+        subject = "Memory peaks" if self.peaks else "Memory"
+        return f"{subject} on {self.device}{capacity}{ranks}{simulated}"
 
     def stage_table(self) -> Table:
         """One row per stage."""

@@ -30,3 +30,11 @@ class RankGather:
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         distributed.all_gather(everyone, mine, group=self._group)
         return [theirs.tolist() for theirs in everyone]
+
+    def union(self, names: list[str]) -> list[str]:
+        """Every name that any rank has, in the order of ranks. Collective, as a call."""
+        if self.world_size == 1:
+            return names
+        of_all: list[list[str]] = [[] for _ in range(self.world_size)]
+        distributed.all_gather_object(of_all, names, group=self._group)
+        return list(dict.fromkeys(name for theirs in of_all for name in theirs))
