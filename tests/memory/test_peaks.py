@@ -93,7 +93,7 @@ def test_three_windows_hold_what_a_full_record_says(actions):
     counter = peak_counter(device)
     windows = [counter.open() for _ in range(3)]
     running = [False] * 3
-    seen: list[list[int]] = [[], [], []]
+    seen = [[], [], []]
     for action, value in actions:
         if action == "use":
             device.use(value)
