@@ -82,6 +82,7 @@ class AnyModule(Regression):
 def test_every_argument_can_be_set_from_yaml(callback, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI's own use of it
     for name, (annotation, default) in arguments_of(callback).items():
         for value in values_to_set(name, annotation, default):
             path = f"lightning_memtools.{callback.__name__}"  # as the docs write it: through the lazy package
