@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch.optim import Optimizer
 
@@ -86,7 +87,7 @@ class MemoryMonitor(Callback):
         reader = reader_for(device)
         self._run = MemoryRun(
             reader,
-            call=stage,
+            call=TrainerFn(stage).value,  # an enum, which prints as "TrainerFn.FITTING"
             device=reader.name if reader else str(device),
             reset_peaks=self.reset_peaks,
             phases=self.phases and stage == "fit",
