@@ -100,7 +100,7 @@ def main() -> float:
         accelerator="auto",
     )
     model = DigitClassifier()
-    with nullcontext() if torch.accelerator.is_available() else VirtualDevice("12GiB"):
+    with nullcontext() if torch.accelerator.is_available() else VirtualDevice("RTX 3060"):
         trainer.fit(model, train, val)
         accuracy = float(trainer.test(model, test)[0]["test_accuracy"])
     print(f"\nAccuracy on {len(test.dataset)} test digits: {100 * accuracy:.1f}%")  # type: ignore[arg-type]
