@@ -31,7 +31,14 @@ LEAST_SAVING = 0.01
 
 
 class BudgetTooSmall(ValueError):
-    """No plan fits the memory budget."""
+    """No plan fits the memory budget; `reachable_bytes` is the smallest peak that one has."""
+
+    def __init__(self, message: str, reachable_bytes: int) -> None:
+        super().__init__(message, reachable_bytes)
+        self.reachable_bytes = reachable_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,8 @@ def _best_of_depths(step: Step, options: Options, chains: Sequence[Chain]) -> Ch
         try:
             plan = _plan_group(step, options, group)
         except BudgetTooSmall as error:
-            too_small = error
+            if too_small is None or error.reachable_bytes < too_small.reachable_bytes:
+                too_small = error
             continue
         if best is None or _is_better(plan, best):
             best = plan
@@ -225,7 +233,8 @@ def _fitting(planner: Planner, traced: Callable[[Ranges], CheckpointPlan], limit
             else f"The smallest reachable peak is {format_size(reachable.peak_bytes)}, "
             f"{reachable.activation_bytes / max(_plain_activation(smallest), 1):.3g} of the plain step's activation memory. "
         )
-        + f"Raise the budget, make the batch smaller, or allow more: bn_dropout={options.bn_dropout!r}, exclude={list(options.exclude)}."
+        + f"Raise the budget, make the batch smaller, or allow more: bn_dropout={options.bn_dropout!r}, exclude={list(options.exclude)}.",
+        0 if reachable is None else reachable.peak_bytes,
     )
 
 

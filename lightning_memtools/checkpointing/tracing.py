@@ -151,6 +151,10 @@ class Trace:
         reserved = self.ledger.allocator.stats().peak_reserved or 0
         return Cost(self._peak, reserved, static, operations)
 
+    def let_go(self) -> None:
+        """Forget the step that is traced."""
+        del self._step
+
     def _make_gradients(self) -> None:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -175,6 +179,8 @@ def tracing(step: Step) -> Iterator[Trace]:
         counted = stack.enter_context(OperationCount())
         trace = Trace(step, model, ledger, counted)
         trace.prepare()
+        # Hooks make cycles of the trace: without this the step's real batch would live until these are collected.
+        stack.callback(trace.let_go)
         yield trace
 
 
