@@ -1,7 +1,7 @@
 """What gradient checkpointing saves and costs: simulated peaks, counted operations, and the time that planning takes.
 
-Everything here is traced on fake tensors in the simulated allocator, along CUDA's path: the figures are the same on every
-machine, but for the times. Writes results/checkpointing.json and docs/gradient-checkpointing.svg.
+Everything here is traced on fake tensors in the simulated allocator, along CUDA's path: but for the times, the figures
+are the same on every machine. Writes results/checkpointing.json and docs/gradient-checkpointing.svg.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import itertools
+
 from lightning_memtools.checkpointing.apply import Applied
 from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
 from lightning_memtools.checkpointing.find import find_chains
@@ -81,7 +83,9 @@ def headline(dropout: float, capacity: str = "16GiB") -> dict[str, Any]:
             "kib_per_sample": (large.peak_bytes - small.peak_bytes) / batch / 1024,
             "flops": flops(model, (1, 128, 256), chains),
             "peak_bytes_at_64": small.peak_bytes,
-            "largest_batch": largest_batch(model, chains, capacity, large, (large.peak_bytes - small.peak_bytes) / batch, 2 * batch),
+            "largest_batch": largest_batch(
+                model, chains, capacity, large, (large.peak_bytes - small.peak_bytes) / batch, 2 * batch
+            ),
         }
     figures["capacity"] = capacity
     figures["memory_ratio"] = figures["plain"]["kib_per_sample"] / figures["planned"]["kib_per_sample"]
@@ -90,7 +94,9 @@ def headline(dropout: float, capacity: str = "16GiB") -> dict[str, Any]:
     return figures
 
 
-def largest_batch(model: nn.Module, plans: Plans, capacity: str, at: Cost, slope: float, batch: int) -> int:
+def largest_batch(  # noqa: PLR0917, a script's own
+    model: nn.Module, plans: Plans, capacity: str, at: Cost, slope: float, batch: int
+) -> int:
     """The largest batch that trains for two steps on a virtual device of this capacity, to within a few percent."""
     guess = batch + (16 * 2**30 - at.peak_bytes) / slope
     # Within 2%: the allocator's fragmentation decides the rest.
@@ -132,7 +138,7 @@ def conv_bn(depth: int = 12) -> nn.Sequential:
 def unequal() -> nn.Sequential:
     widths = [64, 2048, 32, 512, 512, 4096, 16, 1024, 128, 3072, 64, 256, 2048, 8, 640, 64]
     layers: list[nn.Module] = []
-    for one, other in zip(widths, widths[1:], strict=False):
+    for one, other in itertools.pairwise(widths):
         layers += [nn.Linear(one, other), nn.GELU()]
     return nn.Sequential(*layers)
 
@@ -209,7 +215,9 @@ def frontier(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
         found += [measured.plain]
         good = [one for one in found if one.operations <= cost.operations and one.peak_bytes <= cost.peak_bytes]
         # Ours at no more operations than this one, as low as it gets.
-        affordable = [peak for peak, extra in planner.frontier() if measured.plain.operations + extra <= cost.operations]
+        affordable = [
+            peak for peak, extra in planner.frontier() if measured.plain.operations + extra <= cost.operations
+        ]
         lowest = ours(affordable[-1]) if affordable else None
         if lowest is not None and lowest.operations <= cost.operations:
             good.append(lowest)
@@ -269,7 +277,7 @@ def seconds_to_plan(model: nn.Module, shape: tuple[int, ...], repeats: int = 3) 
 
 
 def wall_time() -> dict[str, float]:
-    """Milliseconds of a real training step on this CPU, plain and with the default plan, medians of interleaved runs."""
+    """Milliseconds of a real training step on this CPU, plain and planned: medians of interleaved runs."""
     model, x = encoder(8, 0.0), torch.randn(8, 128, 256)
     plan = plan_checkpoints(model, x)
     times: dict[str, list[float]] = {"plain_ms": [], "planned_ms": []}
@@ -280,19 +288,26 @@ def wall_time() -> dict[str, float]:
                 model(x).sum().backward()
                 times[name].append(1000 * (time.perf_counter() - begin))
     found = {name: statistics.median(samples) for name, samples in times.items()}
-    return found | {"ratio": found["planned_ms"] / found["plain_ms"], "predicted_extra_operations": plan.extra_operations}
+    return found | {
+        "ratio": found["planned_ms"] / found["plain_ms"],
+        "predicted_extra_operations": plan.extra_operations,
+    }
 
 
 def picture(results: dict[str, Any]) -> str:
     """One panel per model: operations against peak, as shares of the plain step's."""
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" width="960" height="500" font-family="sans-serif" font-size="12">']
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="960" height="500" font-family="sans-serif" font-size="12">'
+    ]
     parts.append('<rect width="960" height="500" fill="white"/>')
     for at, (name, one) in enumerate(results.items()):
         left, top = 40 + 235 * (at % 4), 30 + 240 * (at // 4)
         parts.append(f'<rect x="{left}" y="{top}" width="180" height="170" fill="none" stroke="#999"/>')
         parts.append(f'<text x="{left}" y="{top - 8}" font-weight="bold">{name}</text>')
         parts.append(f'<text x="{left}" y="{top + 186}">1.0</text><text x="{left + 160}" y="{top + 186}">1.5</text>')
-        parts.append(f'<text x="{left + 55}" y="{top + 200}">operations</text><text x="{left - 30}" y="{top + 10}">100%</text>')
+        parts.append(
+            f'<text x="{left + 55}" y="{top + 200}">operations</text><text x="{left - 30}" y="{top + 10}">100%</text>'
+        )
 
         def place(point: Sequence[float], left: int = left, top: int = top, one: dict[str, Any] = one) -> str:
             across = min(max((point[1] / one["plain_operations"] - 1) / 0.5, 0), 1)
@@ -301,9 +316,16 @@ def picture(results: dict[str, Any]) -> str:
         for point in one["points"]["baselines"]:
             x, y = place(point).split(",")
             parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="#d62728" fill-opacity="0.5"/>')
-        line = " ".join(place(point) for point in sorted(one["points"]["ours"], key=lambda p: p[1]) if point[1] < 1.5 * one["plain_operations"])
+        line = " ".join(
+            place(point)
+            for point in sorted(one["points"]["ours"], key=lambda p: p[1])
+            if point[1] < 1.5 * one["plain_operations"]
+        )
         parts.append(f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="2"/>')
-    parts.append('<text x="40" y="490">peak (100% is the plain step) against operations. Blue: plans of this library. Red: checkpoint_sequential at every chunk count, and uniform segments.</text></svg>')
+    parts.append(
+        '<text x="40" y="490">peak (100% is the plain step) against operations. Blue: plans of this library. '
+        "Red: checkpoint_sequential at every chunk count, and uniform segments.</text></svg>"
+    )
     return "\n".join(parts)
 
 
@@ -350,6 +372,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-
-
     main()

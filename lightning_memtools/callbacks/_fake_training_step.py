@@ -69,7 +69,7 @@ def _stand_alone(model: LightningModule, trainer: Trainer, n_optimizers: int) ->
     )
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
-            module.__class__ = _LocalBatchNorm
+            module.__class__ = _LocalBatchNorm  # type: ignore[assignment]
 
 
 def _precision(trainer: Trainer) -> AbstractContextManager[Any]:
@@ -84,7 +84,7 @@ def _backward(loss: Any, *args: Any, **kwargs: Any) -> None:
     del args, kwargs
     for one in tree_leaves(loss):
         if isinstance(one, Tensor) and one.requires_grad:
-            one.backward()
+            one.backward()  # type: ignore[no-untyped-call]
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

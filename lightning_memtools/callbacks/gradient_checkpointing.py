@@ -74,7 +74,11 @@ class GradientCheckpointing(Callback):
         self.include = include
         self.exclude = exclude
         self.plan: CheckpointPlan | None = None
-        self._start()
+        self._planned = False
+        self._steps = 0
+        self._applied: Applied | None = None
+        self._window: PeakWindow | None = None
+        self._directory: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not at work: what is applied stays with the original.
@@ -125,9 +129,7 @@ class GradientCheckpointing(Callback):
     def _start(self) -> None:
         self._planned = False
         self._steps = 0
-        self._applied: Applied | None = None
-        self._window: PeakWindow | None = None
-        self._directory: Path | None = None
+        self._directory = None
 
     def _stop(self) -> None:
         if self._applied is not None:
@@ -148,7 +150,7 @@ class GradientCheckpointing(Callback):
                 raise made
             if isinstance(made, Exception):
                 reason = (
-                    f"a step could not be traced on fake tensors ({type(made).__name__}: {str(made).splitlines()[0] if str(made) else ''}). "
+                    f"a step could not be traced on fake tensors ({type(made).__name__}: {str(made).partition(chr(10))[0]}). "
                     "plan_checkpoints(module, sample) can plan a part of the model that does not look at values"
                 )
         if reason is not None:
@@ -170,7 +172,8 @@ class GradientCheckpointing(Callback):
             batch,
             forward_of(trainer, pl_module, batch_idx),
             tuple(trainer.optimizers),
-            cuda_like=trainer.strategy.root_device.type == "cuda" or (device is not None and "cuda_like=True" in repr(device)),
+            cuda_like=trainer.strategy.root_device.type == "cuda"
+            or (device is not None and "cuda_like=True" in repr(device)),
         )
         try:
             return make_plan(step, self._options)

@@ -1,5 +1,6 @@
 """Applies a plan to a model and takes it back: no module is added, replaced or renamed."""
 
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +28,7 @@ class _Stripped:
 
     def __call__(self) -> dict[str, Any]:
         module = self._module
-        own = type(module).__getstate__(module)  # type: ignore[attr-defined]
+        own: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
         return {key: value for key, value in own.items() if key not in {"forward", "__getstate__"}}
 
 
@@ -39,14 +40,21 @@ class _PlannedChain:
         self._layers = tuple(layers)
         self._names = plan.layers
         self._ranges = plan.ranges
-        self._tracking = [[part for part in layer.modules() if isinstance(part, nn.modules.batchnorm._NormBase)] for layer in layers]
+        self._tracking = [
+            [part for part in layer.modules() if isinstance(part, nn.modules.batchnorm._NormBase)] for layer in layers
+        ]
 
     def __call__(self, input: Any) -> Any:  # noqa: A002, Sequential's own name, which callers may use
         chain = self._chain
         # Without gradients nothing is kept anyway; a compiler or tracer sees the plain chain; and a chain that was
         # changed since (chain[3] = ..., append) is no longer the one that was planned.
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or not self._is_as_planned():
-            return type(chain).forward(chain, input)
+        if (
+            not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or torch._C._is_tracing()
+            or not self._is_as_planned()
+        ):
+            return type(chain).forward(chain, input)  # type: ignore[no-untyped-call]
         return self._run(input, 0, len(self._layers), self._ranges, None)
 
     def _is_as_planned(self) -> bool:
@@ -74,7 +82,9 @@ class _PlannedChain:
         def run(log: RunLog, value: Any) -> Any:
             return self._run(value, one.start, one.stop, one.inner, log)
 
-        modules = [part for layer in self._tracking[one.start : one.stop] for part in layer if tracks_statistics(part)]
+        modules: list[nn.Module] = [
+            part for layer in self._tracking[one.start : one.stop] for part in layer if tracks_statistics(part)
+        ]
         return _recomputed(run, list(self._names_of(one)), modules, (value,), {})
 
     def _names_of(self, one: Range) -> Iterable[str]:
@@ -95,7 +105,7 @@ class _PlannedModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
             return type(module).forward(module, *args, **kwargs)
 
         def run(log: RunLog, *args: Any, **kwargs: Any) -> Any:
@@ -103,10 +113,14 @@ class _PlannedModule:
             log.note(out)
             return out
 
-        return _recomputed(run, [self._name], [part for part in module.modules() if tracks_statistics(part)], args, kwargs)
+        return _recomputed(
+            run, [self._name], [part for part in module.modules() if tracks_statistics(part)], args, kwargs
+        )
 
 
-def _recomputed(run: Any, names: list[str], modules: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recomputed(
+    run: Any, names: list[str], modules: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     log = RunLog(names)
     # Flat, because tensors are only kept through autograd's own means (which an enclosing range needs) as arguments.
     flat, shape = tree_flatten((args, kwargs))
@@ -116,7 +130,9 @@ def _recomputed(run: Any, names: list[str], modules: list[nn.Module], args: tupl
         log.begin()
         return run(log, *args, **kwargs)
 
-    return checkpoint(run_flat, *flat, use_reentrant=False, preserve_rng_state=True, context_fn=lambda: contexts(modules, log))
+    return checkpoint(
+        run_flat, *flat, use_reentrant=False, preserve_rng_state=True, context_fn=lambda: contexts(modules, log)
+    )
 
 
 class Applied:
@@ -142,15 +158,17 @@ class Applied:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.remove()
 
     def _apply(self, model: nn.Module, plan: ChainPlan) -> None:
         module = model.get_submodule(plan.name)
         if "forward" in vars(module):
             raise RuntimeError(
-                f"{plan.name or type(module).__name__} has a forward of its own instance already, of another plan or of "
-                "another library. Remove that one first."
+                f"{plan.name or type(module).__name__} has a forward of its own instance already, of another plan or "
+                "of another library. Remove that one first."
             )
         forward: _PlannedModule | _PlannedChain
         if plan.forced:

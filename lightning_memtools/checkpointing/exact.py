@@ -1,5 +1,6 @@
 """Makes running a layer a second time leave the same traces as running it once, and says where that fails."""
 
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -84,12 +85,14 @@ class RunLog:
 def mismatch_message(layer: str, evidence: str) -> str:
     """Says which layer cannot be recomputed, and how to leave it out."""
     return (
-        f"The layer {layer} did not do the same when it was run again for its gradient ({evidence}): its output depends "
-        f"on something besides its input and weights. Leave it out of recomputation with exclude=[{layer!r}]."
+        f"The layer {layer} did not do the same when it was run again for its gradient ({evidence}): its output "
+        f"depends on something besides its input and weights. Leave it out of recomputation with exclude=[{layer!r}]."
     )
 
 
-def contexts(modules: Sequence[nn.Module], log: RunLog) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def contexts(
+    modules: Sequence[nn.Module], log: RunLog
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What surrounds the first run of a range and the second, for `torch.utils.checkpoint`'s context_fn."""
     return nullcontext(), _second_run(modules, log)
 
@@ -119,5 +122,7 @@ def _device_of(value: Any) -> str:
 
 def _described(seen: tuple[Any, ...]) -> str:
     *tensors, operators = seen
-    shown = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')} by {operator}" for shape, dtype, operator in tensors)
+    shown = ", ".join(
+        f"{list(shape)} {str(dtype).removeprefix('torch.')} by {operator}" for shape, dtype, operator in tensors
+    )
     return shown if operators is None else f"{shown} after {operators} operators"

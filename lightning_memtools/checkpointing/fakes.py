@@ -1,5 +1,6 @@
 """Copies of models and batches whose tensors have shapes but no data."""
 
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 import copy

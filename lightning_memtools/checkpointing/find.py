@@ -1,5 +1,6 @@
 """Finds chains: Sequentials, and the modules that patterns name."""
 
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 import fnmatch
@@ -66,7 +67,11 @@ def find_chains(model: nn.Module, options: Options) -> list[Chain]:
         taken = [name for name, module in modules.items() if is_plain(module) and len(module) > 0]  # type: ignore[arg-type]
     else:
         found = {name for pattern in options.include for name in _matches(modules, pattern, "include")}
-        taken = [name for name in modules if name in found and not any(name != other and _within(name, other) for other in found)]
+        taken = [
+            name
+            for name in modules
+            if name in found and not any(name != other and _within(name, other) for other in found)
+        ]
     chains: list[Chain] = []
     flattened: set[str] = set()
     for name in taken:
@@ -101,7 +106,7 @@ def say_nothing_found(model: nn.Module, options: Options) -> str:
     if options.exclude:
         text += f", except exclude={list(options.exclude)}"
     if any(is_compiled(module) for module in model.modules()):
-        text += ", and leaves compiled modules alone (compile with torch._functorch.config.activation_memory_budget instead)"
+        text += ", and leaves compiled modules alone (torch._functorch.config.activation_memory_budget is for these)"
     found = candidates(model)
     if found:
         return f"{text}. Repeated blocks that it could take: pass include={found}."
@@ -119,7 +124,9 @@ def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
             yield path
 
 
-def _outside(modules: dict[str, nn.Module], layers: Sequence[str], options: Options, excluded: set[str]) -> dict[int, str]:
+def _outside(
+    modules: dict[str, nn.Module], layers: Sequence[str], options: Options, excluded: set[str]
+) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for index, path in enumerate(layers):
         layer = _module_at(modules, path)
@@ -145,10 +152,12 @@ def _module_at(modules: dict[str, nn.Module], path: str) -> nn.Module:
 def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
     names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
     if not names:
-        close = [name for name in modules if name and pattern.split("*")[0].rstrip(".") in name][:5] or [*modules][1:6]
+        close = [name for name in modules if name and pattern.split("*", maxsplit=1)[0].rstrip(".") in name][:5] or [
+            *modules
+        ][1:6]
         raise ValueError(
-            f"{option}: the pattern {pattern!r} matches no module of {type(modules['']).__name__}. Names there are, for "
-            f"instance, {', '.join(map(repr, close))}; '*' stands for any characters."
+            f"{option}: the pattern {pattern!r} matches no module of {type(modules['']).__name__}. Names there are, "
+            f"for instance, {', '.join(map(repr, close))}; '*' stands for any characters."
         )
     return names
 

@@ -1,5 +1,6 @@
 """Which layers need care when they are run a second time."""
 
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -73,8 +73,8 @@ def _segments(segments: object) -> int | None:
 
 def _budget(budget: object) -> tuple[float | None, int | None]:
     accepted = (
-        'Give a share of the activation memory as a float above 0 and up to 1.0, such as 0.5, or a peak as a size, such '
-        'as "8GiB".'
+        "Give a share of the activation memory as a float above 0 and up to 1.0, such as 0.5, or a peak as a size, "
+        'such as "8GiB".'
     )
     if budget is None:
         return None, None
@@ -87,7 +87,10 @@ def _budget(budget: object) -> tuple[float | None, int | None]:
             raise ValueError(f"memory_budget={budget!r} leaves no memory at all. {accepted}")
         return None, size
     if not isinstance(budget, float):
-        raise ValueError(f"memory_budget={budget!r} could be a share or bytes: a bare {type(budget).__name__} never means either. {accepted}")  # noqa: TRY004, one kind of error for all options, as jsonargparse shows it
+        raise ValueError(  # noqa: TRY004, one kind of error for all options
+            f"memory_budget={budget!r} could be a share or bytes: a bare {type(budget).__name__} never means either. "
+            f"{accepted}"
+        )
     if not 0 < budget <= 1:
         raise ValueError(f"memory_budget={budget!r} is no share. {accepted}")
     return budget, None

@@ -4,7 +4,7 @@ The program is that of Beaumont et al., "Optimal checkpointing for heterogeneous
 networks with limited memory" (2019): the least recomputation of units i to j in m bytes either keeps unit i, or
 recomputes units i to k from the input of i once the rest has been through backward. Here it also knows that a kept
 tensor can be one unit's output and the next one's input, that recomputing ends with the last tensor that was kept, and
-that only some units may be recomputed. All budgets are solved at once: a state holds one cost for each amount of memory.
+that only some units may be recomputed. All budgets are solved at once: a state holds a cost for each amount of memory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Planner:
         return self._kept(rest, cost, added, need, top)
 
     def _least_outer(self, first: int, held: bool) -> Costs:
-        unit, out_held, added, need, top = self._keeping(first, held, None)
+        _, out_held, added, need, top = self._keeping(first, held, None)
         best = self._kept(self._outer[first + 1, out_held], 0, added, need, top)
         stops = self._outer_stops(first)
         if stops:
@@ -145,7 +145,7 @@ class Planner:
         return out
 
     def _running_needs(self, first: int, last: int, base: int | None) -> Any:
-        """For ranges from `first` that end after each unit up to `last`: what running them forward needs, without keeping."""
+        """For ranges from `first` that end after each unit up to `last`: what running them forward needs."""
         needs = []
         highest = 0
         for at in range(first, last):
@@ -171,7 +171,7 @@ class Planner:
         first, held = 0, True
         while first < len(self._units):
             target = self._outer[first, held][slot]
-            unit, out_held, added, need, top = self._keeping(first, held, None)
+            _, out_held, added, need, top = self._keeping(first, held, None)
             if self._kept(self._outer[first + 1, out_held], 0, added, need, top)[slot] == target:
                 first, held, slot = first + 1, out_held, slot - added
                 continue
@@ -220,7 +220,12 @@ def _stretches(units: Sequence[Unit]) -> list[tuple[int, int]]:
     start = 0
     while start < len(units):
         stop = start
-        while stop < len(units) and units[stop].chain is not None and not units[stop].pinned and units[stop].chain == units[start].chain:
+        while (
+            stop < len(units)
+            and units[stop].chain is not None
+            and not units[stop].pinned
+            and units[stop].chain == units[start].chain
+        ):
             stop += 1
         if stop > start:
             found.append((start, stop))

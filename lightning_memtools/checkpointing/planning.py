@@ -30,7 +30,7 @@ MOST_OPERATIONS = 1.33
 LEAST_SAVING = 0.01
 
 
-class BudgetTooSmall(ValueError):
+class BudgetTooSmallError(ValueError):
     """No plan fits the memory budget; `reachable_bytes` is the smallest peak that one has."""
 
     def __init__(self, message: str, reachable_bytes: int) -> None:
@@ -125,7 +125,9 @@ def plan_checkpoints(
     """
     options = Options.parse(segments, memory_budget, bn_dropout, include, exclude)
     device = VirtualDevice.current()
-    cuda_like = any(one.is_cuda for one in module.parameters()) or (device is not None and "cuda_like=True" in repr(device))
+    cuda_like = any(one.is_cuda for one in module.parameters()) or (
+        device is not None and "cuda_like=True" in repr(device)
+    )
     step = Step(module, sample_args, lambda model, args: model(*args), cuda_like=cuda_like)
     return make_plan(step, options)
 
@@ -146,11 +148,11 @@ def make_plan(step: Step, options: Options) -> CheckpointPlan:
 def _best_of_depths(step: Step, options: Options, chains: Sequence[Chain]) -> CheckpointPlan:
     """Outer chains first; what lies within their layers only where these gain little."""
     best: CheckpointPlan | None = None
-    too_small: BudgetTooSmall | None = None
+    too_small: BudgetTooSmallError | None = None
     for group in _depths(chains):
         try:
             plan = _plan_group(step, options, group)
-        except BudgetTooSmall as error:
+        except BudgetTooSmallError as error:
             if too_small is None or error.reachable_bytes < too_small.reachable_bytes:
                 too_small = error
             continue
@@ -167,7 +169,9 @@ def _best_of_depths(step: Step, options: Options, chains: Sequence[Chain]) -> Ch
 def _plan_group(step: Step, options: Options, chains: Sequence[Chain]) -> CheckpointPlan:
     measured = profile(step, chains)
     units = _with_forced(measured, chains)
-    constant = sum(old.operations - old.tail_operations for old, new in zip(measured.units, units, strict=True) if old is not new)
+    constant = sum(
+        old.operations - old.tail_operations for old, new in zip(measured.units, units, strict=True) if old is not new
+    )
 
     def traced(ranges: Ranges) -> CheckpointPlan:
         plans = tuple(_chain_plans(measured, chains, ranges))
@@ -179,7 +183,9 @@ def _plan_group(step: Step, options: Options, chains: Sequence[Chain]) -> Checkp
     # A little above the plain peak, because sizes are rounded.
     planner = Planner(units, int(1.02 * max(estimate(units, ()).peak_bytes, measured.plain.peak_bytes)))
     if options.budget_bytes is None and options.budget_share is None:
-        return _or_refused(traced(_most_worth(planner, measured.plain, constant, _resident(step, measured.plain))), LEAST_SAVING)
+        return _or_refused(
+            traced(_most_worth(planner, measured.plain, constant, _resident(step, measured.plain))), LEAST_SAVING
+        )
     plain = measured.plain
     limit = options.budget_bytes
     if limit is None:
@@ -187,12 +193,15 @@ def _plan_group(step: Step, options: Options, chains: Sequence[Chain]) -> Checkp
         limit = plain.static_bytes + int(options.budget_share * plain.activation_bytes)
     if plain.peak_bytes <= limit:
         nothing = CheckpointPlan(tuple(_chain_plans(measured, chains, (), forced=False)), plain, plain)
-        return replace(nothing, refused=f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget: nothing has to be recomputed.")
+        return replace(
+            nothing,
+            refused=f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget.",
+        )
     return _fitting(planner, traced, limit, options)
 
 
 def _most_worth(planner: Planner, plain: Cost, constant: int, resident: int) -> Ranges:
-    """The plan with the lowest product of memory and operations: more is recomputed while memory falls by the larger factor."""
+    """The plan with the lowest product of memory and operations."""
     most = MOST_OPERATIONS * plain.operations
     points = [(peak, plain.operations + constant + extra) for peak, extra in planner.frontier()]
     affordable = [point for point in points if point[1] <= most] or points[:1]
@@ -206,7 +215,9 @@ def _resident(step: Step, plain: Cost) -> int:
     return plain.static_bytes - gradients
 
 
-def _fitting(planner: Planner, traced: Callable[[Ranges], CheckpointPlan], limit: int, options: Options) -> CheckpointPlan:
+def _fitting(
+    planner: Planner, traced: Callable[[Ranges], CheckpointPlan], limit: int, options: Options
+) -> CheckpointPlan:
     """The least recomputation whose traced peak is within the limit."""
     aim = float(limit)
     for _ in range(6):
@@ -225,15 +236,16 @@ def _fitting(planner: Planner, traced: Callable[[Ranges], CheckpointPlan], limit
         return smallest
     reachable = None if smallest is None or smallest.planned is None else smallest.planned
     asked = options.budget_share if options.budget_bytes is None else format_size(limit)
-    raise BudgetTooSmall(
+    raise BudgetTooSmallError(
         f"No plan fits memory_budget={asked} (a peak of {format_size(limit)}). "
         + (
             ""
             if reachable is None
             else f"The smallest reachable peak is {format_size(reachable.peak_bytes)}, "
-            f"{reachable.activation_bytes / max(_plain_activation(smallest), 1):.3g} of the plain step's activation memory. "
+            f"{reachable.activation_bytes / max(_plain_activation(smallest), 1):.3g} of the plain step's activations. "
         )
-        + f"Raise the budget, make the batch smaller, or allow more: bn_dropout={options.bn_dropout!r}, exclude={list(options.exclude)}.",
+        + f"Raise the budget, make the batch smaller, or allow more: "
+        f"bn_dropout={options.bn_dropout!r}, exclude={list(options.exclude)}.",
         0 if reachable is None else reachable.peak_bytes,
     )
 
@@ -267,7 +279,11 @@ def _alternatives(step: Step, options: Options) -> str:
             continue
         changed = replace(options, bn_dropout=other)
         plan = _best_of_depths(step, changed, find_chains(step.model, changed))
-        what = "no lower peak either" if plan.refused else f"a peak of {format_size(plan.peak_bytes or 0)}, {plan.extra_operations:.0%} more operations"
+        what = (
+            "no lower peak either"
+            if plan.refused
+            else f"a peak of {format_size(plan.peak_bytes or 0)}, {plan.extra_operations:.0%} more operations"
+        )
         found.append(f'bn_dropout="{other}" would give {what}')
     return f"{'; '.join(found)}."
 

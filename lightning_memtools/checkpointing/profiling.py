@@ -1,5 +1,6 @@
 """Measures, on fake tensors, what each layer keeps, needs and computes in one training step."""
 
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -133,7 +134,7 @@ class _Recorder:
         for one in _tensors(value):
             if one.requires_grad and one.grad_fn is not None:
                 # When its gradient is there, this unit's backward begins.
-                one.register_hook(lambda gradient, record=record: self._enter_backward(record))
+                one.register_hook(lambda _, record=record: self._enter_backward(record))
                 break
 
     def _enter_backward(self, record: _Record) -> None:
@@ -165,7 +166,9 @@ class _Recorder:
         return found
 
 
-def _watch(model: nn.Module, index: int, chain: Chain, recorder: _Recorder, outside: dict[tuple[int, int], str]) -> nn.Module:
+def _watch(
+    model: nn.Module, index: int, chain: Chain, recorder: _Recorder, outside: dict[tuple[int, int], str]
+) -> nn.Module:
     """Make a chain of a fake model tell the recorder of its layers."""
     module = model.get_submodule(chain.name)
     layers = [model.get_submodule(name) for name in chain.layers]
@@ -180,7 +183,9 @@ def _watch(model: nn.Module, index: int, chain: Chain, recorder: _Recorder, outs
 
     if chain.forced:
         plain = type(module).forward
-        vars(module)["forward"] = lambda *args, **kwargs: call((index, 0), lambda *a, **k: plain(module, *a, **k), module, *args, **kwargs)
+        vars(module)["forward"] = lambda *args, **kwargs: call(
+            (index, 0), lambda *a, **k: plain(module, *a, **k), module, *args, **kwargs
+        )
     else:
 
         def forward(input: Any) -> Any:  # noqa: A002, Sequential's own name
@@ -256,4 +261,3 @@ def _with_starts(units: list[Unit], records: Sequence[_Record]) -> list[Unit]:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-

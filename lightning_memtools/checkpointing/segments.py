@@ -47,7 +47,9 @@ class _Piece:
                 self.ranges[first, last] = found
                 self._note(units, first, last, found)
         last_chunks = range(n) if self.is_chain else range(1)
-        plain = [estimate(units, (), start + first, stop, input_held=start == 0 and first == 0) for first in last_chunks]
+        plain = [
+            estimate(units, (), start + first, stop, input_held=start == 0 and first == 0) for first in last_chunks
+        ]
         self.last_kept = np.array([one.kept_bytes for one in plain], dtype=float)
         self.last_peak = np.array([one.peak_bytes for one in plain], dtype=float)
 

@@ -23,7 +23,8 @@ def plan_figures(plain: Cost | None, planned: Cost | None, measured_bytes: int |
         return []
     more = planned.operations / plain.operations - 1 if plain.operations else 0.0
     lines = [
-        f"activation memory: {format_size(plain.activation_bytes)} before, {format_size(planned.activation_bytes)} after",
+        f"activation memory: {format_size(plain.activation_bytes)} before, "
+        f"{format_size(planned.activation_bytes)} after",
         f"extra computation: {more:.1%}",
         f"predicted peak (simulated): {format_size(plain.peak_bytes)} before, {format_size(planned.peak_bytes)} after",
     ]
@@ -34,7 +35,11 @@ def plan_figures(plain: Cost | None, planned: Cost | None, measured_bytes: int |
 
 
 def plan_table(
-    chains: Sequence[ChainPlan], plain: Cost | None, planned: Cost | None, refused: str | None, measured_bytes: int | None = None
+    chains: Sequence[ChainPlan],
+    plain: Cost | None,
+    planned: Cost | None,
+    refused: str | None,
+    measured_bytes: int | None = None,
 ) -> str:
     """The plan in markdown: a row per chain, then the figures."""
     lines = ["# Gradient checkpointing", ""]
@@ -52,7 +57,9 @@ def _ranges(chain: ChainPlan) -> str:
     if not chain.ranges:
         return "nothing"
     shown = [str(one) for one in chain.ranges]
-    text = ", ".join(shown[:_MOST_RANGES]) + (f" and {len(shown) - _MOST_RANGES} more" if len(shown) > _MOST_RANGES else "")
+    text = ", ".join(shown[:_MOST_RANGES]) + (
+        f" and {len(shown) - _MOST_RANGES} more" if len(shown) > _MOST_RANGES else ""
+    )
     times = list(runs_again(chain.ranges))
     return f"{text} ({len(set(times))} layers, {len(times)} runs)"
 

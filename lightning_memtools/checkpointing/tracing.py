@@ -1,5 +1,6 @@
 """Runs a training step over fake tensors in a simulated allocator, and counts what it does."""
 
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 from collections import defaultdict
@@ -70,13 +71,13 @@ class Cost:
         return self.peak_bytes - self.static_bytes
 
 
-class OperationCount(TorchDispatchMode):
+class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations, and answers where a fake tensor is asked for a number: with 1, so that logging goes on."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +91,9 @@ class OperationCount(TorchDispatchMode):
         if formula is not None:
             self.total += int(formula(*args, **kwargs, out_val=out))
         elif not getattr(func, "is_view", False):
-            self.total += sum(one.numel() for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Tensor))
+            self.total += sum(
+                one.numel() for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Tensor)
+            )
         return out
 
 
@@ -132,7 +135,9 @@ class Trace:
             clone.step()
             self._optimizers.append(clone)
 
-    def run(self, around_forward: Callable[[], Any] = nullcontext, before_backward: Callable[[], None] = lambda: None) -> Cost:
+    def run(
+        self, around_forward: Callable[[], Any] = nullcontext, before_backward: Callable[[], None] = lambda: None
+    ) -> Cost:
         """Run the step as Lightning does: forward, zero_grad, backward, optimizer."""
         self._peak = 0
         self.ledger.reset_peaks()
@@ -142,7 +147,7 @@ class Trace:
         self.model.zero_grad(set_to_none=True)
         before_backward()
         if loss is not None and loss.requires_grad:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         operations = self.counted.total - operations
         del loss
         for one in self._optimizers:
@@ -195,7 +200,8 @@ def _optimizer_of_copy(optimizer: Optimizer, model: nn.Module, twin: nn.Module) 
     clone.__dict__.update(optimizer.__dict__)
     vars(clone).pop("step", None)  # a learning rate scheduler wraps it on the instance
     clone.param_groups = [
-        {**group, "params": [of[id(one)] for one in group["params"] if id(one) in of]} for group in optimizer.param_groups
+        {**group, "params": [of[id(one)] for one in group["params"] if id(one) in of]}
+        for group in optimizer.param_groups
     ]
     clone.state = defaultdict(dict)
     return clone

@@ -160,7 +160,7 @@ def may_be_range(units: Sequence[Unit], start: int, stop: int) -> bool:
 
 
 def as_forced(unit: Unit) -> Unit:
-    """A unit that is recomputed in any case, as one that is kept: it keeps its input, and needs its own while it goes backward."""
+    """A unit that is recomputed in any case, as one that keeps its input and needs the rest while it goes backward."""
     kept = unit.own_bytes + (unit.out_bytes if unit.keeps_output else 0)
     top = None if unit.backward_peak is None else unit.backward_peak + kept
     return replace(unit, own_bytes=0, keeps_input=True, keeps_output=False, pinned=True, backward_peak=top)

@@ -25,7 +25,9 @@ class Block(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.attention = nn.MultiheadAttention(width, heads, dropout, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norms[0](x)
@@ -72,7 +74,7 @@ def with_small_head(name: str) -> Callable[[], nn.Module]:
     """A model whose classifier is as it is, but narrow: most of its weights are there."""
 
     def make() -> nn.Module:
-        model = classifier(name)()
+        model: Any = classifier(name)()
         widths = iter([16, 16, 4])
         width = None
         for at, layer in enumerate(model.classifier):
@@ -80,7 +82,7 @@ def with_small_head(name: str) -> Callable[[], nn.Module]:
                 out = next(widths)
                 model.classifier[at] = nn.Linear(width or layer.in_features, out)
                 width = out
-        return model
+        return model  # type: ignore[no-any-return]
 
     return make
 
@@ -108,7 +110,10 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mnasnet0_5": (classifier("mnasnet0_5"), (2, 3, 32, 32)),
     "regnet_y_400mf": (classifier("regnet_y_400mf"), (2, 3, 32, 32)),
     "efficientnet_b0": (classifier("efficientnet_b0"), (2, 3, 32, 32)),
-    "timm_vit_tiny": (from_timm("vit_tiny_patch16_224", img_size=32, depth=3, drop_path_rate=0.2, proj_drop_rate=0.1), (2, 3, 32, 32)),
+    "timm_vit_tiny": (
+        from_timm("vit_tiny_patch16_224", img_size=32, depth=3, drop_path_rate=0.2, proj_drop_rate=0.1),
+        (2, 3, 32, 32),
+    ),
     "timm_convnext_atto": (from_timm("convnext_atto", drop_path_rate=0.2), (2, 3, 32, 32)),
     "timm_resnet10t": (from_timm("resnet10t"), (2, 3, 32, 32)),
 }
@@ -126,7 +131,12 @@ def _everything(units: tuple[Unit, ...]) -> list[Range]:
     found, first = [], 0
     while first < len(units):
         last = first
-        while last < len(units) and not units[last].pinned and units[last].chain == units[first].chain and units[first].may_start:
+        while (
+            last < len(units)
+            and not units[last].pinned
+            and units[last].chain == units[first].chain
+            and units[first].may_start
+        ):
             last += 1
         if last > first:
             middle = (first + last + 1) // 2

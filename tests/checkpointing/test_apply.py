@@ -128,7 +128,9 @@ def test_without_gradients_calls_pass_straight_through(mode, monkeypatch):
     model = same_seed(nested).eval()
     expected = model(torch.ones(2, 32))
     with applied_to(model, Range(0, 8)):
-        monkeypatch.setattr("lightning_memtools.checkpointing.apply.checkpoint", lambda *_, **__: pytest.fail("recomputes"))
+        monkeypatch.setattr(
+            "lightning_memtools.checkpointing.apply.checkpoint", lambda *_, **__: pytest.fail("recomputes")
+        )
         with mode():
             assert torch.equal(model(torch.ones(2, 32)), expected)
 
@@ -160,7 +162,11 @@ class Alternates(nn.Module):
 
 @pytest.mark.parametrize(
     "ways",
-    [(torch.relu, torch.sigmoid), (lambda x: x.sin().cos().sigmoid(), lambda x: x.relu().sigmoid()), (lambda x: x, lambda x: x[:2])],
+    [
+        (torch.relu, torch.sigmoid),
+        (lambda x: x.sin().cos().sigmoid(), lambda x: x.relu().sigmoid()),
+        (lambda x: x, lambda x: x[:2]),
+    ],
     ids=["another operator", "fewer operators", "another shape"],
 )
 def test_a_layer_that_does_something_else_the_second_time_is_named(ways):

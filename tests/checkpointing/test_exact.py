@@ -71,7 +71,9 @@ def test_batchnorm_and_dropout_layers_run_once_a_step_when_skipped(name):
         plans = [] if mode == "plain" else harshest(model, torch.empty(shape), bn_dropout="skip")
         counted = runs[mode] = Counter()
         # Those that are layers of a chain, and not parts of a block that is one.
-        layers = {path for plan in (plans or harshest(model, torch.empty(shape), bn_dropout="skip")) for path in plan.layers}
+        layers = {
+            path for plan in (plans or harshest(model, torch.empty(shape), bn_dropout="skip")) for path in plan.layers
+        }
         for path, module in model.named_modules():
             if is_special(module) and path in layers:
                 module.register_forward_hook(lambda *_, path=path, counted=counted: counted.update([path]))
@@ -122,9 +124,13 @@ def test_a_model_called_twice_a_step_with_frozen_layers_and_an_input_without_gra
         model = same_seed(SMALL["shared"][0])
         nested = same_seed(SMALL["nested"][0])
         for one in (*nested[0].parameters(), *model[1].parameters()):
-            one.requires_grad_(False)
-        optimizer = torch.optim.SGD([one for one in (*model.parameters(), *nested.parameters()) if one.requires_grad], 0.01)
-        plans = [harshest(one, torch.empty(6, 32), bn_dropout="recompute") if recompute else [] for one in (model, nested)]
+            one.requires_grad = False
+        optimizer = torch.optim.SGD(
+            [one for one in (*model.parameters(), *nested.parameters()) if one.requires_grad], 0.01
+        )
+        plans = [
+            harshest(one, torch.empty(6, 32), bn_dropout="recompute") if recompute else [] for one in (model, nested)
+        ]
         with Applied(model, plans[0]), Applied(nested, plans[1]):
             torch.manual_seed(1)
             for _ in range(3):

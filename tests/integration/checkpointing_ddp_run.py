@@ -19,7 +19,9 @@ class Encoder(Regression):
 
     def __init__(self, *, unused: bool) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 64), nn.Unflatten(1, (2, 32)), *encoder(4, 0.1), nn.Flatten(), nn.Linear(64, 1))
+        self.net = nn.Sequential(
+            nn.Linear(4, 64), nn.Unflatten(1, (2, 32)), *encoder(4, 0.1), nn.Flatten(), nn.Linear(64, 1)
+        )
         if unused:
             self.idle = nn.Linear(3, 3)
 
