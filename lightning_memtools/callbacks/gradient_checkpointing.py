@@ -150,7 +150,8 @@ class GradientCheckpointing(Callback):
                 raise made
             if isinstance(made, Exception):
                 reason = (
-                    f"a step could not be traced on fake tensors ({type(made).__name__}: {str(made).partition(chr(10))[0]}). "
+                    "a step could not be traced on fake tensors "
+                    f"({type(made).__name__}: {str(made).partition(chr(10))[0]}). "
                     "plan_checkpoints(module, sample) can plan a part of the model that does not look at values"
                 )
         if reason is not None:

@@ -21,7 +21,7 @@ def fake_tensor(tensor: Tensor) -> Tensor:
 
     On the CPU, because a fake tensor of a device that the build of torch does not have aborts the process in autograd.
     """
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(tensor):
         raise TypeError("the model has lazy parameters without a shape; run one batch through it first")
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):

@@ -64,7 +64,7 @@ def find_chains(model: nn.Module, options: Options) -> list[Chain]:
     modules = dict(model.named_modules())
     excluded = {name for pattern in options.exclude for name in _matches(modules, pattern, "exclude")}
     if options.include is None:
-        taken = [name for name, module in modules.items() if is_plain(module) and len(module) > 0]  # type: ignore[arg-type]
+        taken = [name for name, module in modules.items() if is_plain(module) and len(module) > 0]
     else:
         found = {name for pattern in options.include for name in _matches(modules, pattern, "include")}
         taken = [

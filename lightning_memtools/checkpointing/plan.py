@@ -94,8 +94,8 @@ class Planner:
         return best
 
     def _keep_inner(self, first: int, last: int, held: bool) -> Costs:
-        unit, out_held, added, need, top = self._keeping(first, held, self._units[last - 1].backward_base)
         stop = last_saving(self._units, first, last)
+        unit, out_held, added, need, top = self._keeping(first, held, self._units[last - 1].backward_base, stop)
         cost = 0 if first > stop else unit.operations - (unit.tail_operations if first == stop else 0)
         rest = np.zeros(self._n) if first + 1 == last else self._inner[first + 1, last, out_held]
         return self._kept(rest, cost, added, need, top)
@@ -131,11 +131,17 @@ class Planner:
     def _need(self, n_bytes: int) -> int:
         return max(round(n_bytes / self._quantum), 0)
 
-    def _keeping(self, first: int, held: bool, base: int | None) -> tuple[Unit, bool, int, int, int]:
+    def _keeping(
+        self, first: int, held: bool, base: int | None, stop: int | None = None
+    ) -> tuple[Unit, bool, int, int, int]:
         unit = self._units[first]
         added, out_held = after_keeping(unit, input_held=held, in_bytes=self._sizes[first])
         missing = 0 if held else self._sizes[first]
-        need = self._need(missing + unit.forward_bytes + (unit.forward_base if base is None else base))
+        # Running again ends in the last unit that keeps anything (`stop`), and does not reach those after it.
+        runs = unit.stopped_bytes if first == stop else unit.forward_bytes
+        need = self._need(missing + runs + (unit.forward_base if base is None else base))
+        if stop is not None and first > stop:
+            need = 0
         top = 0 if unit.backward_peak is None else self._need(unit.backward_peak)
         return unit, out_held, self._slots(added), need, top
 

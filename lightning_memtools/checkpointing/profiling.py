@@ -44,6 +44,7 @@ class _Record:
     operations: int = 0
     operations_before: int = 0
     operations_at_last_save: int = 0
+    peak_at_last_save: int = 0
     saves: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     input: dict[int, int] = field(default_factory=dict)
@@ -134,7 +135,9 @@ class _Recorder:
         for one in _tensors(value):
             if one.requires_grad and one.grad_fn is not None:
                 # When its gradient is there, this unit's backward begins.
-                one.register_hook(lambda _, record=record: self._enter_backward(record))
+                one.register_hook(  # type: ignore[no-untyped-call]
+                    lambda _, record=record: self._enter_backward(record)
+                )
                 break
 
     def _enter_backward(self, record: _Record) -> None:
@@ -153,6 +156,7 @@ class _Recorder:
         if record is not None:
             record.saves = True
             record.operations_at_last_save = self._trace.counted.total
+            record.peak_at_last_save = self._trace.peak_so_far()
             record.saved.update(self._keys(tensor))
         # Not the tensor itself: an operator that keeps its own output would keep itself.
         return tensor.detach() if tensor.requires_grad else tensor
@@ -241,6 +245,7 @@ def _units(
                 operations=record.operations - record.operations_before,
                 tail_operations=record.operations - record.operations_at_last_save,
                 forward_bytes=record.peak - record.allocated_before,
+                stopped_bytes=max(record.peak_at_last_save - record.allocated_before, 0),
                 forward_base=base,
                 backward_base=0 if record.backward_before is None else record.backward_before - kept,
                 backward_peak=None if record.backward_peak is None else record.backward_peak - kept,

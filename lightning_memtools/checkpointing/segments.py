@@ -66,7 +66,7 @@ class _Piece:
         reached = np.full(n, INFINITE)
         reached[0] = held
         history = [reached]
-        cuts: list[np.ndarray] = []  # type: ignore[type-arg]
+        cuts: list[np.ndarray] = []
         for _ in range(min(segments, n) - 1):
             allowed = np.where(reached[:, None] + self.peak <= limit, reached[:, None] + self.kept, INFINITE)[:, :n]
             cuts.append(allowed.argmin(axis=0))

@@ -23,8 +23,7 @@ def plan_figures(plain: Cost | None, planned: Cost | None, measured_bytes: int |
         return []
     more = planned.operations / plain.operations - 1 if plain.operations else 0.0
     lines = [
-        f"activation memory: {format_size(plain.activation_bytes)} before, "
-        f"{format_size(planned.activation_bytes)} after",
+        f"activations: {format_size(plain.activation_bytes)} before, {format_size(planned.activation_bytes)} after",
         f"extra computation: {more:.1%}",
         f"predicted peak (simulated): {format_size(plain.peak_bytes)} before, {format_size(planned.peak_bytes)} after",
     ]

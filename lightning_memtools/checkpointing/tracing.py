@@ -122,6 +122,10 @@ class Trace:
         self.ledger.reset_peaks()
         return peak
 
+    def peak_so_far(self) -> int:
+        """The highest that was allocated since the last call of `peak_since`, which goes on."""
+        return self.ledger.allocator.stats().peak_allocated or 0
+
     def prepare(self) -> None:
         """Put the model, its gradients and the optimizers' state on the device."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):

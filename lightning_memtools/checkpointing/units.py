@@ -25,6 +25,7 @@ class Unit:
         operations: What its forward pass computes.
         tail_operations: The part of these after the last tensor was kept: recomputation stops there.
         forward_bytes: What its forward pass needs at its highest, beyond what was there when it began.
+        stopped_bytes: The same up to the last tensor that is kept.
         forward_base: In the forward pass, what is there when it begins besides what earlier units keep and its input.
         backward_base: In the backward pass, what is there when it begins besides what this and earlier units keep.
         backward_peak: The same at its highest. None where no gradient passes.
@@ -42,6 +43,7 @@ class Unit:
     operations: int = 0
     tail_operations: int = 0
     forward_bytes: int = 0
+    stopped_bytes: int = 0
     forward_base: int = 0
     backward_base: int = 0
     backward_peak: int | None = None
@@ -115,7 +117,9 @@ def estimate(
             for at in range(begin, after):
                 missing = 0 if at == begin and (input_held or keeps_boundary) else sizes[at]
                 below = units[at].forward_base if base is None else base
-                peak = max(peak, held + missing + below + units[at].forward_bytes)
+                needs = units[at].stopped_bytes if again and at == end else units[at].forward_bytes
+                if not again or at <= end:
+                    peak = max(peak, held + missing + below + needs)
                 if again and at <= end:
                     extra += units[at].operations - (units[at].tail_operations if at == end else 0)
             if isinstance(item, Range):

@@ -35,7 +35,7 @@ def chains(draw, least: int, most: int) -> list[Unit]:
     for _ in range(draw(st.integers(least, most))):
         same = draw(st.integers(0, 4)) == 0
         operations = draw(st.integers(0, 9))
-        base = draw(sizes)
+        base, forward = draw(sizes), draw(sizes)
         units.append(
             Unit(
                 own_bytes=draw(sizes),
@@ -49,7 +49,8 @@ def chains(draw, least: int, most: int) -> list[Unit]:
                 saves=draw(st.integers(0, 4)) > 0,
                 operations=operations,
                 tail_operations=draw(st.integers(0, operations)),
-                forward_bytes=draw(sizes),
+                forward_bytes=forward,
+                stopped_bytes=draw(st.integers(0, forward)),
                 forward_base=draw(sizes),
                 backward_base=base,
                 backward_peak=draw(st.one_of(st.none(), st.integers(base, base + 6))),
