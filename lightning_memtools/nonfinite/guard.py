@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_memtools.nonfinite.batches import MicroBatch, let_go
 from lightning_memtools.nonfinite.buffers import BufferKeeper
 from lightning_memtools.nonfinite.confirm import BadTensor, count_bad
-from lightning_memtools.nonfinite.detect import gradients_of, measure
+from lightning_memtools.nonfinite.detect import floats_of, gradients_of, measure
 from lightning_memtools.nonfinite.history import History, Past
 from lightning_memtools.nonfinite.names import names_of
 from lightning_memtools.nonfinite.optimizers import (
@@ -196,6 +197,7 @@ class Guard:
             keys = self._keys[optimizer] = StateKeys(optimizer)
         step.keys, step.settings = keys, settings_of(optimizer)
         step.parameters, gradients = gradients_of(optimizer)
+        step.gradients = [(weakref.ref(p.grad), p.grad._version) for p in step.parameters if p.grad is not None]  # noqa: SLF001, the only way to see a write
         losses = step.losses()
         numbers = measure(gradients, losses, exact=True)
         if numbers is None:
@@ -223,15 +225,19 @@ class Guard:
         return None
 
     def _late_trip(self, reading: Reading[Step], losses: list[float], norms: list[float]) -> Trip:
-        # The gradients themselves are overwritten by now: their norms tell which were bad, not how many elements.
         step = reading.note
-        names = names_of(self._model, step.parameters)
-        bad = tuple(
-            BadTensor(name, None, None, parameter.numel(), norm)
-            for name, parameter, norm in zip(names, step.parameters, norms, strict=True)
-            if not math.isfinite(norm)
-        )
-        return Trip(step, tuple(losses), reading.numbers[0], bad, late=True)
+        bad: list[BadTensor] = []
+        named = zip(names_of(self._model, step.parameters), step.parameters, step.gradients, norms, strict=True)
+        for name, parameter, (reference, version), norm in named:
+            gradient = reference()
+            if gradient is not None and gradient._version == version:  # noqa: SLF001, as above
+                floats = floats_of(gradient)
+                assert floats is not None
+                bad += count_bad([(name, floats, norm)])
+            elif not math.isfinite(norm):
+                # Clipped, or overwritten by the next backward pass. The norm tells that it was bad, not how much of it.
+                bad.append(BadTensor(name, None, None, parameter.numel(), norm))
+        return Trip(step, tuple(losses), reading.numbers[0], tuple(bad), late=True)
 
     def _check_on_host(self, step: Step, optimizer: Optimizer, scaler: Any) -> Trip | None:
         step.parameters, gradients = gradients_of(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ class Step:
         parameters: Those with a gradient.
         keys: Which state the optimizer had before the update.
         settings: The optimizer's learning rates and other settings at the update.
+        gradients: Weak references to the gradients, so that they cost no memory, and their versions when checked.
     """
 
     number: int
@@ -35,6 +37,7 @@ class Step:
     parameters: Sequence[Tensor] = ()
     keys: StateKeys | None = None
     settings: list[dict[str, Any]] | None = None
+    gradients: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
 
     def losses(self) -> list[Tensor]:
         """The losses of all micro-batches."""
