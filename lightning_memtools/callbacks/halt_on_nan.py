@@ -387,6 +387,7 @@ class HaltOnNaN(Callback):
             self._ranks.close()
         self._guard = self._ranks = self._watch = self._files = None
         self._bad_at_start = frozenset()
+        self._n_logged = self._n_checks = 0
 
 
 def _nothing() -> None:

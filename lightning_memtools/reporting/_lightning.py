@@ -92,6 +92,10 @@ def mark_loops(trainer: Trainer) -> LoopMark:
     ]
     trackers: list[object] = [tracker for each in progresses for tracker in (each.total, each.current)]
     counters = [(tracker, dict(vars(tracker))) for tracker in trackers]
+    for tracker, values in counters:
+        if tracker is epoch_loop.batch_progress.total or tracker is epoch_loop.batch_progress.current:
+            # As if the present batch had not begun: a run that resumes from here would count one step too many else.
+            values.update(dict.fromkeys(values, values["completed"]))
     counters.append((epoch_loop.batch_progress, {"is_last_batch": epoch_loop.batch_progress.is_last_batch}))
     return LoopMark(
         counters,
