@@ -263,7 +263,7 @@ class HaltOnNaN(Callback):
         halt = Halt(
             everyone=everyone,
             diagnosis=diagnosis,
-            history=histories.get(diagnosis.rank if diagnosis.rank is not None else ranks.rank, ()),
+            history=histories[everyone[0].rank if diagnosis.rank is None else diagnosis.rank],
             skipped=guard.skipped,
             n_missing=ranks.world_size - len(everyone),
         )

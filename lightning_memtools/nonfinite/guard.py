@@ -84,6 +84,7 @@ class Guard:
         self._keys: dict[Optimizer, StateKeys] = {}
         self._scaler_skips: Counter[Optimizer] = Counter()
         self._step: Step | None = None
+        self._latest: Step | None = None
         self._now: tuple[int, MicroBatch] | None = None
         self._has_warned = False
 
@@ -158,7 +159,7 @@ class Guard:
         """Take the flag off the optimizers and let everything go; closing twice does no harm."""
         if self._veto is not None:
             self._veto.close()
-        self._step = self._now = None
+        self._step = self._latest = self._now = None
         self._is_fused.clear()
         self._keys.clear()
         self._scaler_skips.clear()
@@ -167,7 +168,7 @@ class Guard:
         number, micro = self._now or (0, MicroBatch(0, None))
         if micro.losses:  # a second step within the batch has losses of its own
             micro = MicroBatch(micro.index, micro.batch)
-        self._step = Step(number, self._mark(), [micro])
+        self._step = self._latest = Step(number, self._mark(), [micro])
         flag = None if self._veto is None else self._veto.flag
         if flag is not None and self._max_skips:
             self._buffers.put_back(where=flag)
@@ -221,6 +222,8 @@ class Guard:
             if reading.bad:
                 assert step.keys is not None
                 step.keys.put_back()
+                if step is self._latest:  # else the next step began by putting them back, on the device
+                    self._buffers.put_back()
                 self._note_skip(step)
         return None
 

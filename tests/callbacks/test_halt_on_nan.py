@@ -151,14 +151,18 @@ def test_checkpoints_of_weights_alone_are_finite_too(fused, tmp_path):
 
 @fused_or_not
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_skipped_steps_leave_no_trace(optimizer, fused, tmp_path):
+@pytest.mark.parametrize("every_n_train_steps", [1, 100])
+def test_skipped_steps_leave_no_trace(every_n_train_steps, optimizer, fused, tmp_path):
     """The end is bit for bit that of a plain loop which leaves the bad batches out, the first of all among them."""
     bad = (0, 5, 6)
     L.seed_everything(0, verbose=False)
     model = Net(optimizer, fused=fused)
     callback = HaltOnNaN(max_skips=3)
-    run = trainer(tmp_path, callback, logger=TensorBoardLogger(tmp_path))
+    saver = ModelCheckpoint(tmp_path / "every", every_n_train_steps=every_n_train_steps, save_top_k=-1)
+    run = trainer(tmp_path, callback, saver, logger=TensorBoardLogger(tmp_path), enable_checkpointing=True)
     run.fit(model, loader(*bad))
+    for file in (tmp_path / "every").glob("*.ckpt"):
+        assert_finite(file)
 
     L.seed_everything(0, verbose=False)
     plain = Net(optimizer, fused=fused)
