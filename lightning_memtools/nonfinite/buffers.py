@@ -63,22 +63,21 @@ class _Copies:
         if unless is None:
             torch._foreach_copy_(self._views, [place.tensor for place in self.places])
             return
-        torch.where(self._is_set(unless), self._flat, self._fresh(), out=self._flat)
+        torch.where(
+            self._is_set(unless), self._flat, _side_by_side([place.tensor for place in self.places]), out=self._flat
+        )
 
-    def put_back(self, where: Tensor | None) -> None:
-        views = self._views
-        if where is not None:
-            chosen = torch.where(self._is_set(where), self._flat, self._fresh())
-            views = [
-                part.view(view.shape)
-                for part, view in zip(torch.split(chosen, [v.numel() for v in views]), views, strict=True)
-            ]
-        torch._foreach_copy_([place.tensor for place in self.places], views)
+    def put_back(self) -> None:
+        torch._foreach_copy_([place.tensor for place in self.places], self._views)
         for place in self.places:
             place.module._buffers[place.key] = place.tensor  # noqa: SLF001, the step may have put a new tensor there
 
-    def _fresh(self) -> Tensor:
-        return torch.cat([place.tensor.reshape(-1) for place in self.places])
+    def put_back_where(self, flag: Tensor) -> None:
+        # Only the device knows the flag, so a new tensor that a module put in a buffer's place has to stay there.
+        now = [place.look() for place in self.places]
+        chosen = torch.where(self._is_set(flag), self._flat, _side_by_side(now))
+        parts = torch.split(chosen, [each.numel() for each in now])
+        torch._foreach_copy_(now, [part.view(each.shape) for part, each in zip(parts, now, strict=True)])
 
     def _is_set(self, flag: Tensor) -> Tensor:
         return flag.to(self._flat.device, non_blocking=True) != 0
@@ -116,7 +115,10 @@ class BufferKeeper:
     def put_back(self, where: Tensor | None = None) -> None:
         """Write the copies into the buffers. `where`: only if this 0-dim tensor is not 0, decided on the device."""
         for copies in self._copies or ():
-            copies.put_back(where)
+            if where is None:
+                copies.put_back()
+            elif copies.fits():
+                copies.put_back_where(where)
 
     def unkept(self) -> list[str]:
         """Large buffers that were written for the first time since `keep`: they cannot be put back."""
@@ -138,6 +140,11 @@ def _places(module: Module) -> list[_Place]:
         # Distributed, quantized and not yet initialised buffers are subclasses that cannot be laid side by side.
         if type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
     ]
+
+
+def _side_by_side(tensors: list[Tensor]) -> Tensor:
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _by_kind(places: list[_Place]) -> list[list[_Place]]:

@@ -1,6 +1,6 @@
 """Run as a program, once per rank: scenarios in which one rank of two meets NaN. Writes what each rank saw as JSON.
 
-    LOCAL_RANK=0 MASTER_ADDR=... MASTER_PORT=... python tests/integration/halt_on_ranks.py <folder>
+LOCAL_RANK=0 MASTER_ADDR=... MASTER_PORT=... python tests/integration/halt_on_ranks.py <folder>
 """
 
 from __future__ import annotations

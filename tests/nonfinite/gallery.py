@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812, its usual name
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memtools.nonfinite.diagnose import Cause

@@ -76,4 +76,3 @@ class Observer(L.Callback):
             if self.batch_idx is None:
                 self.batch_idx = trainer.fit_loop.epoch_loop.batch_idx
         self._losses = []
-

@@ -25,9 +25,7 @@ def observed(case: Case, root, fused: bool) -> tuple[Observer, L.LightningModule
     return observer, model, run
 
 
-@pytest.mark.parametrize(
-    ("name", "fused"), [*((name, False) for name in FAILING), *((name, True) for name in FUSABLE)]
-)
+@pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in FAILING), *((name, True) for name in FUSABLE)])
 def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, fused, tmp_path):
     case = FAILING[name]
     observer, _, _ = observed(case, tmp_path, fused)
