@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_memtools.nonfinite.batches import MicroBatch, let_go
 from lightning_memtools.nonfinite.buffers import BufferKeeper
 from lightning_memtools.nonfinite.confirm import BadTensor, count_bad
-from lightning_memtools.nonfinite.detect import floats_of, gradients_of, measure
+from lightning_memtools.nonfinite.detect import floats_of, gradients_of, measure, measure_exactly
 from lightning_memtools.nonfinite.history import History, Past
 from lightning_memtools.nonfinite.names import names_of
 from lightning_memtools.nonfinite.optimizers import (
@@ -200,7 +200,7 @@ class Guard:
         step.parameters, gradients = gradients_of(optimizer)
         step.gradients = [(weakref.ref(p.grad), p.grad._version) for p in step.parameters if p.grad is not None]  # noqa: SLF001, the only way to see a write
         losses = step.losses()
-        numbers = measure(gradients, losses, exact=True)
+        numbers = measure_exactly(gradients, losses)
         if numbers is None:
             return None
         if self._veto is None:

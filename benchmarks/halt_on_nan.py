@@ -1,0 +1,180 @@
+"""What HaltOnNaN costs in a training step, beside other checks for NaN, on a transformer of 25 million parameters.
+
+One real run of the Trainer for each batch size; the checks take turns from step to step, so that a slow moment of the
+machine hits all of them. Two figures for each, both over the mean of the bare steps before and after: the time
+inside its own hooks (on a CPU that is all it adds, but for what it does to caches), and the whole step's. On a GPU only
+the second means anything, and each step ends with a synchronisation.
+
+    python benchmarks/halt_on_nan.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks.spike import SpikeDetection
+from machine import save, spread
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812, its usual name
+from torch.utils.data import DataLoader
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+
+WORDS, WIDTH, LAYERS = 8192, 512, 8
+SHAPES = {"4x64": (4, 64), "1x16": (1, 16)}
+TARGETS = {"4x64": 0.02, "1x16": 0.05}
+ROUNDS, WARM_UP = 12, 1
+
+
+class Transformer(L.LightningModule):
+    """A language model with 101 parameter tensors."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 8, 2 * WIDTH, dropout=0.1, batch_first=True)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Parameter(torch.zeros(64, WIDTH))
+        self.body = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.fused = fused
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.words(batch) + self.places[: batch.shape[1]]
+        return F.cross_entropy(self.head(self.body(x))[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
+
+
+class DetectAnomaly(Callback):
+    def on_train_batch_start(self, *args: Any) -> None:
+        torch.autograd.set_detect_anomaly(True)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        torch.autograd.set_detect_anomaly(False)
+
+
+class IsNanOfLoss(Callback):
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        assert not torch.isnan(loss).item()
+
+
+class IsFiniteOfEachParameter(Callback):
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        assert all(torch.isfinite(p.grad).all().item() for p in pl_module.parameters() if p.grad is not None)
+
+
+class ClipGradNorm(Callback):
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(pl_module.parameters(), 1e6)
+
+
+class TakeTurns(Callback):
+    """Lets one of the callbacks act in each step, and times it; every second step is bare."""
+
+    def __init__(self, cases: dict[str, Callback]) -> None:
+        self.cases = cases
+        names = list(cases)
+        self.order: list[str | None] = [name for each in names for name in (each, None)]
+        self.steps: list[tuple[str | None, float, float]] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for callback in self.cases.values():
+            callback.setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for callback in self.cases.values():
+            callback.on_train_start(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.name = self.order[batch_idx % len(self.order)]
+        self.in_hooks = 0.0
+        self.begin = time.perf_counter()
+        self._act("on_train_batch_start", trainer, pl_module, batch, batch_idx)
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._act("on_before_backward", *args)
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self._act("on_before_optimizer_step", *args)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._act("on_train_batch_end", trainer, *args)
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self.steps.append((self.name, time.perf_counter() - self.begin, self.in_hooks))
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for callback in self.cases.values():
+            callback.teardown(trainer, pl_module, stage)
+
+    def _act(self, hook: str, *args: Any) -> None:
+        if self.name is None:
+            return
+        begin = time.perf_counter()
+        getattr(self.cases[self.name], hook)(*args)
+        self.in_hooks += time.perf_counter() - begin
+
+
+def measure(shape: tuple[int, int], *, fused: bool, root: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    spike = SpikeDetection(finite_only=False, atol=1e9, exclude_batches_path=str(Path(root) / "skip.json"))
+    turns = TakeTurns(
+        {
+            "HaltOnNaN": HaltOnNaN(),
+            "isnan of the loss": IsNanOfLoss(),
+            "clip_grad_norm_": ClipGradNorm(),
+            "isfinite of each parameter": IsFiniteOfEachParameter(),
+            "SpikeDetection": spike,
+            "detect_anomaly": DetectAnomaly(),
+        }
+    )
+    n_steps = len(turns.order) * (WARM_UP + ROUNDS) + 1
+    batches = [torch.randint(0, WORDS, shape) for _ in range(n_steps)]
+    model = Transformer(fused=fused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        L.Trainer(
+            accelerator="auto", devices=1, default_root_dir=root, max_epochs=1, logger=False, callbacks=[turns],
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        ).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]  # fmt: skip
+    steps = turns.steps[len(turns.order) * WARM_UP :]
+    bare = [seconds for name, seconds, _ in steps if name is None]
+    found: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tensors": len(list(model.parameters())),
+        "bare_step_ms": spread([1e3 * seconds for seconds in bare]),
+    }
+    for case in turns.cases:
+        inside, whole = [], []
+        for at, (name, seconds, in_hooks) in enumerate(steps):
+            if name == case and 0 < at < len(steps) - 1:
+                neighbours = (steps[at - 1][1] + steps[at + 1][1]) / 2
+                inside.append(in_hooks / neighbours)
+                whole.append(seconds / neighbours - 1)
+        found[case] = {"inside_its_hooks_over_step": spread(inside), "whole_step_over_bare_minus_1": spread(whole)}
+    return found
+
+
+def main() -> None:
+    results: dict[str, Any] = {
+        "what": "added time as a share of a training step of 25 million parameters; AdamW; float32",
+        "targets": TARGETS,
+    }
+    with tempfile.TemporaryDirectory() as root:
+        for fused in (False, True):
+            results["AdamW(fused=True)" if fused else "AdamW"] = {
+                name: measure(shape, fused=fused, root=root) for name, shape in SHAPES.items()
+            }
+    save("halt_on_nan", results)
+
+
+if __name__ == "__main__":
+    main()
