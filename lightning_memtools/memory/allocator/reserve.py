@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lightning_memtools.memory.allocator.blocks import Block, FreeBlocks, Segment
 from lightning_memtools.memory.allocator.config import AllocatorConfig
 from lightning_memtools.memory.allocator.rounding import SEGMENT_STEP, round_up
-from lightning_memtools.memory.allocator.tally import Tally
+from lightning_memtools.memory.allocator.tally import Count, Tally
 
 # Where the simulated addresses begin: anything but zero, which a reader could take for a null pointer.
 _FIRST_ADDRESS = 1 << 40
@@ -28,6 +28,7 @@ class Reserve:
         whole: Counts over all pools.
         device_allocs: How often memory was asked of the device, and given.
         device_frees: How often memory went back.
+        oversize: Segments of at least ``max_split_size``.
         observer: Told of every segment taken and given back, and of every page mapped and unmapped.
     """
 
@@ -46,11 +47,13 @@ class Reserve:
         self.segments: dict[int, Segment] = {}
         self.device_allocs = 0
         self.device_frees = 0
+        self.oversize = Count()
         self.observer = observer
         fraction = config.per_process_memory_fraction
         self.allowed = None if capacity is None or fraction >= 1 else int(fraction * capacity)
+        self._max_split = config.max_split_size
         self._next_address = _FIRST_ADDRESS
-        self._spare_ranges: dict[int, list[int]] = {}
+        self._spare_ranges: dict[int, int] = {}
 
     @property
     def device_free(self) -> int | None:
@@ -73,6 +76,8 @@ class Reserve:
             return None
         segment = Segment(self._new_addresses(size), size, free_blocks)
         self.segments[segment.address] = segment
+        if self._max_split is not None and size >= self._max_split:
+            self.oversize.add()
         self.count_taken("segment_alloc", segment.address, size, free_blocks)
         return segment.first
 
@@ -80,12 +85,19 @@ class Reserve:
         """Give the segment of its only block, which is free, back to the device (cudaFree)."""
         block.free_blocks.remove(block)
         del self.segments[block.segment.address]
+        if self._max_split is not None and block.size >= self._max_split:
+            self.oversize.remove()
         self.count_given_back("segment_free", block.address, block.size, block.free_blocks)
 
     def take_range(self, free_blocks: FreeBlocks, size: int, page_size: int) -> Segment:
         """Begin an expandable segment: a range of addresses with no memory behind it yet."""
-        spare = self._spare_ranges.get(size)
-        segment = Segment(spare.pop() if spare else self._new_addresses(size), size, free_blocks, page_size)
+        spares = [address for address, spare_size in self._spare_ranges.items() if spare_size == size]
+        address = min(spares, default=None)
+        if address is None:
+            address = self._new_addresses(size)
+        else:
+            del self._spare_ranges[address]
+        segment = Segment(address, size, free_blocks, page_size)
         self.segments[segment.address] = segment
         return segment
 
@@ -93,7 +105,7 @@ class Reserve:
         """End an expandable segment that has no memory behind it any more."""
         del self.segments[segment.address]
         # Ranges are as large as the device: were their addresses not reused, a long run could use them up.
-        self._spare_ranges.setdefault(segment.size, []).append(segment.address)
+        self._spare_ranges[segment.address] = segment.size
 
     def count_taken(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
         """Count memory that the device gave, and tell the observer."""
