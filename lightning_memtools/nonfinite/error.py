@@ -62,4 +62,6 @@ class NonFiniteError(RuntimeError):
 
 
 def _rebuild(message: str, fields: dict[str, Any]) -> NonFiniteError:
-    return NonFiniteError(message, **fields)
+    error = NonFiniteError(message, step=fields["step"])
+    vars(error).update(fields)  # among them what others may have added, such as notes
+    return error

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.diagnose import Cause
 from lightning_memtools.nonfinite.error import NonFiniteError
@@ -497,6 +498,75 @@ def test_every_logger(kind, fused, tmp_path, capsys):
         events = b"".join(file.read_bytes() for file in tmp_path.rglob("*.tfevents.*"))
         assert b"memtools/nonfinite_report" in events
         assert b"dirty data" in events
+
+
+PRECISIONS: dict[str, Any] = {
+    "float32": dict,
+    "accumulation": lambda: {"accumulate_grad_batches": 4},
+    "clipping": lambda: {"gradient_clip_val": 0.1},
+    "scaler": lambda: {"plugins": half(2.0**14)},
+}
+
+
+@pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@fused_or_not
+def test_a_healthy_run_ends_in_the_same_bits_with_and_without(fused, optimizer, options, tmp_path):
+    """Weights, buffers, optimizer state, gradients and random numbers."""
+    if fused and options is PRECISIONS["clipping"]:
+        options = dict
+    ends = []
+    for callbacks in ((), (HaltOnNaN(),), (HaltOnNaN(max_skips=2),)):
+        L.seed_everything(0, verbose=False)
+        model = Net(optimizer, fused=fused)
+        model.net.insert(3, nn.Dropout(0.2))
+        run = trainer(tmp_path, *callbacks, logger=False, **options())
+        run.fit(model, loader())
+        gradients = {f"gradient.{name}": p.grad.clone() for name, p in model.named_parameters()}
+        ends.append(state_bits(model, run.optimizers) | gradients | {"rng": torch.get_rng_state()})
+    assert differences(ends[0], ends[1]) == []
+    assert differences(ends[0], ends[2]) == []
+
+
+class Convolutions(L.LightningModule):
+    """Large enough for half a percent to mean something."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.BatchNorm2d(64),
+            nn.ReLU(), nn.Flatten(), nn.Linear(64 * 14 * 14, 64),
+        )  # fmt: skip
+        self.fused = fused
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=self.fused)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@fused_or_not
+def test_it_adds_at_most_half_a_percent_and_one_batch_to_the_peak(fused, accumulate, tmp_path):
+    class Images(torch.utils.data.Dataset[Tensor]):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            return torch.full((16, 3, 32, 32), 0.1)  # a batch of its own each time, as a loader makes it
+
+    peaks = []
+    for callbacks in ((), (HaltOnNaN(),)):
+        with VirtualDevice() as device:
+            model = Convolutions(fused=fused)
+            run = trainer(tmp_path, *callbacks, logger=False, accumulate_grad_batches=accumulate)
+            run.fit(model, DataLoader(Images(), batch_size=None))
+        peaks.append(device.stats().peak_allocated)
+    without, with_it = peaks
+    assert with_it - without <= 0.005 * without + 16 * 3 * 32 * 32 * 4
+    if not fused and accumulate == 1:
+        assert with_it - without <= 0.0005 * without, "no batch is held there, and buffers are small"
 
 
 @fused_or_not
