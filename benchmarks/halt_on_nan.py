@@ -13,6 +13,7 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from machine import save, spread
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812, its usual name
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
@@ -45,7 +46,7 @@ class Transformer(L.LightningModule):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.fused = fused
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor) -> Tensor:
         x = self.words(batch) + self.places[: batch.shape[1]]
         return F.cross_entropy(self.head(self.body(x))[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
@@ -53,27 +54,20 @@ class Transformer(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
 
 
-class DetectAnomaly(Callback):
-    def on_train_batch_start(self, *args: Any) -> None:
-        torch.autograd.set_detect_anomaly(True)
+class Check(Callback):
+    """A check made of functions, each in the place of a hook."""
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        torch.autograd.set_detect_anomaly(False)
-
-
-class IsNanOfLoss(Callback):
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        assert not torch.isnan(loss).item()
+    def __init__(self, **hooks: Callable[..., object]) -> None:
+        for name, function in hooks.items():
+            setattr(self, name, function)
 
 
-class IsFiniteOfEachParameter(Callback):
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        assert all(torch.isfinite(p.grad).all().item() for p in pl_module.parameters() if p.grad is not None)
+def is_nan(loss: Tensor) -> bool:
+    return bool(torch.isnan(loss).item())
 
 
-class ClipGradNorm(Callback):
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        nn.utils.clip_grad_norm_(pl_module.parameters(), 1e6)
+def are_finite(module: nn.Module) -> bool:
+    return all(torch.isfinite(p.grad).all().item() for p in module.parameters() if p.grad is not None)
 
 
 class TakeTurns(Callback):
@@ -93,7 +87,9 @@ class TakeTurns(Callback):
         for callback in self.cases.values():
             callback.on_train_start(trainer, pl_module)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.name = self.order[batch_idx % len(self.order)]
         self.in_hooks = 0.0
         self.begin = time.perf_counter()
@@ -129,11 +125,20 @@ def measure(shape: tuple[int, int], *, fused: bool, root: str) -> dict[str, Any]
     turns = TakeTurns(
         {
             "HaltOnNaN": HaltOnNaN(),
-            "isnan of the loss": IsNanOfLoss(),
-            "clip_grad_norm_": ClipGradNorm(),
-            "isfinite of each parameter": IsFiniteOfEachParameter(),
+            "isnan of the loss": Check(on_before_backward=lambda _trainer, _module, loss: is_nan(loss)),
+            "clip_grad_norm_": Check(
+                on_before_optimizer_step=lambda _trainer, module, _optimizer: nn.utils.clip_grad_norm_(
+                    module.parameters(), 1e6
+                )
+            ),
+            "isfinite of each parameter": Check(
+                on_before_optimizer_step=lambda _trainer, module, _optimizer: are_finite(module)
+            ),
             "SpikeDetection": spike,
-            "detect_anomaly": DetectAnomaly(),
+            "detect_anomaly": Check(
+                on_train_batch_start=lambda *_: torch.autograd.set_detect_anomaly(True),
+                on_train_batch_end=lambda *_: torch.autograd.set_detect_anomaly(False),
+            ),
         }
     )
     n_steps = len(turns.order) * (WARM_UP + ROUNDS) + 1

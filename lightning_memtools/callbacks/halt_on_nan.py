@@ -101,7 +101,7 @@ class HaltOnNaN(Callback):
         self._bad_at_start: frozenset[str] = frozenset()
         self._unguard_saving: Callable[[], None] = _nothing
         self._n_logged = 0
-        self._n_checks = 0
+        self._said_blind = False
 
     @property
     def state_key(self) -> str:
@@ -136,7 +136,7 @@ class HaltOnNaN(Callback):
             mark=lambda: mark_loops(trainer),
             budget_bytes=int(4 * parameter_bytes * BATCH_SHARE),
         )
-        self._n_logged = self._n_checks = 0
+        self._n_logged = 0
         bad = [*bad_state(pl_module), *bad_optimizer_state(pl_module, trainer.optimizers)]
         self._bad_at_start = frozenset(each.name for each in bad)
         self._unguard_saving = guard_saving(trainer, lambda: self._check_before_saving(trainer, pl_module))
@@ -155,7 +155,6 @@ class HaltOnNaN(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the step."""
-        self._n_checks += 1
         trip = self._running().check(
             optimizer, scaler=gradient_scaler(trainer), reopen=not pl_module.automatic_optimization
         )
@@ -168,13 +167,7 @@ class HaltOnNaN(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read what is still out, before checkpoints of the epoch."""
         self._drain(trainer, pl_module)
-        if self._n_checks == 0 and any(parameter.requires_grad for parameter in pl_module.parameters()):
-            self._n_checks = 1
-            warnings.warn(
-                "HaltOnNaN saw no optimizer step in this epoch. In manual optimization, step the optimizers that "
-                "self.optimizers() returns and use self.manual_backward(loss); otherwise nothing is checked.",
-                stacklevel=2,
-            )
+        self._say_if_blind(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read what is still out."""
@@ -255,7 +248,7 @@ class HaltOnNaN(Callback):
         assert isinstance(trip.step.mark, LoopMark)
         turn_back(trainer, trip.step.mark)
         self._unguard_saving()
-        evidence = examine(pl_module, trip, rank=ranks.rank, unkept=unkept)
+        evidence = examine(pl_module, trip, rank=ranks.rank, unkept=unkept, carried=guard.carries_losses)
         findings = ranks.gather((evidence, tuple(guard.history)))
         everyone = [theirs for theirs, _ in findings]
         histories = {theirs.rank: history for theirs, history in findings}
@@ -357,6 +350,19 @@ class HaltOnNaN(Callback):
         losses, norms = (history.losses(), history.norms()) if history is not None else ((), ())
         return NonFiniteError(message, step=step, stage=stage, path=path, losses=losses, norms=norms, **fields)
 
+    def _say_if_blind(self, pl_module: LightningModule) -> None:
+        guard = self._running()
+        if guard.saw_gradients or self._said_blind or not any(p.requires_grad for p in pl_module.parameters()):
+            return
+        if not pl_module.automatic_optimization:
+            advice = "step the optimizers that self.optimizers() returns, and use self.manual_backward(loss)"
+        elif guard.saw_losses:
+            advice = "see whether the strategy or an optimizer keeps gradients elsewhere than in p.grad"
+        else:
+            return  # training_step gave no loss, so there was nothing to see
+        self._said_blind = True
+        warnings.warn(f"HaltOnNaN saw no gradient in this epoch, so it checks none: {advice}.", stacklevel=2)
+
     def _clean_up_after(self, trainer: Trainer, pl_module: LightningModule, guard: Guard) -> None:
         """Another error ended the run: leave a state that a checkpoint may hold, without the other ranks."""
         try:
@@ -387,7 +393,8 @@ class HaltOnNaN(Callback):
             self._ranks.close()
         self._guard = self._ranks = self._watch = self._files = None
         self._bad_at_start = frozenset()
-        self._n_logged = self._n_checks = 0
+        self._n_logged = 0
+        self._said_blind = False
 
 
 def _nothing() -> None:

@@ -70,7 +70,8 @@ def _norms_of_one_kind(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequ
 
 def _square(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
-        return torch.linalg.vector_norm(tensor).square()
+        square: Tensor = torch.linalg.vector_norm(tensor).square()
+        return square
     flat = tensor.view(-1)
     return torch.dot(flat, flat)
 

@@ -17,8 +17,18 @@ from lightning_memtools.nonfinite.names import plain_name
 from lightning_memtools.nonfinite.step import Evidence, Trip
 
 
-def examine(model: Module, trip: Trip, *, rank: int = 0, unkept: tuple[str, ...] = ()) -> Evidence:
-    """Look at the step's batches, losses, gradients and at the weights. Call it once the step has been undone."""
+def examine(
+    model: Module, trip: Trip, *, rank: int = 0, unkept: tuple[str, ...] = (), carried: bool = False
+) -> Evidence:
+    """Look at the step's batches, losses, gradients and at the weights. Call it once the step has been undone.
+
+    Args:
+        model: The module that is trained.
+        trip: The bad step.
+        rank: Which rank this is.
+        unkept: Buffers that could not be put back.
+        carried: Whether bad losses are made known to other ranks as NaN gradients.
+    """
     step = trip.step
     indices = [micro.index for micro in step.micro for _ in micro.losses]
     optimizer = step.optimizer
@@ -40,6 +50,7 @@ def examine(model: Module, trip: Trip, *, rank: int = 0, unkept: tuple[str, ...]
         float16=bool(trip.scaler) or any(tensor.dtype == torch.float16 for tensor in tensors),
         scaler=trip.scaler,
         late=trip.late,
+        carried=carried and not all(map(math.isfinite, trip.losses)),
         unkept=unkept,
     )
 

@@ -56,6 +56,8 @@ class Guard:
     Attributes:
         history: The last steps.
         skipped: (step, batch indices) of the bad steps that were held back so far.
+        saw_losses: Whether there was a loss at all.
+        saw_gradients: Whether there was a gradient at all: gradients kept elsewhere cannot be checked.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class Guard:
     ) -> None:
         self.history = History()
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
+        self.saw_losses = False
+        self.saw_gradients = False
         self._model = model
         self._max_skips = max_skips
         self._amp_patience = amp_patience
@@ -87,6 +91,11 @@ class Guard:
         self._latest: Step | None = None
         self._now: tuple[int, MicroBatch] | None = None
         self._has_warned = False
+
+    @property
+    def carries_losses(self) -> bool:
+        """Whether a bad loss of one rank is made known to the others as NaN gradients."""
+        return self._gradients == "replicated"
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
         """Note a batch before its forward pass. `first`: it begins a step of training step `number`."""
@@ -116,9 +125,10 @@ class Guard:
             value = value if value.dim() == 0 else value.mean()
         micro = self._step.micro[-1]
         micro.losses.append(value)
+        self.saw_losses = True
         if value.device.type == "cpu" and not math.isfinite(value.item()):  # on the CPU, reading waits for nothing
             micro.keep = True
-        if self._gradients == "replicated":
+        if self.carries_losses:
             poison(loss)
 
     def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> Trip | None:
@@ -198,6 +208,7 @@ class Guard:
             keys = self._keys[optimizer] = StateKeys(optimizer)
         step.keys, step.settings = keys, settings_of(optimizer)
         step.parameters, gradients = gradients_of(optimizer)
+        self.saw_gradients = self.saw_gradients or bool(gradients)
         step.gradients = [(weakref.ref(p.grad), p.grad._version) for p in step.parameters if p.grad is not None]  # noqa: SLF001, the only way to see a write
         losses = step.losses()
         numbers = measure_exactly(gradients, losses)
@@ -244,6 +255,7 @@ class Guard:
 
     def _check_on_host(self, step: Step, optimizer: Optimizer, scaler: Any) -> Trip | None:
         step.parameters, gradients = gradients_of(optimizer)
+        self.saw_gradients = self.saw_gradients or bool(gradients)
         losses = step.losses()
         numbers = measure(gradients, losses)
         if self._gradients == "sharded":

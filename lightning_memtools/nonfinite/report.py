@@ -85,7 +85,7 @@ class Halt:
         facts = [
             ("Cause", f"{self.diagnosis.cause}: {self.diagnosis.because}"),
             ("Losses of the step", _losses(culprit)),
-            ("Bad gradients", _named(culprit.gradients, "none")),
+            ("Bad gradients", _named(culprit.gradients, "none") + _carried(culprit)),
             ("Bad weights before the step", _named(culprit.parameters, "none")),
             ("Bad inputs", "; ".join(map(str, culprit.inputs)) or f"none{_unseen(culprit)}"),
             ("Learning rate", ", ".join(f"{rate:g}" for rate in dict.fromkeys(culprit.learning_rates)) or "not known"),
@@ -224,6 +224,12 @@ def _named(bad: Sequence[BadTensor], otherwise: str) -> str:
         return otherwise
     rest = f" and {len(bad) - MOST_NAMES} more" if len(bad) > MOST_NAMES else ""
     return ", ".join(map(str, bad[:MOST_NAMES])) + rest
+
+
+def _carried(evidence: Evidence) -> str:
+    if not evidence.carried:
+        return ""
+    return f"; the loss of rank {evidence.rank} alone makes them NaN, by which HaltOnNaN tells the other ranks"
 
 
 def _unseen(evidence: Evidence) -> str:

@@ -86,6 +86,7 @@ class Evidence:
         scaler: What the gradient scaler did, where that is the reason.
         late: Whether the step was read late.
         unkept: Buffers that could not be put back.
+        carried: Whether the gradients were made NaN to carry this rank's bad loss to the others.
     """
 
     rank: int
@@ -104,3 +105,4 @@ class Evidence:
     scaler: str = ""
     late: bool = False
     unkept: tuple[str, ...] = ()
+    carried: bool = False

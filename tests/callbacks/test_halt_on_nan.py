@@ -37,7 +37,8 @@ def batches(*bad: int, n: int = 16) -> list[Tensor]:
 
 
 def loader(*bad: int, n: int = 16) -> DataLoader[Any]:
-    return DataLoader(batches(*bad, n=n), batch_size=None)
+    dataset: Any = batches(*bad, n=n)
+    return DataLoader(dataset, batch_size=None)
 
 
 OPTIMIZERS = {
@@ -56,7 +57,7 @@ class Net(L.LightningModule):
         self.optimizer, self.fused = optimizer, fused
 
     def loss(self, x: Tensor) -> Tensor:
-        return (self.net(x) - x.sum(1, keepdim=True)).square().mean()
+        return nn.functional.mse_loss(self.net(x), x.sum(1, keepdim=True))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -77,7 +78,7 @@ def halted(run: L.Trainer, model: L.LightningModule, *data: Any) -> NonFiniteErr
 
 def assert_finite(path: Path) -> dict[str, Any]:
     """Every number of weights, buffers and optimizer state in the file is finite."""
-    saved = torch.load(path, weights_only=False)
+    saved: dict[str, Any] = torch.load(path, weights_only=False)
     values = list(saved["state_dict"].values())
     for optimizer in saved.get("optimizer_states", ()):
         values += [v for state in optimizer["state"].values() for v in state.values()]
@@ -196,7 +197,7 @@ def test_one_bad_step_more_than_max_skips_halts(fused, tmp_path):
 @fused_or_not
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_training_goes_on_from_the_last_good_checkpoint(fused, accumulate, tmp_path):
-    def run(callback: L.Callback, data: Any, resume: Any = None) -> tuple[L.Trainer, Net]:
+    def run(callback, data, resume=None):
         L.seed_everything(0, verbose=False)
         model = Net("adamw", fused=fused)
         fit = trainer(tmp_path, callback, accumulate_grad_batches=accumulate)
@@ -216,7 +217,7 @@ def test_training_goes_on_from_the_last_good_checkpoint(fused, accumulate, tmp_p
 
 
 class Skipping(torch.utils.data.Dataset[Tensor]):
-    """After a restart in the middle of an epoch, Lightning counts on but begins the loader anew: give it the rest first."""
+    """Resumed in the middle of an epoch, Lightning counts on but begins the loader anew: give it the rest first."""
 
     def __init__(self, made: list[Tensor], n_done: int) -> None:
         self.made, self.n_done = made, n_done
@@ -254,8 +255,8 @@ def test_the_message_names_everything(tmp_path):
 
 def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_path):
     class Recorder(L.Callback):
-        losses: list[float] = []
-        norms: list[float] = []
+        def __init__(self):
+            self.losses, self.norms = [], []
 
         def on_before_backward(self, trainer, pl_module, loss):
             self.losses.append(loss.item())
@@ -265,7 +266,6 @@ def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_pat
 
     for fused in (False, True):
         recorder = Recorder()
-        recorder.losses, recorder.norms = [], []
         error = halted(trainer(tmp_path, recorder, HaltOnNaN()), Net(fused=fused), loader(30, n=40))
         assert len(error.losses) == len(error.norms) == 20
         assert error.losses[:19] == pytest.approx(recorder.losses[11:30])
@@ -640,8 +640,42 @@ def test_manual_optimization_past_lightning_is_named(tmp_path):
             self.loss(batch).backward()
             optimizer.step()
 
-    with pytest.warns(UserWarning, match="saw no optimizer step in this epoch"):
+    with pytest.warns(UserWarning, match="saw no gradient in this epoch.*manual_backward"):
         trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(PastLightning(), loader())
+
+
+@fused_or_not
+def test_gradients_kept_elsewhere_are_named(fused, tmp_path):
+    class Elsewhere(Net):
+        def on_after_backward(self):
+            for parameter in self.parameters():
+                parameter.grad = None
+
+    with pytest.warns(UserWarning, match=r"saw no gradient in this epoch.*elsewhere than in p\.grad"):
+        trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(Elsewhere(fused=fused), loader())
+
+
+def test_an_optimizer_that_evaluates_several_times_in_a_step(tmp_path):
+    class Searching(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=4)
+
+    run = trainer(tmp_path, HaltOnNaN())
+    run.fit(Searching(), loader())
+    assert run.global_step == 16
+    model = Searching()
+    assert halted(trainer(tmp_path, HaltOnNaN()), model, loader(BAD)).step == BAD
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+@fused_or_not
+def test_a_compiled_module(fused, tmp_path):
+    model = Net(fused=fused)
+    model.net = torch.compile(model.net, backend="aot_eager")
+    error = halted(trainer(tmp_path, HaltOnNaN()), model, loader(BAD))
+    assert (error.step, error.cause) == (BAD, Cause.DIRTY_DATA)
+    assert error.parameters[0].name == "net.0.weight"
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
 def test_two_of_them_have_different_state_keys():

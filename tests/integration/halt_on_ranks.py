@@ -54,13 +54,14 @@ class Net(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.shard:
+            assert self.device_mesh is not None
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         is_bad = batch_idx == BAD and self.global_rank == 1
         out = self.net(batch)
         if self.fails == "backward":
-            out = BadBackward.apply(out, is_bad)  # type: ignore[no-untyped-call]
+            out = BadBackward.apply(out, is_bad)
         loss: Tensor = (out - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
         if self.fails == "loss" and is_bad:
             loss = loss + torch.inf  # the gradients stay finite
@@ -79,7 +80,8 @@ def loader(rank: int, *, is_dirty: bool) -> DataLoader[Any]:
     batches = [torch.randn(8, 4, generator=generator) for _ in range(8)]
     if is_dirty and rank == 1:
         batches[BAD][2, 1] = torch.nan
-    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    dataset: Any = batches
+    return DataLoader(dataset, batch_size=None)
 
 
 def half() -> MixedPrecision:

@@ -41,7 +41,8 @@ class Case:
 
     def loader(self) -> DataLoader[Any]:
         """The batches, in order."""
-        return DataLoader(self.batches, batch_size=None)
+        dataset: Any = self.batches
+        return DataLoader(dataset, batch_size=None)
 
 
 def good_data(n: int = N_BATCHES) -> list[Tensor]:
@@ -50,7 +51,7 @@ def good_data(n: int = N_BATCHES) -> list[Tensor]:
     return [torch.randn(BATCH, FEATURES, generator=generator) for _ in range(n)]
 
 
-def bad_data(change: Callable[[Tensor], None]) -> list[Tensor]:
+def bad_data(change: Callable[[Tensor], object]) -> list[Tensor]:
     """The same with one batch changed in place."""
     batches = good_data()
     change(batches[BAD_BATCH])
@@ -70,7 +71,8 @@ class Small(L.LightningModule):
         self.last = nn.Linear(FEATURES, 3)
 
     def body(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
+        out: Tensor = self.last(torch.tanh(self.norm(self.first(x))))
+        return out
 
     def loss(self, x: Any) -> Tensor:
         return self.body(x).square().mean()
@@ -247,7 +249,7 @@ class Manual(Small):
         return [torch.optim.AdamW(ps, lr=self.lr, fused=self.fused) for ps in (own, self.critic.parameters())]
 
 
-def _set(value: float, rows: slice) -> Callable[[Tensor], None]:
+def _set(value: float, rows: slice) -> Callable[[Tensor], object]:
     def change(batch: Tensor) -> None:
         batch[rows] = value
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from lightning_memtools.nonfinite.batches import MAX_SAMPLES, MicroBatch, bad_inputs, let_go, named_tensors
 
-Pair = namedtuple("Pair", "image label")
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    label: int
 
 
 @dataclass
@@ -19,7 +22,11 @@ class Sample:
 
 
 def test_tensors_are_named_by_the_expression_that_leads_to_them():
-    batch = {"x": [torch.zeros(1), (torch.zeros(1), "text")], 3: Pair(torch.zeros(1), 1), "s": Sample("", torch.ones(1))}
+    batch = {
+        "x": [torch.zeros(1), (torch.zeros(1), "text")],
+        3: Pair(torch.zeros(1), 1),
+        "s": Sample("", torch.ones(1)),
+    }
     names = [name for name, _ in named_tensors(batch, "batch")]
     assert names == ['batch["x"][0]', 'batch["x"][1][0]', "batch[3].image", 'batch["s"].tokens']
     for name, tensor in named_tensors(batch, "batch"):
@@ -44,7 +51,9 @@ def test_long_lists_end():
 
 def test_masks_scalars_and_sparse_tensors():
     mask, number, sparse = bad_inputs(
-        MicroBatch(0, [torch.tensor([0.0, -torch.inf]), torch.tensor(torch.nan), torch.tensor([[torch.nan]]).to_sparse()])
+        MicroBatch(
+            0, [torch.tensor([0.0, -torch.inf]), torch.tensor(torch.nan), torch.tensor([[torch.nan]]).to_sparse()]
+        )
     )
     assert mask.is_mask
     assert (number.samples, number.is_mask) == ((), False)

@@ -11,6 +11,11 @@ from tests.nonfinite.observe import differences
 
 
 class Net(nn.Module):
+    mask: torch.Tensor
+    replaced: torch.Tensor
+    turned: torch.Tensor
+    hidden: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(4)

@@ -12,9 +12,18 @@ from lightning_memtools.nonfinite.error import NonFiniteError
 
 def test_pickle_keeps_message_and_fields():
     error = NonFiniteError(
-        "loss is nan", step=3, batch_idx=1, rank=2, stage="val", cause="dirty data", losses=[1.0, 2.0],
-        parameters=[BadTensor("w", 1, 0, 4, math.inf)], norms=[3.0], path=Path("report.md"), checkpoint_path=Path("good.ckpt"),
-    )  # fmt: skip
+        "loss is nan",
+        step=3,
+        batch_idx=1,
+        rank=2,
+        stage="val",
+        cause="dirty data",
+        losses=[1.0, 2.0],
+        parameters=[BadTensor("w", 1, 0, 4, math.inf)],
+        norms=[3.0],
+        path=Path("report.md"),
+        checkpoint_path=Path("good.ckpt"),
+    )
     error.add_note("from the launcher")
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301, our own
     assert isinstance(copy, RuntimeError)

@@ -1,6 +1,9 @@
-"""The gallery: every failing model halts at the first bad step with the right cause, every healthy one is left alone."""
+"""The gallery: each failing model halts at its first bad step with the right cause; the healthy ones are left alone."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -15,20 +18,20 @@ from tests.nonfinite.observe import Observer, differences, state_bits
 FUSABLE = [name for name, case in FAILING.items() if hasattr(case.make, "fused")]
 
 
-def observed(case: Case, root, fused: bool) -> tuple[Observer, L.LightningModule, L.Trainer]:
+def observed(case: Case, root: Path, *, fused: bool) -> Observer:
     L.seed_everything(0, verbose=False)
-    model = case.make()
+    model: Any = case.make()
     model.fused = fused
     observer = Observer()
     run = trainer(root, observer, logger=False, **case.options)
     run.fit(model, case.loader())
-    return observer, model, run
+    return observer
 
 
 @pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in FAILING), *((name, True) for name in FUSABLE)])
 def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, fused, tmp_path):
     case = FAILING[name]
-    observer, _, _ = observed(case, tmp_path, fused)
+    observer = observed(case, tmp_path, fused=fused)
     assert observer.first_bad is not None, "the gallery's model must fail"
     if case.bad_batch is not None:
         assert observer.batch_idx == case.bad_batch

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -151,13 +152,15 @@ class OnGpu(Small):
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_whole_runs_end_in_the_bits_before_the_bad_step(fused, accumulate, tmp_path):
     batches = bad_data(lambda batch: batch[3:4, 2:3].fill_(torch.nan))
-    loader: DataLoader[torch.Tensor] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    loader = DataLoader(batches, batch_size=None)
     ends = []
     for callback in (Observer(), HaltOnNaN()):
         L.seed_everything(0, verbose=False)
         model = OnGpu()
         model.fused = fused
-        run = trainer(tmp_path, callback, accelerator="gpu", devices=1, logger=False, accumulate_grad_batches=accumulate)
+        run = trainer(
+            tmp_path, callback, accelerator="gpu", devices=1, logger=False, accumulate_grad_batches=accumulate
+        )
         if isinstance(callback, HaltOnNaN):
             with pytest.raises(NonFiniteError) as caught:
                 run.fit(model, loader)
@@ -192,8 +195,9 @@ def test_the_gallery_with_the_gradient_scaler(name, fused, tmp_path):
     case = FAILING[name]
     model = case.make()
     model.fused = fused
-    run = trainer(tmp_path, HaltOnNaN(amp_patience=1), accelerator="gpu", devices=1, logger=False,
-                  plugins=L.pytorch.plugins.MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler(init_scale=4.0)))  # fmt: skip
+    scaler = torch.amp.GradScaler(init_scale=4.0)
+    plugin = MixedPrecision("16-mixed", "cuda", scaler)
+    run = trainer(tmp_path, HaltOnNaN(amp_patience=1), accelerator="gpu", devices=1, logger=False, plugins=plugin)
     with pytest.raises(NonFiniteError) as caught:
         run.fit(model, case.loader())
     assert caught.value.step == 5

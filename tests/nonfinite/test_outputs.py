@@ -29,6 +29,11 @@ def test_good_outputs_integers_and_overflowing_norms_are_good():
 
 
 def test_metrics_must_be_finite():
-    metrics = {"good": torch.tensor(1.0), "nan": torch.tensor(torch.nan), "inf": torch.tensor([torch.inf]), "n": torch.tensor(3)}
+    metrics = {
+        "good": torch.tensor(1.0),
+        "nan": torch.tensor(torch.nan),
+        "inf": torch.tensor([torch.inf]),
+        "n": torch.tensor(3),
+    }
     assert [(bad.name, bad.batch) for bad in bad_metrics(metrics)] == [("nan", None), ("inf", None)]
     assert str(bad_metrics({"val": torch.tensor(-torch.inf)})[0]) == "metric val = -inf"

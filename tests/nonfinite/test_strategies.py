@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch.strategies as ours
 import pytest
+from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_memtools.nonfinite.strategies import gradients_under
 
@@ -23,9 +24,11 @@ def test_strategies_that_work(strategy, seen):
     assert gradients_under(strategy, world_size=2) == seen
 
 
-@pytest.mark.parametrize("strategy", [ours.DeepSpeedStrategy, ours.XLAStrategy, type("Mine", (ours.DeepSpeedStrategy,), {})])
+@pytest.mark.parametrize("strategy", [ours.DeepSpeedStrategy, XLAStrategy, type("Mine", (ours.DeepSpeedStrategy,), {})])
 def test_strategies_that_are_refused_say_why_and_what_to_do(strategy):
-    with pytest.raises(ValueError, match=f"cannot guard a run under {strategy.__name__}: .* Remove HaltOnNaN, or train"):
+    with pytest.raises(
+        ValueError, match=f"cannot guard a run under {strategy.__name__}: .* Remove HaltOnNaN, or train"
+    ):
         gradients_under(strategy, world_size=2)
 
 

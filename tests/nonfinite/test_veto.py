@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -26,10 +28,15 @@ FUSED = {
 every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 
 
+def made(max_skips: int) -> Veto[Any]:
+    return Veto(torch.device("cpu"), max_skips)
+
+
 def with_gradients(parameters: list[nn.Parameter], bad: float | None = None) -> None:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     if bad is not None:
+        assert parameters[0].grad is not None
         parameters[0].grad[1] = bad
 
 
@@ -40,8 +47,8 @@ def bits(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> di
     return state
 
 
-def take(veto: Veto[int], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: int) -> None:
-    numbers = torch.stack([p.grad.double().norm() for p in parameters])
+def take(veto: Veto[Any], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: int) -> None:
+    numbers = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None])
     veto.check(optimizer, numbers, len(parameters), note)
     optimizer.step()
 
@@ -52,7 +59,7 @@ def test_nothing_moves_in_the_bad_step_nor_in_any_after_it(make, bad):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 3))]
     optimizer = make(parameters)
-    veto: Veto[int] = Veto(torch.device("cpu"), 0)
+    veto = made(max_skips=0)
     for note in range(3):
         with_gradients(parameters)
         take(veto, optimizer, parameters, note)
@@ -74,7 +81,7 @@ def test_up_to_max_skips_only_the_bad_steps_are_held_back(make):
     torch.manual_seed(0)
     guarded, plain = ([nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))] for _ in range(2))
     optimizer, reference = make(guarded), make(plain)
-    veto: Veto[int] = Veto(torch.device("cpu"), 2)
+    veto = made(max_skips=2)
     for note in range(6):
         with_gradients(guarded, torch.nan if note in {1, 4} else None)
         for ours, theirs in zip(guarded, plain, strict=True):
@@ -93,7 +100,7 @@ def test_a_healthy_run_is_the_same_in_every_bit(make):
     torch.manual_seed(0)
     guarded, plain = ([nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))] for _ in range(2))
     optimizer, reference = make(guarded), make(plain)
-    veto: Veto[int] = Veto(torch.device("cpu"), 0)
+    veto = made(max_skips=0)
     for note in range(5):
         with_gradients(guarded)
         for ours, theirs in zip(guarded, plain, strict=True):
@@ -111,7 +118,7 @@ def test_state_that_a_vetoed_first_step_created_is_removed(make):
     optimizer, reference = make(parameters), make(plain)
     keys = StateKeys(optimizer)
     before = bits(parameters, optimizer)
-    veto: Veto[int] = Veto(torch.device("cpu"), 1)
+    veto = made(max_skips=1)
     with_gradients(parameters, torch.nan)
     take(veto, optimizer, parameters, 0)
     created = not keys.are_current()
@@ -129,7 +136,7 @@ def test_state_that_a_vetoed_first_step_created_is_removed(make):
 def test_only_the_deciding_numbers_decide():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    veto: Veto[str] = Veto(torch.device("cpu"), 0)
+    veto = made(max_skips=0)
     parameter.grad = torch.ones(2)
     veto.check(optimizer, torch.tensor([1.0, torch.nan]), 1, "loss of this rank alone")
     optimizer.step()
@@ -140,7 +147,7 @@ def test_only_the_deciding_numbers_decide():
 
 def test_the_flag_is_taken_off_again_and_a_foreign_one_is_left():
     ours, theirs = (torch.optim.SGD([nn.Parameter(torch.ones(2))], fused=True) for _ in range(2))
-    veto: Veto[None] = Veto(torch.device("cpu"), 0)
+    veto = made(max_skips=0)
     for optimizer in (ours, theirs):
         veto.check(optimizer, torch.ones(1), 1, None)
     theirs.found_inf = foreign = torch.zeros(())
