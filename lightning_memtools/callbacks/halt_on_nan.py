@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memtools.callbacks._halt_files import save_on_rank_zero, write_on_rank_zero
 from lightning_memtools.nonfinite.diagnose import diagnose
 from lightning_memtools.nonfinite.error import HaltStage, NonFiniteError
 from lightning_memtools.nonfinite.examine import bad_optimizer_state, bad_state, examine
@@ -31,7 +32,6 @@ from lightning_memtools.reporting._lightning import (
     training_step,
     turn_back,
     values_logged_in_evaluation,
-    write_checkpoint,
 )
 from lightning_memtools.reporting.files import report_directory
 from lightning_memtools.reporting.loggers import log_scalars, log_text
@@ -264,47 +264,19 @@ class HaltOnNaN(Callback):
             halt.checkpoint_note = "not written: weights or buffers were bad before this step"
             forbid_saving_on_exception(trainer)
         else:
-            self._save_last_good(trainer, halt)
-        halt.report_path, halt.report_note = self._write(
-            trainer, f"nonfinite-step{evidence.step}-report.md", halt.markdown()
+            halt.checkpoint_path, halt.checkpoint_note = self._last_good(trainer, evidence.step)
+        halt.report_path, halt.report_note = write_on_rank_zero(
+            self._files, f"nonfinite-step{evidence.step}-report.md", halt.markdown(), ranks
         )
         log_text(trainer, "memtools/nonfinite_report", halt.markdown(), evidence.step)
         if trainer.is_global_zero:
             Console().print(halt.console(), soft_wrap=True, markup=False, highlight=False)
         return halt.error()
 
-    def _save_last_good(self, trainer: Trainer, halt: Halt) -> None:
+    def _last_good(self, trainer: Trainer, step: int) -> tuple[Path | None, str]:
         if not self.save_last_good:
-            halt.checkpoint_note = "not asked for (save_last_good=False)"
-            return
-        if self._files is None:
-            halt.checkpoint_note = "not written: this run keeps no files (fast_dev_run)"
-            return
-        path = self._files / f"nonfinite-step{halt.culprit.step}-last-good.ckpt"
-        try:
-            if trainer.is_global_zero:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(trainer, path)
-            failure = ""
-        except Exception as error:  # noqa: BLE001, whatever keeps the checkpoint from being written must not hide the halt
-            failure = f"could not be written: {type(error).__name__}: {error}"
-        # Only rank 0 writes, so only it knows.
-        failure = self._talk().gather(failure)[0]
-        halt.checkpoint_path, halt.checkpoint_note = (None, failure) if failure else (path, "")
-
-    def _write(self, trainer: Trainer, name: str, text: str) -> tuple[Path | None, str]:
-        """Write a report on rank 0; every rank learns the path, or why there is none."""
-        if self._files is None:
-            return None, "not written: this run keeps no files (fast_dev_run)"
-        path, failure = self._files / name, ""
-        if trainer.is_global_zero:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-            except OSError as error:
-                failure = f"could not be written: {error}"
-        failure = self._talk().gather(failure)[0]
-        return (None, failure) if failure else (path, "")
+            return None, "not asked for (save_last_good=False)"
+        return save_on_rank_zero(trainer, self._files, f"nonfinite-step{step}-last-good.ckpt", self._talk())
 
     def _check_before_saving(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before a checkpoint: nothing may be out, and the update itself may have overflowed."""
@@ -343,7 +315,7 @@ class HaltOnNaN(Callback):
         raise self._report(trainer, message, step=step, rank=rank, stage=stage, batch_idx=batch_idx, parameters=weights)
 
     def _report(self, trainer: Trainer, message: str, *, step: int, stage: HaltStage, **fields: Any) -> NonFiniteError:
-        path, note = self._write(trainer, f"nonfinite-{stage}-step{step}-report.md", message)
+        path, note = write_on_rank_zero(self._files, f"nonfinite-{stage}-step{step}-report.md", message, self._talk())
         log_text(trainer, "memtools/nonfinite_report", message, step)
         message = f"{message}\nReport: {path or note}"
         history = self._guard.history if self._guard is not None else None

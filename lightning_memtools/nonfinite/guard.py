@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,8 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_memtools.nonfinite.batches import MicroBatch, let_go
 from lightning_memtools.nonfinite.buffers import BufferKeeper
-from lightning_memtools.nonfinite.confirm import BadTensor, count_bad
-from lightning_memtools.nonfinite.detect import floats_of, gradients_of, measure, measure_exactly
+from lightning_memtools.nonfinite.confirm import count_bad
+from lightning_memtools.nonfinite.detect import gradients_of, measure, measure_exactly
 from lightning_memtools.nonfinite.history import History, Past
 from lightning_memtools.nonfinite.names import names_of
 from lightning_memtools.nonfinite.optimizers import (
@@ -27,8 +26,9 @@ from lightning_memtools.nonfinite.optimizers import (
     put_settings_back,
     settings_of,
 )
-from lightning_memtools.nonfinite.ranks import Ranks, add_over_ranks, poison
+from lightning_memtools.nonfinite.ranks import Ranks, over_ranks, poison
 from lightning_memtools.nonfinite.step import Step, Trip
+from lightning_memtools.nonfinite.traces import GradientTraces
 from lightning_memtools.nonfinite.veto import Reading, Veto
 
 Gradients = Literal["whole", "replicated", "sharded"]
@@ -209,7 +209,7 @@ class Guard:
         step.keys, step.settings = keys, settings_of(optimizer)
         step.parameters, gradients = gradients_of(optimizer)
         self.saw_gradients = self.saw_gradients or bool(gradients)
-        step.gradients = [(weakref.ref(p.grad), p.grad._version) for p in step.parameters if p.grad is not None]  # noqa: SLF001, the only way to see a write
+        step.traces = GradientTraces(step.parameters)
         losses = step.losses()
         numbers = measure_exactly(gradients, losses)
         if numbers is None:
@@ -240,17 +240,8 @@ class Guard:
 
     def _late_trip(self, reading: Reading[Step], losses: list[float], norms: list[float]) -> Trip:
         step = reading.note
-        bad: list[BadTensor] = []
-        named = zip(names_of(self._model, step.parameters), step.parameters, step.gradients, norms, strict=True)
-        for name, parameter, (reference, version), norm in named:
-            gradient = reference()
-            if gradient is not None and gradient._version == version:  # noqa: SLF001, as above
-                floats = floats_of(gradient)
-                assert floats is not None
-                bad += count_bad([(name, floats, norm)])
-            elif not math.isfinite(norm):
-                # Clipped, or overwritten by the next backward pass. The norm tells that it was bad, not how much of it.
-                bad.append(BadTensor(name, None, None, parameter.numel(), norm))
+        assert step.traces is not None
+        bad = step.traces.bad(names_of(self._model, step.parameters), norms)
         return Trip(step, tuple(losses), reading.numbers[0], tuple(bad), late=True)
 
     def _check_on_host(self, step: Step, optimizer: Optimizer, scaler: Any) -> Trip | None:
@@ -259,7 +250,7 @@ class Guard:
         losses = step.losses()
         numbers = measure(gradients, losses)
         if self._gradients == "sharded":
-            numbers = self._over_ranks(numbers, len(losses))
+            numbers = over_ranks(numbers, 1 + len(losses), next(self._model.parameters()).device)
         if numbers is None:
             return None
         values = numbers.tolist()
@@ -280,15 +271,6 @@ class Guard:
         named = zip(names_of(self._model, step.parameters), gradients, norms, strict=True)
         trip = Trip(step, tuple(loss_values), norm, tuple(count_bad(list(named))), late=False)
         return self._judge(trip, optimizer, scaler, bad_loss=bad_loss)
-
-    def _over_ranks(self, numbers: Tensor | None, n_losses: int) -> Tensor:
-        """Sharded gradients: the same norm on all ranks, and a last number that is NaN or Inf if anything is."""
-        if numbers is None:
-            numbers = torch.zeros(1, device=next(self._model.parameters()).device)
-        squared = numbers[:1].square()
-        doubt = numbers[: 1 + n_losses].sum(0, keepdim=True) * 0  # 0, or NaN where anything is NaN or Inf
-        shared = add_over_ranks(torch.cat([squared, doubt]))
-        return torch.cat([shared[:1].sqrt(), numbers[1:], shared[1:]])
 
     def _judge(self, trip: Trip, optimizer: Optimizer, scaler: Any, *, bad_loss: bool) -> Trip | None:
         """A norm or a loss is NaN or Inf: is the step bad, does the scaler deal with it, may it be skipped?"""

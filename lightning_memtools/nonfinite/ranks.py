@@ -45,10 +45,25 @@ class Ranks:
         self._group = None
 
 
-def add_over_ranks(numbers: Tensor) -> Tensor:
-    """The sum over all ranks, on the device and in the backend of training. NaN and Inf stay NaN or Inf."""
-    distributed.all_reduce(numbers)
-    return numbers
+def over_ranks(numbers: Tensor | None, n_deciding: int, device: torch.device) -> Tensor:
+    """Make the first of each rank's numbers, the norm of its shard, that of all ranks, and let all ranks decide alike.
+
+    One all-reduce of two numbers, on the device and in the backend of training.
+
+    Args:
+        numbers: What `measure` gave on this rank; None where it holds nothing.
+        n_deciding: How many of the first numbers decide.
+        device: Where training takes place.
+
+    Returns:
+        The numbers, and one more at the end: NaN if a deciding number of any rank is NaN or Inf, else 0.
+    """
+    if numbers is None:
+        numbers = torch.zeros(1, device=device, dtype=torch.float64)
+    doubt = numbers[:n_deciding].sum(0, keepdim=True) * 0  # Inf times 0 is NaN
+    shared = torch.cat([numbers[:1].square(), doubt])
+    distributed.all_reduce(shared)
+    return torch.cat([shared[:1].sqrt(), numbers[1:], shared[1:]])
 
 
 def poison(loss: Tensor) -> None:

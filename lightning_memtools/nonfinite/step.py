@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_memtools.nonfinite.batches import BadInput, MicroBatch
 from lightning_memtools.nonfinite.confirm import BadTensor
 from lightning_memtools.nonfinite.optimizers import StateKeys
+from lightning_memtools.nonfinite.traces import GradientTraces
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class Step:
         parameters: Those with a gradient.
         keys: Which state the optimizer had before the update.
         settings: The optimizer's learning rates and other settings at the update.
-        gradients: Weak references to the gradients, so that they cost no memory, and their versions when checked.
+        traces: Its gradients, as long as they are there; only where the step is read late.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Step:
     parameters: Sequence[Tensor] = ()
     keys: StateKeys | None = None
     settings: list[dict[str, Any]] | None = None
-    gradients: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
+    traces: GradientTraces | None = None
 
     def losses(self) -> list[Tensor]:
         """The losses of all micro-batches."""
