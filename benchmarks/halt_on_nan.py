@@ -1,9 +1,10 @@
 """What HaltOnNaN costs in a training step, beside other checks for NaN, on a transformer of 25 million parameters.
 
 One real run of the Trainer for each batch size; the checks take turns from step to step, so that a slow moment of the
-machine hits all of them. Two figures for each, both over the mean of the bare steps before and after: the time
-inside its own hooks (on a CPU that is all it adds, but for what it does to caches), and the whole step's. On a GPU only
-the second means anything, and each step ends with a synchronisation.
+machine hits all of them. Each figure is over the mean of the bare steps before and after: the time inside the check's
+own hooks (on a CPU that is all it adds, but for what it does to caches), and what the whole step takes longer; on the
+wall, and in processor time, which other work on the machine disturbs less. On a GPU only the whole step on the wall
+means anything, and each step ends with a synchronisation.
 
     python benchmarks/halt_on_nan.py
 """
@@ -31,7 +32,7 @@ from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 WORDS, WIDTH, LAYERS = 8192, 512, 8
 SHAPES = {"4x64": (4, 64), "1x16": (1, 16)}
 TARGETS = {"4x64": 0.02, "1x16": 0.05}
-ROUNDS, WARM_UP = 12, 1
+ROUNDS, WARM_UP = 8, 1
 
 
 class Transformer(L.LightningModule):
@@ -70,6 +71,42 @@ def are_finite(module: nn.Module) -> bool:
     return all(torch.isfinite(p.grad).all().item() for p in module.parameters() if p.grad is not None)
 
 
+def cases(root: str) -> dict[str, Callback]:
+    return {
+        "HaltOnNaN": HaltOnNaN(),
+        "isnan of the loss": Check(on_before_backward=lambda _trainer, _module, loss: is_nan(loss)),
+        "clip_grad_norm_": Check(
+            on_before_optimizer_step=lambda _trainer, module, _optimizer: nn.utils.clip_grad_norm_(
+                module.parameters(), 1e6
+            )
+        ),
+        "isfinite of each parameter": Check(
+            on_before_optimizer_step=lambda _trainer, module, _optimizer: are_finite(module)
+        ),
+        "SpikeDetection": SpikeDetection(
+            finite_only=False, atol=1e9, exclude_batches_path=str(Path(root) / "skip.json")
+        ),
+        "detect_anomaly": Check(
+            on_train_batch_start=lambda *_: torch.autograd.set_detect_anomaly(True),
+            on_train_batch_end=lambda *_: torch.autograd.set_detect_anomaly(False),
+        ),
+    }
+
+
+class Clock:
+    """Adds up seconds: on the wall, and of this process on all cores."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        self.wall += time.perf_counter() - self._began[0]
+        self.cpu += time.process_time() - self._began[1]
+
+
 class TakeTurns(Callback):
     """Lets one of the callbacks act in each step, and times it; every second step is bare."""
 
@@ -77,7 +114,7 @@ class TakeTurns(Callback):
         self.cases = cases
         names = list(cases)
         self.order: list[str | None] = [name for each in names for name in (each, None)]
-        self.steps: list[tuple[str | None, float, float]] = []
+        self.steps: list[tuple[str | None, Clock, Clock]] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for callback in self.cases.values():
@@ -87,13 +124,12 @@ class TakeTurns(Callback):
         for callback in self.cases.values():
             callback.on_train_start(trainer, pl_module)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self.name = self.order[batch_idx % len(self.order)]
-        self.in_hooks = 0.0
-        self.begin = time.perf_counter()
-        self._act("on_train_batch_start", trainer, pl_module, batch, batch_idx)
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.name = self.order[args[-1] % len(self.order)]
+        self.inside = Clock()
+        self.whole = Clock()
+        self.whole.start()
+        self._act("on_train_batch_start", *args)
 
     def on_before_backward(self, *args: Any) -> None:
         self._act("on_before_backward", *args)
@@ -101,11 +137,12 @@ class TakeTurns(Callback):
     def on_before_optimizer_step(self, *args: Any) -> None:
         self._act("on_before_optimizer_step", *args)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self._act("on_train_batch_end", trainer, *args)
-        if trainer.strategy.root_device.type == "cuda":
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._act("on_train_batch_end", *args)
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.steps.append((self.name, time.perf_counter() - self.begin, self.in_hooks))
+        self.whole.stop()
+        self.steps.append((self.name, self.whole, self.inside))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for callback in self.cases.values():
@@ -114,57 +151,40 @@ class TakeTurns(Callback):
     def _act(self, hook: str, *args: Any) -> None:
         if self.name is None:
             return
-        begin = time.perf_counter()
+        self.inside.start()
         getattr(self.cases[self.name], hook)(*args)
-        self.in_hooks += time.perf_counter() - begin
+        self.inside.stop()
 
 
 def measure(shape: tuple[int, int], *, fused: bool, root: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    spike = SpikeDetection(finite_only=False, atol=1e9, exclude_batches_path=str(Path(root) / "skip.json"))
-    turns = TakeTurns(
-        {
-            "HaltOnNaN": HaltOnNaN(),
-            "isnan of the loss": Check(on_before_backward=lambda _trainer, _module, loss: is_nan(loss)),
-            "clip_grad_norm_": Check(
-                on_before_optimizer_step=lambda _trainer, module, _optimizer: nn.utils.clip_grad_norm_(
-                    module.parameters(), 1e6
-                )
-            ),
-            "isfinite of each parameter": Check(
-                on_before_optimizer_step=lambda _trainer, module, _optimizer: are_finite(module)
-            ),
-            "SpikeDetection": spike,
-            "detect_anomaly": Check(
-                on_train_batch_start=lambda *_: torch.autograd.set_detect_anomaly(True),
-                on_train_batch_end=lambda *_: torch.autograd.set_detect_anomaly(False),
-            ),
-        }
-    )
+    turns = TakeTurns(cases(root))
     n_steps = len(turns.order) * (WARM_UP + ROUNDS) + 1
-    batches = [torch.randint(0, WORDS, shape) for _ in range(n_steps)]
+    batches: Any = [torch.randint(0, WORDS, shape) for _ in range(n_steps)]
     model = Transformer(fused=fused)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         L.Trainer(
             accelerator="auto", devices=1, default_root_dir=root, max_epochs=1, logger=False, callbacks=[turns],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        ).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]  # fmt: skip
+        ).fit(model, DataLoader(batches, batch_size=None))  # fmt: skip
     steps = turns.steps[len(turns.order) * WARM_UP :]
-    bare = [seconds for name, seconds, _ in steps if name is None]
     found: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tensors": len(list(model.parameters())),
-        "bare_step_ms": spread([1e3 * seconds for seconds in bare]),
+        "bare_step_ms": spread([1e3 * whole.wall for name, whole, _ in steps if name is None]),
     }
     for case in turns.cases:
-        inside, whole = [], []
-        for at, (name, seconds, in_hooks) in enumerate(steps):
-            if name == case and 0 < at < len(steps) - 1:
-                neighbours = (steps[at - 1][1] + steps[at + 1][1]) / 2
-                inside.append(in_hooks / neighbours)
-                whole.append(seconds / neighbours - 1)
-        found[case] = {"inside_its_hooks_over_step": spread(inside), "whole_step_over_bare_minus_1": spread(whole)}
+        found[case] = {}
+        for time_of in ("cpu", "wall"):
+            inside, added = [], []
+            for before, (name, whole, within), after in zip(steps, steps[1:], steps[2:], strict=False):
+                if name == case:
+                    bare = (getattr(before[1], time_of) + getattr(after[1], time_of)) / 2
+                    inside.append(getattr(within, time_of) / bare)
+                    added.append(getattr(whole, time_of) / bare - 1)
+            found[case][f"inside_its_hooks_{time_of}"] = spread(inside)
+            found[case][f"whole_step_{time_of}"] = spread(added)
     return found
 
 

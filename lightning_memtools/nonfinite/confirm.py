@@ -43,7 +43,7 @@ class BadTensor:
         if self.share is None:
             return f"holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted"
         kinds = [f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n]
-        return f"{' and '.join(kinds)} of {self.n_elements}, {self.share:.3g} of all"
+        return f"{' and '.join(kinds)} of {self.n_elements}, {100 * self.share:.3g}%"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.amount})"

@@ -240,7 +240,7 @@ def test_the_message_names_everything(tmp_path):
     with torch.no_grad():  # on the weights before the step, which are those of now
         loss = float(copy.deepcopy(model).train().loss(batches()[8]))
     assert f"Losses of the step: {loss:.6g} (batch 8), nan (batch 9), " in text
-    assert "net.0.weight (32 NaN of 32, 1 of all)" in text
+    assert "net.0.weight (32 NaN of 32, 100%)" in text
     assert "Bad weights before the step: none" in text
     assert f"Learning rate: {0.05 * 0.9**2:g}" in text
     assert last == "Next: look at those samples in the data set and repair or drop them."
@@ -430,7 +430,7 @@ def test_weights_that_were_bad_already_reach_no_checkpoint_on_exception(tmp_path
     saver = ModelCheckpoint(tmp_path / "last", every_n_epochs=1, save_on_exception=True)
     error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model, loader())
     assert error.cause == Cause.BAD_PARAMETER
-    assert "net.3.weight (1 NaN of 8, 0.125 of all) held NaN or Inf before this step" in str(error)
+    assert "net.3.weight (1 NaN of 8, 12.5%) held NaN or Inf before this step" in str(error)
     assert "not written: weights or buffers were bad" in str(error)
     assert error.checkpoint_path is None
     assert not [*tmp_path.rglob("*.ckpt")]

@@ -30,7 +30,7 @@ def test_a_norm_that_overflows_is_not_bad():
 
 def test_text_names_counts_and_share():
     (bad,) = find_bad([("layer.weight", torch.tensor([1.0, torch.nan, torch.inf, torch.nan]))])
-    assert str(bad) == "layer.weight (2 NaN and 1 Inf of 4, 0.75 of all)"
+    assert str(bad) == "layer.weight (2 NaN and 1 Inf of 4, 75%)"
     assert bad.share == pytest.approx(0.75)
     assert str(BadTensor("late", None, None, 4, math.inf)) == "late (holds Inf, not counted)"
     assert str(BadTensor("late", None, None, 4, math.nan)) == "late (holds NaN, not counted)"
