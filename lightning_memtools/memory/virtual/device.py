@@ -266,7 +266,8 @@ class VirtualDevice:
         self.__init__(**options)  # type: ignore[misc]
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{key}={value!r}" for key, value in self._options.items() if value)
+        defaults = {"capacity": None, **type(self).__init__.__kwdefaults__}
+        given = ", ".join(f"{key}={value!r}" for key, value in self._options.items() if value != defaults[key])
         return f"VirtualDevice({given})"
 
     # --- how it is done
