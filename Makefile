@@ -31,11 +31,11 @@ clean:
 	rm -rf .venv site logs
 
 # torch first and alone: asked for together with the rest, pip may look at newer builds. torchvision and timm come without
-# their dependencies, because torchvision asks for a torch build of its own.
+# their dependencies, because torchvision asks for a torch build of its own, and lie apart: see tests/zoo.py.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) pip
 	$(PIP) torch
 	$(PIP) --editable '.[cli,nvml]' --group dev
-	$(PIP) --no-deps torchvision timm
+	$(PIP) --no-deps --target .venv/zoo torchvision timm
 	touch $@

@@ -1,0 +1,220 @@
+"""LossCurves: training and validation loss on one chart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memtools.reporting._lightning import training_step, values_logged_in_evaluation, values_logged_in_step
+from lightning_memtools.reporting.charts import Charts, write_layout
+from lightning_memtools.reporting.curves import Curves
+from lightning_memtools.reporting.intervals import checked_interval, is_due
+from lightning_memtools.reporting.losses import likely_losses, scalars_of
+from lightning_memtools.reporting.ranks import RankGather
+
+
+class LossCurves(Callback):
+    """Logs `loss/train` and `loss/val` on the same axis and one chart.
+
+    `loss/train` is the mean of the training loss since the last point, as the step computed it: the division of
+    gradient accumulation is undone. `loss/val` is the mean over the validation run. With several ranks both are means
+    over all ranks. Every epoch ends with a point. Values stay on the device until a point is due and are then copied
+    without waiting; what is still on its way at the end of an epoch or of a validation run is waited for.
+
+    Args:
+        train: The name of the training loss, or several names, as training_step returns or logs them; several give
+            `loss/train/<name>`. None finds it: the loss that is returned, or in manual optimization everything
+            returned or logged that has "loss" in its name.
+        val: The same for validation. None finds it: a logged metric such as "val_loss", else what validation_step
+            returns, weighted by batch size.
+        every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`.
+        grad_norm: Also log `grad/norm`, the L2 norm of the gradients before clipping, mean since the last point; with
+            several optimizers `grad/norm/optimizer_<i>`. Costs one fused pass over the gradients in every step.
+
+    Raises:
+        ValueError: `every_n_steps` is below 1, or a list of names is empty.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: str | Sequence[str] | None = None,
+        val: str | Sequence[str] | None = None,
+        every_n_steps: int | None = None,
+        grad_norm: bool = False,
+    ) -> None:
+        self.train = train
+        self.val = val
+        self.every_n_steps = checked_interval(every_n_steps)
+        self.grad_norm = grad_norm
+        self._train = Curves("loss/train", _names("train", train))
+        self._val = Curves("loss/val", None)
+        self._val_names = _names("val", val)
+        self._norms = Curves("grad/norm", None)
+        self._last_step = -1
+        self._not_it: set[str] = set()  # what exists beside the asked-for names, for the warning
+
+    def charts(self, trainer: Trainer) -> Charts:
+        """Training and validation share one chart."""
+        charts = {"training and validation": ["loss/train(/.+)?", "loss/val(/.+)?"]}
+        if self.grad_norm:
+            charts["gradient norm"] = ["grad/norm(/.+)?"]
+        return {"loss": charts}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin anew."""
+        gather = RankGather()
+        for curves in (self._train, self._val, self._norms):
+            curves.begin(gather)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lay out TensorBoard's custom scalars."""
+        write_layout(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember where the axis begins."""
+        self._last_step = training_step(trainer) - 1
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Take in the gradients' norm."""
+        if not self.grad_norm:
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            index = next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), 0)
+            self._norms.add(f"optimizer_{index}", torch.nn.utils.get_total_norm(gradients))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take in the batch's loss; log a point if one is due."""
+        for name, loss in self._training_losses(trainer, pl_module, outputs).items():
+            self._train.add(name, loss)
+        self._train.poll()
+        self._norms.poll()
+        if is_due(trainer, self.every_n_steps):
+            self._log_training(trainer, training_step(trainer))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log a point unless the epoch's last step already has one, and wait for what is on its way."""
+        last = training_step(trainer) - 1  # the axis is already one ahead here
+        for name in self._train.without_values():
+            # A loss that is logged per epoch only has no value in any step.
+            if (value := trainer.callback_metrics.get(name)) is not None:
+                self._train.add(name, value)
+        if last > self._last_step:
+            self._log_training(trainer, last)
+        self._train.drain()
+        self._norms.drain()
+        if trainer.is_global_zero:
+            self._train.warn_of_missing("train", self._not_it)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a validation run."""
+        self._val.clear()
+        if self._val_names is not None:
+            self._val.expect([name + suffix for name in self._val_names for suffix in _loader_suffixes(trainer)])
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Take in what the step returns; whether it or a logged metric is the loss is known at the end."""
+        if trainer.sanity_checking:
+            return
+        returned = scalars_of(outputs)
+        names = likely_losses(returned) if self._val_names is None else self._val_names
+        suffix = _loader_suffixes(trainer)[dataloader_idx]
+        weight = _batch_size(batch) if returned else 1
+        for name in names:
+            if name in returned:
+                self._val.add(name + suffix, returned[name], weight)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the run's loss."""
+        if trainer.sanity_checking:
+            return
+        logged = values_logged_in_evaluation(trainer)
+        names = likely_losses(logged) if self._val.names is None else self._val.names
+        if self._val.names is None and names:
+            # What the user logs is what the user means; the returned losses then go unused.
+            self._val.clear()
+        for name in names:
+            if name in logged:
+                self._val.drop(name)
+                self._val.add(name, logged[name])
+        self._val.log(trainer, training_step(trainer))
+        self._val.drain()
+        if trainer.is_global_zero:
+            self._val.warn_of_missing("val", logged)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Drop what is not logged yet: neither the device nor the other ranks may be there any more."""
+        self._clear()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Hold no tensor beyond the run."""
+        self._clear()
+
+    def _log_training(self, trainer: Trainer, step: int) -> None:
+        self._last_step = step
+        self._train.log(trainer, step)
+        if self.grad_norm:
+            self._norms.log(trainer, step)
+
+    def _training_losses(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> Mapping[str, Tensor]:
+        candidates = scalars_of(outputs)
+        accumulated = trainer.accumulate_grad_batches
+        if pl_module.automatic_optimization:
+            if accumulated > 1 and "loss" in candidates:
+                candidates["loss"] = candidates["loss"] * accumulated  # Lightning divided it
+            if self.train is None:
+                return {"loss": candidates["loss"]} if "loss" in candidates else {}
+        names = self._train.names
+        if names is None or any(name not in candidates for name in names):
+            candidates = values_logged_in_step(trainer) | candidates
+        if names is None:
+            return {name: candidates[name] for name in likely_losses(candidates)}
+        self._not_it.update(candidates)
+        return {name: candidates[name] for name in names if name in candidates}
+
+    def _clear(self) -> None:
+        for curves in (self._train, self._val, self._norms):
+            curves.clear()
+
+
+def _names(argument: str, value: str | Sequence[str] | None) -> list[str] | None:
+    if value is None:
+        return None
+    names = [value] if isinstance(value, str) else list(value)
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(
+            f'{argument}={value!r} names no loss. Give a name such as {argument}="my_loss", several names, or None to '
+            "find it."
+        )
+    return names
+
+
+def _loader_suffixes(trainer: Trainer) -> list[str]:
+    """What Lightning adds to a metric's name for each validation loader: nothing if there is only one."""
+    n_loaders = len(trainer.num_val_batches)
+    return [f"/dataloader_idx_{i}" for i in range(n_loaders)] if n_loaders > 1 else [""]
+
+
+def _batch_size(batch: Any) -> int:
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:  # a batch without tensors: every batch weighs the same
+        return 1

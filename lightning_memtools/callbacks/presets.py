@@ -1,0 +1,16 @@
+"""What everyone should have on."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback
+
+from lightning_memtools.callbacks.loss_curves import LossCurves
+from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
+
+
+def default_callbacks() -> list[Callback]:
+    """The callbacks that only watch and protect, in an order that works: `Trainer(callbacks=default_callbacks())`.
+
+    What changes how training runs (gradient checkpointing, batch size) is added by name.
+    """
+    return [MemoryMonitor(), LossCurves()]

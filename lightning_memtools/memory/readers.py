@@ -1,0 +1,169 @@
+"""Readers for real accelerators: CUDA (and ROCm), MPS, and whatever torch.accelerator knows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+from lightning_memtools.memory.virtual import VirtualDevice
+
+
+def reader_for(device: torch.device) -> MemoryReader | None:
+    """Whatever can tell a device's memory: the active VirtualDevice, else the accelerator's own statistics.
+
+    None on the plain CPU, and on devices that keep no statistics.
+    """
+    virtual = VirtualDevice.current()
+    if virtual is not None and device.type == "cpu":
+        return virtual
+    return accelerator_reader(device)
+
+
+@functools.cache
+def accelerator_reader(device: torch.device) -> MemoryReader | None:
+    """The reader of an accelerator, one per device and process; None where the device keeps no statistics."""
+    reader: MemoryReader
+    if device.type == "cuda":
+        reader = CudaReader(device)
+    elif device.type == "mps":
+        reader = MpsReader()
+    elif torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(device.type):
+        reader = AcceleratorReader(device)
+    else:
+        return None
+    try:
+        known = reader.stats().allocated is not None
+    except (RuntimeError, NotImplementedError):  # what backends without an allocator of their own raise
+        return None
+    return reader if known else None
+
+
+class AcceleratorReader:
+    """Reads any accelerator through torch.accelerator."""
+
+    simulated = False
+
+    def __init__(self, device: torch.device) -> None:
+        # A device without an index means the current one.
+        self.index = device.index if device.index is not None else torch.accelerator.current_device_index()
+        self.name = f"{device.type}:{self.index}"
+
+    def stats(self) -> MemoryStats:
+        """Read the statistics; two host calls, neither waits for the device."""
+        flat = torch.accelerator.memory_stats(self.index)
+        free, total = _free_and_total(self.index)
+        return MemoryStats(
+            allocated=flat.get("allocated_bytes.all.current"),
+            reserved=flat.get("reserved_bytes.all.current"),
+            active=flat.get("active_bytes.all.current"),
+            inactive_split=flat.get("inactive_split_bytes.all.current"),
+            requested=flat.get("requested_bytes.all.current"),
+            peak_allocated=flat.get("allocated_bytes.all.peak"),
+            peak_reserved=flat.get("reserved_bytes.all.peak"),
+            alloc_retries=flat.get("num_alloc_retries"),
+            ooms=flat.get("num_ooms"),
+            capacity=total,
+            device_used=None if total is None or free is None else total - free,
+        )
+
+    def reset_peaks(self) -> None:
+        """Set both peaks to the current values."""
+        torch.accelerator.reset_peak_memory_stats(self.index)
+
+    def empty_cache(self) -> None:
+        """Give unused cached memory back to the device."""
+        torch.accelerator.empty_cache()
+
+    def summary(self) -> str:
+        """No long table outside CUDA."""
+        return ""
+
+    def composition_at_peak(self) -> Mapping[str, int] | None:
+        """Not known on a real device."""
+        return None
+
+
+class CudaReader(AcceleratorReader):
+    """Reads CUDA (or ROCm) through the nested dict, which torch does not flatten and sort at every call."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.name = f"cuda:{self.index} ({torch.cuda.get_device_name(self.index)})"
+
+    def stats(self) -> MemoryStats:
+        """Read the statistics; two host calls, neither waits for the device."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        return stats_from_nested(torch.cuda.memory_stats_as_nested_dict(self.index), capacity=total, free=free)
+
+    def reset_peaks(self) -> None:
+        """Set both peaks to the current values."""
+        torch.cuda.reset_peak_memory_stats(self.index)
+
+    def summary(self) -> str:
+        """What torch.cuda.memory_summary says, abbreviated."""
+        return torch.cuda.memory_summary(self.index, abbreviated=True)
+
+
+class MpsReader:
+    """Reads Apple's Metal device, which keeps no peaks and no counts of events."""
+
+    simulated = False
+    name = "mps"
+
+    def stats(self) -> MemoryStats:
+        """Read what Metal tells: allocated, reserved by its driver, and the recommended maximum as capacity."""
+        driver = torch.mps.driver_allocated_memory()
+        return MemoryStats(
+            allocated=torch.mps.current_allocated_memory(),
+            reserved=driver,
+            capacity=torch.mps.recommended_max_memory(),
+        )
+
+    def reset_peaks(self) -> None:
+        """Metal keeps no peaks."""
+
+    def empty_cache(self) -> None:
+        """Give unused cached memory back to the device."""
+        torch.mps.empty_cache()
+
+    def summary(self) -> str:
+        """No long table."""
+        return ""
+
+    def composition_at_peak(self) -> Mapping[str, int] | None:
+        """Not known on a real device."""
+        return None
+
+
+def stats_from_nested(nested: Mapping[str, Any], *, capacity: int | None, free: int | None) -> MemoryStats:
+    """MemoryStats from what `torch.cuda.memory_stats_as_nested_dict` returns (an empty dict before first use)."""
+    if not nested:
+        used = None if capacity is None or free is None else capacity - free
+        return MemoryStats(allocated=0, reserved=0, active=0, inactive_split=0, requested=0, peak_allocated=0,
+                           peak_reserved=0, alloc_retries=0, ooms=0, capacity=capacity, device_used=used)  # fmt: skip
+    allocated = nested["allocated_bytes"]["all"]
+    reserved = nested["reserved_bytes"]["all"]
+    return MemoryStats(
+        allocated=allocated["current"],
+        reserved=reserved["current"],
+        active=nested["active_bytes"]["all"]["current"],
+        inactive_split=nested["inactive_split_bytes"]["all"]["current"],
+        requested=nested["requested_bytes"]["all"]["current"],
+        peak_allocated=allocated["peak"],
+        peak_reserved=reserved["peak"],
+        alloc_retries=nested["num_alloc_retries"],
+        ooms=nested["num_ooms"],
+        capacity=capacity,
+        device_used=None if capacity is None or free is None else capacity - free,
+    )
+
+
+def _free_and_total(index: int) -> tuple[int | None, int | None]:
+    try:
+        return torch.accelerator.get_memory_info(index)
+    except (AttributeError, RuntimeError, NotImplementedError):  # not every backend can tell
+        return None, None

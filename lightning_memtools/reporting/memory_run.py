@@ -1,0 +1,224 @@
+"""What MemoryMonitor keeps of one fit, validate, test or predict call, and the scalars and summary it makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from lightning_memtools.memory.host import host_rss_bytes
+from lightning_memtools.memory.peaks import PeakWindow, peak_counter
+from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
+from lightning_memtools.memory.readers import CudaReader
+from lightning_memtools.memory.scalars import batch_scalars, device_scalars, over_ranks, phase_scalars, possible_tags
+from lightning_memtools.memory.sizes import to_gib
+from lightning_memtools.memory.stages import STAGES, MemoryPoint, Phase, PhaseWatch, Stage, StagePeak, StageWatch
+from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+from lightning_memtools.reporting.clock import Stopwatch
+from lightning_memtools.reporting.memory_summary import MemorySummary
+from lightning_memtools.reporting.ranks import RankGather
+
+_HOW_TO_SEE_MORE = (
+    "No accelerator, so only host memory is known. To see allocated and reserved memory, peaks and composition as on a "
+    'GPU, run inside `with lightning_memtools.VirtualDevice("24GiB"):`.'
+)
+
+
+class MemoryRun:
+    """One fit, validate, test or predict call, on one rank.
+
+    Args:
+        reader: The device; None where it keeps no statistics. Then only host memory is told.
+        call: Its name.
+        device: What a person calls the device.
+        reset_peaks: Whether the device's peak counters may be reset.
+        phases: Whether to follow the phases of a training step.
+        per_rank: Whether to give every rank's own values.
+        eval_batches: Whether evaluation batches get points of their own.
+    """
+
+    def __init__(
+        self,
+        reader: MemoryReader | None,
+        *,
+        call: str,
+        device: str,
+        reset_peaks: bool = True,
+        phases: bool = False,
+        per_rank: bool = False,
+        eval_batches: bool = False,
+    ) -> None:
+        self.call = call
+        self.device = device
+        self.last_step = -1
+        self._reader = reader
+        self._per_rank = per_rank
+        self._gather = RankGather()
+        self._training = False
+        self._step_time = Stopwatch()
+        self._batches: dict[Stage, int] = {}
+        self._since = MemoryStats()
+        self._stage_watch: StageWatch | None = None
+        self._phase_watch: PhaseWatch | None = None
+        self._batch_window: PeakWindow | None = None
+        if reader is not None:
+            self._since = reader.stats()
+            self._counter = peak_counter(reader)
+            self._stage_watch = StageWatch(self._counter, leave_counter_alone=not reset_peaks)
+            if phases:
+                self._phase_watch = PhaseWatch(self._counter, leave_counter_alone=not reset_peaks)
+            if eval_batches:
+                self._batch_window = self._counter.open(leave_counter_alone=not reset_peaks)
+
+    @property
+    def knows_the_device(self) -> bool:
+        """Whether the device keeps statistics."""
+        return self._reader is not None
+
+    @property
+    def knows_the_composition(self) -> bool:
+        """Whether the device can tell what its memory consists of."""
+        return self._reader is not None and self._reader.composition_at_peak() is not None
+
+    @property
+    def shortcoming(self) -> str:
+        """What the device cannot tell, as a sentence; empty if there is nothing to say."""
+        if self._reader is None:
+            plain_cpu = self.device.startswith("cpu")
+            return (
+                _HOW_TO_SEE_MORE if plain_cpu else f"{self.device} keeps no memory statistics: host memory is logged."
+            )
+        if self._since.peak_allocated is None:
+            return f"{self.device} keeps no peaks: memory/<stage>/peak_* are not logged."
+        return ""
+
+    def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
+        """Begin the train stage at a training step; for `between_phases` see `PhaseWatch`."""
+        self.last_step = step - 1
+        if self._phase_watch is not None:
+            self._phase_watch.between = between_phases
+            self._phase_watch.follow(optimizers)
+        self.enter("train")
+
+    def enter(self, stage: Stage) -> None:
+        """Begin a stage; training, if it was running, is interrupted."""
+        if stage == "train":
+            self._training = True
+            self._step_time.resume()
+        else:
+            self._step_time.pause()
+            if self._batch_window is not None:
+                self._batch_window.resume()
+        if self._stage_watch is not None:
+            self._stage_watch.enter(stage)
+
+    def leave(self, stage: Stage) -> None:
+        """End a stage; training, if it was interrupted, goes on."""
+        if stage == "train":
+            self._training = False
+            self._step_time.pause()
+        else:
+            if self._training:
+                self._step_time.resume()
+            if self._batch_window is not None:
+                self._batch_window.close()
+        if self._stage_watch is not None:
+            self._stage_watch.leave(stage)
+
+    def switch_phase(self, phase: Phase | None) -> None:
+        """Begin a phase of the training step (None: what lies between phases is nobody's)."""
+        if self._phase_watch is not None:
+            self._phase_watch.switch(phase)
+
+    def leave_backward(self) -> None:
+        """End the backward phase."""
+        if self._phase_watch is not None:
+            self._phase_watch.switch(self._phase_watch.between)
+
+    def training_point(self, step: int) -> dict[str, float]:
+        """The scalars of a training point; collective."""
+        elapsed_ms = self._step_time.lap_ms()
+        extra = {"time/step_ms": elapsed_ms / (step - self.last_step)} if step > self.last_step else {}
+        self.last_step = step
+        if self._phase_watch is not None:
+            extra |= phase_scalars(self._phase_watch.point())
+        return self.point("train", extra)
+
+    def point(self, stage: Stage, extra: dict[str, float] | None = None) -> dict[str, float]:
+        """The scalars of a point, over all ranks; collective."""
+        scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes()), **(extra or {})}
+        if self._stage_watch is not None:
+            scalars |= device_scalars(stage, self._stage_watch.point(stage), since=self._since)
+        if self._gather.world_size == 1:
+            return scalars
+        tags = possible_tags(stage)
+        # NaN stands for "this rank cannot tell": every rank must send as many numbers.
+        by_rank = self._gather([scalars.get(tag, float("nan")) for tag in tags])
+        known = [{tag: x for tag, x in zip(tags, row, strict=True) if not math.isnan(x)} for row in by_rank]
+        return over_ranks(known, stage, per_rank=self._per_rank)
+
+    def batch_point(self, stage: Stage) -> tuple[int, dict[str, float]]:
+        """The index of an evaluation batch among its stage's in this call, and its scalars, of this rank alone.
+
+        Ranks may have different numbers of evaluation batches, so nothing here may wait for another rank.
+        """
+        index = self._batches.get(stage, 0)
+        self._batches[stage] = index + 1
+        window = self._batch_window
+        if window is None:
+            return index, {}
+        point = MemoryPoint(self._counter.fold(), window.allocated, window.reserved, window.composition)
+        window.restart()
+        return index, batch_scalars(stage, point)
+
+    def summary(self, *, over_all_ranks: bool) -> MemorySummary:
+        """The end of the call; collective if `over_all_ranks`."""
+        self.close()
+        peaks = self._stage_watch.peaks if self._stage_watch is not None else {}
+        ranks = self._gather.world_size if over_all_ranks else 1
+        if ranks > 1:
+            peaks = self._highest_peaks(peaks)
+        now = self._reader.stats() if self._reader is not None else MemoryStats()
+        return MemorySummary(
+            device=self.device,
+            simulated=self._reader is not None and self._reader.simulated,
+            peaks=peaks,
+            capacity=now.capacity,
+            alloc_retries=_count_since(self._since.alloc_retries, now.alloc_retries),
+            ooms=_count_since(self._since.ooms, now.ooms),
+            host_rss=host_rss_bytes(),
+            processes=self._other_processes(),
+            ranks=ranks,
+            device_summary=self._reader.summary() if self._reader is not None else "",
+            note=self.shortcoming,
+        )
+
+    def close(self) -> None:
+        """Stop watching; closing twice does no harm."""
+        if self._batch_window is not None:
+            self._batch_window.close()
+        if self._phase_watch is not None:
+            self._phase_watch.close()
+        if self._stage_watch is not None:
+            self._stage_watch.close()
+
+    def _highest_peaks(self, peaks: dict[Stage, StagePeak]) -> dict[Stage, StagePeak]:
+        # -1 stands for "not known" or "no such stage on this rank". A composition is one rank's, so it is left out.
+        mine = [peaks.get(stage, StagePeak()) for stage in STAGES]
+        numbers = [float(-1 if size is None else size) for peak in mine for size in (peak.allocated, peak.reserved)]
+        highest = [max(column) for column in zip(*self._gather(numbers), strict=True)]
+        merged: dict[Stage, StagePeak] = {}
+        for stage, allocated, reserved in zip(STAGES, highest[::2], highest[1::2], strict=True):
+            if allocated >= 0:
+                merged[stage] = StagePeak(int(allocated), int(reserved) if reserved >= 0 else None)
+        return merged
+
+    def _other_processes(self) -> Sequence[GpuProcess] | str | None:
+        if isinstance(self._reader, CudaReader):
+            return other_gpu_processes(self._reader.index)
+        return None
+
+
+def _count_since(then: int | None, now: int | None) -> int | None:
+    return None if now is None else now - (then or 0)

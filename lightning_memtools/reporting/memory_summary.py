@@ -1,0 +1,114 @@
+"""The table that ends a fit or test call: where its memory peaked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from lightning_memtools.memory.processes import GpuProcess
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.stages import Stage, StagePeak
+from lightning_memtools.reporting.tables import Table, console_table, markdown_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySummary:
+    """What is known of memory at the end of a run.
+
+    Attributes:
+        device: The device's name.
+        simulated: Whether its figures are simulated.
+        peaks: The highest of each stage; with several ranks, the highest of any rank.
+        capacity: Bytes of the device, where known.
+        alloc_retries: Count since the run began, where known.
+        ooms: Likewise out-of-memory errors.
+        host_rss: Bytes resident in this process at the end.
+        processes: Other processes on the device, or why they are not known; None where there is no real device.
+        ranks: How many ranks the peaks were taken over.
+        device_summary: The device's own long table; in the file and the loggers only.
+        note: One more line, such as how to see more.
+    """
+
+    device: str
+    simulated: bool = False
+    peaks: Mapping[Stage, StagePeak] = field(default_factory=dict)
+    capacity: int | None = None
+    alloc_retries: int | None = None
+    ooms: int | None = None
+    host_rss: int = 0
+    processes: Sequence[GpuProcess] | str | None = None
+    ranks: int = 1
+    device_summary: str = ""
+    note: str = ""
+
+    def title(self) -> str:
+        """One line: the device, its capacity, and whether it is simulated."""
+        capacity = f", {format_size(self.capacity)}" if self.capacity is not None else ""
+        simulated = " [simulated]" if self.simulated else ""
+        ranks = f", highest of {self.ranks} ranks" if self.ranks > 1 else ""
+        subject = "Memory peaks" if self.peaks else "Memory"
+        return f"{subject} on {self.device}{capacity}{ranks}{simulated}"
+
+    def stage_table(self) -> Table:
+        """One row per stage."""
+        rows = [
+            [stage, _size(peak.allocated), _size(peak.reserved), _share(peak.reserved, self.capacity)]
+            for stage, peak in self.peaks.items()
+        ]
+        return Table(["stage", "peak allocated", "peak reserved", "of device"], rows)
+
+    def composition_table(self) -> Table | None:
+        """What the highest peak consisted of, largest first; None where it is not known."""
+        known = [peak for peak in self.peaks.values() if peak.composition]
+        if not known:
+            return None
+        highest = max(known, key=lambda peak: peak.allocated or 0)
+        parts = sorted((highest.composition or {}).items(), key=lambda part: -part[1])
+        rows = [[category, _size(n_bytes), _share(n_bytes, highest.allocated)] for category, n_bytes in parts]
+        return Table(["at the highest peak", "size", "share"], rows)
+
+    def remarks(self) -> list[str]:
+        """Everything else, a line each."""
+        lines = [f"Host memory of this process: {format_size(self.host_rss)}."]
+        if self.alloc_retries is not None:
+            lines.append(f"Allocation retries: {self.alloc_retries}; out-of-memory errors: {self.ooms or 0}.")
+        if isinstance(self.processes, str):
+            lines.append(f"Other processes on the device: {self.processes}.")
+        elif self.processes is not None:
+            listed = ", ".join(f"{p.name or 'process'} (pid {p.pid}, {_size(p.used_bytes)})" for p in self.processes)
+            lines.append(f"Other processes on the device: {listed or 'none'}.")
+        if self.note:
+            lines.append(self.note)
+        return lines
+
+    def markdown(self) -> str:
+        """The whole summary, for the report file and the loggers."""
+        parts = [f"### {self.title()}"]
+        if self.peaks:
+            parts.append(markdown_table(self.stage_table()))
+        if composition := self.composition_table():
+            parts.append(markdown_table(composition))
+        parts.append("\n".join(f"- {line}" for line in self.remarks()))
+        if self.device_summary:
+            parts.append(f"```\n{self.device_summary.rstrip()}\n```")
+        return "\n\n".join(parts) + "\n"
+
+    def print(self, console: Console) -> None:
+        """The short form, for the console."""
+        console.print(self.title(), style="bold", markup=False)
+        if self.peaks:
+            console.print(console_table(self.stage_table()))
+        if composition := self.composition_table():
+            console.print(console_table(composition))
+        for line in self.remarks():
+            console.print(line, markup=False, highlight=False)
+
+
+def _size(n_bytes: int | None) -> str:
+    return "not known" if n_bytes is None else format_size(n_bytes)
+
+
+def _share(n_bytes: int | None, whole: int | None) -> str:
+    return "" if n_bytes is None or not whole else f"{100 * n_bytes / whole:.1f}%"
