@@ -100,7 +100,9 @@ def gru_cell() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def dropout() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return nn.Sequential(nn.Linear(30, 30), nn.Dropout(0.5), nn.Linear(30, 3), nn.Dropout1d(0.1)), (torch.randn((8, 30)),)
+    return nn.Sequential(nn.Linear(30, 30), nn.Dropout(0.5), nn.Linear(30, 3), nn.Dropout1d(0.1)), (
+        torch.randn((8, 30)),
+    )
 
 
 class Checkpointed(nn.Module):

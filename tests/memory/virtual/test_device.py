@@ -31,7 +31,12 @@ def test_one_element_takes_512_bytes_of_a_2_mib_segment() -> None:
         assert stats.inactive_split == 2 * MIB - 512
         del tensor
         stats = device.stats()
-        assert (stats.allocated, stats.reserved, stats.peak_allocated, stats.peak_reserved) == (0, 2 * MIB, 512, 2 * MIB)
+        assert (stats.allocated, stats.reserved, stats.peak_allocated, stats.peak_reserved) == (
+            0,
+            2 * MIB,
+            512,
+            2 * MIB,
+        )
         device.empty_cache()
         device.reset_peaks()
         stats = device.stats()
@@ -123,7 +128,9 @@ def test_only_one_can_be_entered_at_a_time() -> None:
     assert VirtualDevice.current() is None
     with VirtualDevice("2GiB") as outer:
         assert VirtualDevice.current() is outer
-        with pytest.raises(RuntimeError, match=r"Cannot enter virtual device \(1GiB.*2GiB, simulated\) is entered already"):
+        with pytest.raises(
+            RuntimeError, match=r"Cannot enter virtual device \(1GiB.*2GiB, simulated\) is entered already"
+        ):
             VirtualDevice("1GiB").__enter__()
         with pytest.raises(RuntimeError, match="is entered already"):
             outer.__enter__()
