@@ -1,4 +1,4 @@
-"""The simulated allocator beside the real one: the same training steps on a GPU and, over fake tensors, in a VirtualDevice.
+"""The simulated allocator beside the real one: the same steps on a GPU and, over fake tensors, in a VirtualDevice.
 
 Needs a CUDA device; takes a minute or two, and at most 8 GiB of it.
 
@@ -209,7 +209,7 @@ def percent(simulated: int, real: int) -> float:
 def compare(name: str, optimizer_name: str, workspace: int) -> dict[str, Any]:
     """Real and simulated peaks of one model, and their differences.
 
-    ``peak_allocated_without_workspaces`` leaves out what cuBLAS takes in forward and in backward: the harder comparison.
+    ``peak_allocated_without_workspaces`` leaves out what cuBLAS takes in forward and in backward: harder to meet.
     """
     torch.manual_seed(0)
     real = real_peaks(MODELS[name], optimizer_name)
@@ -253,7 +253,7 @@ def main() -> int:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "total_memory": properties.total_memory,
         "driver": driver(),
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "cublas_workspace": workspace,
         "steps": STEPS,
     }
