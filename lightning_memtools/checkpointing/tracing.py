@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -184,7 +184,7 @@ def tracing(step: Step) -> Iterator[Trace]:
             behave_like_cuda(patches)
         stack.enter_context(fake_mode())
         model = fake_model(step.model)
-        stack.enter_context(AccountingMode(ledger, ModuleNames(), fail=_fail))
+        stack.enter_context(AccountingMode(ledger, ModuleNames(), error_of=_error))
         counted = stack.enter_context(OperationCount())
         trace = Trace(step, model, ledger, counted)
         trace.prepare()
@@ -193,8 +193,9 @@ def tracing(step: Step) -> Iterator[Trace]:
         yield trace
 
 
-def _fail(failure: SimulatedOutOfMemory) -> NoReturn:
-    raise failure
+def _error(failure: SimulatedOutOfMemory) -> torch.OutOfMemoryError:
+    # There is no limit here; the accounting asks for a way to say that one is reached.
+    return torch.OutOfMemoryError(str(failure))
 
 
 def _optimizer_of_copy(optimizer: Optimizer, model: nn.Module, twin: nn.Module) -> Optimizer:

@@ -117,11 +117,13 @@ def estimate(
             for at in range(begin, after):
                 missing = 0 if at == begin and (input_held or keeps_boundary) else sizes[at]
                 below = units[at].forward_base if base is None else base
-                needs = units[at].stopped_bytes if again and at == end else units[at].forward_bytes
-                if not again or at <= end:
+                # Running again ends with the last tensor that is kept; a range within runs in full before that.
+                stops = again and at == end and not isinstance(item, Range)
+                if not again or at <= end or isinstance(item, Range):
+                    needs = units[at].stopped_bytes if stops else units[at].forward_bytes
                     peak = max(peak, held + missing + below + needs)
-                if again and at <= end:
-                    extra += units[at].operations - (units[at].tail_operations if at == end else 0)
+                    if again:
+                        extra += units[at].operations - (units[at].tail_operations if stops else 0)
             if isinstance(item, Range):
                 undone.append((item, held))
                 input_held = all(units[at].same_storage for at in range(begin, after))
