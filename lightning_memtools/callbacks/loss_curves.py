@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -61,7 +61,7 @@ class LossCurves(Callback):
         self._last_step = -1
         self._not_it: set[str] = set()  # what exists beside the asked-for names, for the warning
 
-    def charts(self) -> Charts:
+    def charts(self, trainer: Trainer) -> Charts:
         """Training and validation share one chart."""
         charts = {"training and validation": ["loss/train(/.+)?", "loss/val(/.+)?"]}
         if self.grad_norm:
@@ -73,6 +73,9 @@ class LossCurves(Callback):
         gather = RankGather()
         for curves in (self._train, self._val, self._norms):
             curves.begin(gather)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lay out TensorBoard's custom scalars."""
         write_layout(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.stages import STAGES, Phase, Stage
+from lightning_memtools.memory.stages import Phase, Stage
 from lightning_memtools.reporting._lightning import training_step
 from lightning_memtools.reporting.charts import Charts, write_layout
 from lightning_memtools.reporting.files import report_directory, write_report
@@ -63,13 +64,16 @@ class MemoryMonitor(Callback):
         self._run: MemoryRun | None = None
         self._directory: Path | None = None
 
-    def charts(self) -> Charts:
+    def charts(self, trainer: Trainer) -> Charts:
         """Allocated and reserved share one chart per stage; so do the parts of the composition."""
-        figures = ("allocated_gib", "reserved_gib", "peak_allocated_gib", "peak_reserved_gib")
-        charts = {f"{stage}: allocated and reserved": [f"memory/{stage}/{figure}" for figure in figures]
-                  for stage in STAGES}  # fmt: skip
-        charts["device: capacity and use"] = ["memory/capacity_gib", "memory/device_used_gib"]
-        charts["composition at the peak"] = ["memory/composition/.*_gib"]
+        if self._run is None or not self._run.knows_the_device:
+            return {"memory": {"host": ["memory/host_rss_gib"]}}
+        stages = ("train", "val") if trainer.enable_validation else ("train",)
+        charts = {f"{stage}: allocated and reserved": [f"memory/{stage}/(peak_)?(allocated|reserved)_gib"]
+                  for stage in stages}  # fmt: skip
+        charts["device: capacity and use"] = ["memory/(capacity|device_used)_gib"]
+        if self._run.knows_the_composition:
+            charts["composition at the peak"] = ["memory/composition/[a-z]+_gib"]
         if self.phases:
             charts["train: peak by phase"] = ["memory/train/peak_(forward|backward|optimizer)_gib"]
         if self.per_rank:
@@ -83,7 +87,7 @@ class MemoryMonitor(Callback):
         reader = reader_for(device)
         self._run = MemoryRun(
             reader,
-            call=stage,
+            call=TrainerFn(stage).value,  # an enum, which prints as "TrainerFn.FITTING"
             device=reader.name if reader else str(device),
             reset_peaks=self.reset_peaks,
             phases=self.phases and stage == "fit",
@@ -93,6 +97,9 @@ class MemoryMonitor(Callback):
         self._directory = report_directory(trainer)
         if trainer.is_global_zero and self._run.shortcoming and device.type != "cpu":
             warnings.warn(self._run.shortcoming, stacklevel=2)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lay out TensorBoard's custom scalars."""
         write_layout(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

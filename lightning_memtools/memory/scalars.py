@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stages import PHASES, MemoryPoint, Phase, Stage
@@ -72,7 +72,7 @@ def possible_tags(stage: Stage) -> list[str]:
     ]
 
 
-def over_ranks(by_rank: list[Mapping[str, float]], stage: Stage, *, per_rank: bool) -> dict[str, float]:
+def over_ranks(by_rank: Sequence[Mapping[str, float]], stage: Stage, *, per_rank: bool) -> dict[str, float]:
     """Several ranks' scalars as one: the maximum of each, the smallest peak, and which rank holds the largest.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_memtools.reporting.loggers import for_each_logger
 
 Charts = Mapping[str, Mapping[str, Sequence[str]]]
-"""Category to chart title to the tags drawn in it."""
+"""Category to chart title to the tags drawn in it, as regular expressions without anchors."""
 
 # Which writers of a Trainer have their layout: it is written once, by whichever callback comes first.
 _WRITTEN: weakref.WeakKeyDictionary[Trainer, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
@@ -23,22 +22,24 @@ _WRITTEN: weakref.WeakKeyDictionary[Trainer, weakref.WeakSet[Any]] = weakref.Wea
 class OffersCharts(Protocol):
     """A callback that has curves worth one chart."""
 
-    def charts(self) -> Charts:
-        """Category to chart title to tags."""
+    def charts(self, trainer: Trainer) -> Charts:
+        """Category to chart title to tags, of curves that the fit call which begins will have."""
 
 
 def write_layout(trainer: Trainer) -> None:
-    """Write the charts of all callbacks as one layout to every logger that takes one. Once; rank 0 only.
+    """Write the charts of all callbacks as one layout to every logger that takes one.
 
-    Only the last layout given to a TensorBoard writer survives, so callbacks must not write one each.
+    Once for each, on rank 0, when a fit begins; call it in `on_fit_start`. Only the last layout given to a TensorBoard
+    writer survives, so callbacks must not write one each.
     """
     if not trainer.is_global_zero:
         return
     written = _WRITTEN.setdefault(trainer, weakref.WeakSet())
-    layout = merged_layout([c.charts() for c in trainer.callbacks if isinstance(c, OffersCharts)])
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    layout = merged_layout([c.charts(trainer) for c in callbacks if isinstance(c, OffersCharts)])
 
     def write(logger: Logger) -> None:
-        experiment: Any = logger.experiment
+        experiment: Any = logger.experiment  # type: ignore[attr-defined]
         if hasattr(experiment, "add_custom_scalars") and experiment not in written:
             written.add(experiment)
             experiment.add_custom_scalars(layout)
@@ -59,4 +60,4 @@ def merged_layout(all_charts: Sequence[Charts]) -> dict[str, dict[str, list[Any]
 def _pattern(tag: str) -> str:
     # TensorBoard matches tags with re.match: without "$", "loss/train" would also take "loss/train_epoch".
     # A logger's prefix is put before the tag, with a hyphen.
-    return f"(.*-)?{re.escape(tag)}$"
+    return f"(.*-)?{tag}$"

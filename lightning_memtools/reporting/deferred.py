@@ -35,7 +35,7 @@ class DeferredValues:
         if values.device.type == "cuda":
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             host.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(torch.cuda.current_stream(values.device))
             self._queue.append(_OnItsWay(host, copied, then))
         else:
@@ -45,7 +45,7 @@ class DeferredValues:
 
     def poll(self) -> None:
         """Hand on what has arrived, without waiting."""
-        while self._queue and (self._queue[0].copied is None or self._queue[0].copied.query()):
+        while self._queue and (self._queue[0].copied is None or self._queue[0].copied.query()):  # type: ignore[no-untyped-call]
             self._hand_on_first()
 
     def drain(self) -> None:

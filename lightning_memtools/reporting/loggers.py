@@ -53,7 +53,7 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
 
 def _write_text(logger: Logger, tag: str, markdown: str, step: int) -> None:
     # Abilities, not types: a callback of `lightning` also serves a logger of `pytorch_lightning`.
-    experiment: Any = logger.experiment
+    experiment: Any = logger.experiment  # type: ignore[attr-defined]
     if hasattr(experiment, "add_text"):  # TensorBoard
         experiment.add_text(tag, markdown, step)
     elif hasattr(logger, "log_text"):  # W&B: a table with one cell

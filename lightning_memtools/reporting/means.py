@@ -68,7 +68,8 @@ class RunningMeans:
             return torch.zeros((), device=device)
         # Not MeanMetric: in torchmetrics 1.9 it ignores weights with nan_strategy="disable", and any other strategy
         # waits for the device to look for NaN. A NaN loss shall show as NaN.
-        metric = SumMetric(nan_strategy="disable", sync_on_compute=False).to(device)
+        metric = SumMetric(nan_strategy="disable", sync_on_compute=False)
+        metric.sum_value = torch.zeros((), device=device)  # `metric.to` would copy a zero there and wait for it
         metric.update(torch.stack([value.reshape(()).to(device).float() for value in self._values[name]]))
         total: Tensor = metric.compute()
         return total

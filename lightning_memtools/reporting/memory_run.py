@@ -72,6 +72,16 @@ class MemoryRun:
                 self._batch_window = self._counter.open(leave_counter_alone=not reset_peaks)
 
     @property
+    def knows_the_device(self) -> bool:
+        """Whether the device keeps statistics."""
+        return self._reader is not None
+
+    @property
+    def knows_the_composition(self) -> bool:
+        """Whether the device can tell what its memory consists of."""
+        return self._reader is not None and self._reader.composition_at_peak() is not None
+
+    @property
     def shortcoming(self) -> str:
         """What the device cannot tell, as a sentence; empty if there is nothing to say."""
         if self._reader is None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.memory.stages import StagePeak
+from lightning_memtools.memory.stages import Stage, StagePeak
 from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 
 
@@ -33,7 +33,7 @@ class MemorySummary:
 
     device: str
     simulated: bool = False
-    peaks: Mapping[str, StagePeak] = field(default_factory=dict)
+    peaks: Mapping[Stage, StagePeak] = field(default_factory=dict)
     capacity: int | None = None
     alloc_retries: int | None = None
     ooms: int | None = None

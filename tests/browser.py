@@ -1,0 +1,88 @@
+"""A real TensorBoard server and a real headless Chromium."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+
+@contextlib.contextmanager
+def tensorboard(log_dir: Path, output: Path) -> Iterator[str]:
+    """The address of a server over `log_dir`, on a free loopback port; ended by its process id."""
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(log_dir), "--port", "0", "--host", "127.0.0.1"]
+    with output.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as server:
+        try:
+            yield _address(server, output)
+        finally:
+            server.terminate()
+
+
+def _address(server: subprocess.Popen[bytes], output: Path) -> str:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and server.poll() is None:
+        found = re.search(r"http://127\.0\.0\.1:\d+", output.read_text())
+        if found:
+            return found[0]
+        time.sleep(0.2)
+    raise TimeoutError(f"TensorBoard did not start: {output.read_text()}")
+
+
+def get(address: str, path: str, **query: str) -> Any:
+    """A JSON answer of the server, asked again for a while as long as it is empty: it loads in the background."""
+    url = f"{address}/data/{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(url) as answer:  # noqa: S310, our own server on the loopback
+            content = json.load(answer)
+        if content or time.monotonic() > deadline:
+            return content
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[webdriver.Chrome]:
+    """A headless browser; the test is skipped where none is installed."""
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if browser is None or driver is None:
+        pytest.skip("no chromium and chromedriver here: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for argument in (
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1400,1000",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    window = webdriver.Chrome(options=options, service=Service(driver))
+    try:
+        yield window
+    finally:
+        window.quit()
+
+
+def texts(window: webdriver.Chrome, tag: str) -> list[str]:
+    """The text of every element of this tag, inside shadow roots too."""
+    script = """
+    const [wanted, found] = [arguments[0], []];
+    (function walk(root) {
+        for (const element of root.querySelectorAll('*')) {
+            if (element.tagName.toLowerCase() === wanted) found.push(element.textContent);
+            if (element.shadowRoot) walk(element.shadowRoot);
+        }
+    })(document);
+    return found;
+    """
+    return list(window.execute_script(script, tag))

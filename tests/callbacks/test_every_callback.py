@@ -1,0 +1,260 @@
+"""What must hold for every callback of the package, those to come included."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import pickle
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+import lightning_memtools
+from tests.lightning_models import Adversaries, Regression, loader, trainer
+
+CALLBACKS: list[type[L.Callback]] = [
+    value
+    for name in lightning_memtools.__all__
+    if isinstance(value := getattr(lightning_memtools, name), type) and issubclass(value, L.Callback)
+]
+every_callback = pytest.mark.parametrize("callback", CALLBACKS, ids=lambda c: c.__name__)
+
+# Arguments whose accepted texts their type cannot tell.
+TEXTS = {
+    "directory": "reports",
+    "memory_budget": "8GiB",
+    "min_reclaimable": "64MiB",
+    "margin": "1GiB",
+    "max_bytes": "1GiB",
+    "cache": "sizes.json",
+}
+
+
+def values_to_set(name: str, annotation: Any, default: Any) -> list[Any]:
+    """For an argument, one value of each kind that its annotation admits, other than the default where possible."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in {types.UnionType, typing.Union}:
+        return list(itertools.chain.from_iterable(values_to_set(name, kind, default) for kind in arguments))
+    if origin is typing.Literal:
+        return list(arguments)
+    if origin in {Sequence, list, tuple} or (origin is not None and issubclass(origin, Sequence)):
+        if default and isinstance(default, tuple):
+            return [[default[0]]]
+        return [[value] for value in values_to_set(name, arguments[0], None)]
+    plain: dict[Any, list[Any]] = {
+        bool: [not default],
+        int: [3],
+        float: [0.25],
+        str: [TEXTS.get(name, "a_name")],
+        type(None): [None],
+    }
+    assert annotation in plain, f"{name}: {annotation} is no plain type that YAML can give"
+    return plain[annotation]
+
+
+def arguments_of(callback: type[L.Callback]) -> dict[str, tuple[Any, Any]]:
+    """Argument to (annotation, default)."""
+    hints = typing.get_type_hints(callback.__init__)
+    parameters = list(inspect.signature(callback.__init__).parameters.values())[1:]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters), "arguments are keyword-only"
+    return {p.name: (hints[p.name], p.default) for p in parameters}
+
+
+class AnyModule(Regression):
+    """LightningCLI needs a class without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+@every_callback
+def test_every_argument_can_be_set_from_yaml(callback, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI's own use of it
+    for name, (annotation, default) in arguments_of(callback).items():
+        for value in values_to_set(name, annotation, default):
+            path = f"lightning_memtools.{callback.__name__}"  # as the docs write it: through the lazy package
+            config = {"trainer": {"logger": False, "accelerator": "cpu",
+                                  "callbacks": [{"class_path": path, "init_args": {name: value}}]}}  # fmt: skip
+            Path("config.yaml").write_text(yaml.safe_dump(config))
+            cli = LightningCLI(
+                AnyModule,
+                args=["--config", "config.yaml"],
+                run=False,
+                save_config_callback=None,
+                seed_everything_default=False,
+            )
+            (made,) = (c for c in cli.trainer.callbacks if isinstance(c, callback))
+            kept = getattr(made, name)
+            assert kept == (value if not isinstance(kept, tuple) else tuple(value)), f"{name}={value!r}"
+
+
+@every_callback
+def test_every_argument_is_described(callback):
+    doc = inspect.getdoc(callback) or ""
+    for name in arguments_of(callback):
+        assert f"\n    {name}: " in doc, f"{callback.__name__} does not describe {name}"
+
+
+LOGGERS = {
+    "tensorboard": TensorBoardLogger,
+    "csv": CSVLogger,
+    "two": lambda root: [TensorBoardLogger(root), CSVLogger(root)],
+    "none": lambda root: False,
+}
+
+
+def whole_run(root: Path, *callbacks: L.Callback, model: L.LightningModule | None = None, **options: Any) -> L.Trainer:
+    """Fit, validate, test and predict with one Trainer."""
+    model = model or Regression()
+    run = trainer(root, *callbacks, **options)
+    run.fit(model, loader(), loader(16, seed=1))
+    run.validate(model, loader(16, seed=1), verbose=False)
+    run.test(model, loader(16, seed=2), verbose=False)
+    run.predict(model, loader(8, seed=3))
+    return run
+
+
+def state_of(model: L.LightningModule) -> dict[str, torch.Tensor]:
+    return {**model.state_dict(), "rng": torch.get_rng_state()}
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    states = optimizer.state_dict()["state"]
+    return {f"{i}.{name}": value for i, state in states.items() for name, value in state.items()}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@every_callback
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_every_logger(callback, logger, tmp_path, capsys):
+    run = whole_run(tmp_path, callback(), logger=LOGGERS[logger](tmp_path))
+    assert run.global_step == 4
+    reports = [*tmp_path.rglob("memtools/*")]
+    if logger == "none":
+        assert not [*tmp_path.rglob("*.tfevents.*")]
+    assert all(report.suffix in {".md", ".json"} for report in reports)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fast_dev_run": {"fast_dev_run": True},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "without_validation": {"limit_val_batches": 0},
+    "no_training_batches": {"limit_train_batches": 0},
+    "validation_inside_the_epoch": {"val_check_interval": 2},
+    "clipping": {"gradient_clip_val": 0.5},
+    "bf16": {"precision": "bf16-mixed"},
+    "max_steps": {"max_epochs": None, "max_steps": 2},
+    "barebones": {"barebones": True, "logger": None, "log_every_n_steps": None, "enable_checkpointing": None,
+                  "enable_progress_bar": None, "enable_model_summary": None},
+}  # fmt: skip
+
+
+@every_callback
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_training_ends_in_the_same_bits_with_and_without(callback, options, tmp_path):
+    ends = []
+    for with_it in (True, False):
+        L.seed_everything(0, verbose=False)
+        model = Regression()
+        run = trainer(tmp_path, *([callback()] if with_it else []), **options)
+        run.fit(model, loader(), None if options.get("barebones") else loader(16, seed=1))
+        ends.append(state_of(model) | moments_of(run.optimizers[0]))
+    assert_same_bits(*ends)
+
+
+@every_callback
+def test_manual_optimization_with_two_optimizers_is_untouched(callback, tmp_path):
+    ends = []
+    for with_it in (True, False):
+        L.seed_everything(0, verbose=False)
+        model = Adversaries()
+        trainer(tmp_path, *([callback()] if with_it else [])).fit(model, loader(), loader(16, seed=1))
+        ends.append(state_of(model))
+    assert_same_bits(*ends)
+
+
+@every_callback
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(callback, tmp_path):
+    def run(epochs: int, resume: str | None, *callbacks: L.Callback) -> tuple[L.Trainer, Regression]:
+        L.seed_everything(0, verbose=False)
+        model = Regression()
+        model.net[3] = torch.nn.Identity()  # RNG states are not part of a checkpoint
+        fit = trainer(tmp_path, *callbacks, max_epochs=epochs)
+        fit.fit(model, loader(), loader(16), ckpt_path=resume)
+        return fit, model
+
+    checkpoint = str(tmp_path / "half.ckpt")
+    run(1, None, callback())[0].save_checkpoint(checkpoint)
+    _, resumed = run(2, checkpoint, callback())
+    _, straight = run(2, None)
+    assert_same_bits(dict(resumed.state_dict()), dict(straight.state_dict()))
+
+
+@every_callback
+def test_a_trainer_can_be_used_twice(callback, tmp_path):
+    model = Regression()
+    run = whole_run(tmp_path, callback(), model=model)
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader(), loader(16))
+    assert run.global_step == 8
+
+
+@every_callback
+def test_two_of_a_kind_and_copies_and_pickles_work(callback, tmp_path):
+    first = callback()
+    second = pickle.loads(pickle.dumps(copy.deepcopy(first)))  # noqa: S301, our own
+    if type(first).state_dict is not L.Callback.state_dict:
+        second = first  # a stateful callback needs a state_key of its own for each
+    run = whole_run(tmp_path, *{id(c): c for c in (first, second)}.values())
+    assert run.global_step == 4
+    pickle.dumps(first)
+
+
+@every_callback
+def test_nothing_is_left_behind_when_training_fails(callback, tmp_path):
+    class Fails(Regression):
+        def on_train_batch_end(self, *args):
+            raise RuntimeError("from the user's code")
+
+    model = Fails()
+    hooks_before = hooks_of(model)
+    run = trainer(tmp_path, callback())
+    with pytest.raises(RuntimeError, match="from the user's code"):
+        run.fit(model, loader(), loader(16))
+    assert hooks_of(model) == hooks_before
+    assert not any(hooks_of(optimizer) for optimizer in run.optimizers)
+
+
+def hooks_of(target: torch.nn.Module | torch.optim.Optimizer) -> list[tuple[str, int]]:
+    """Every table of hooks of a module and its children, or of an optimizer, that is not empty."""
+    parts = target.modules() if isinstance(target, torch.nn.Module) else [target]
+    return [
+        (f"{type(part).__name__}.{name}", len(table))
+        for part in parts
+        for name, table in vars(part).items()
+        if name.endswith("hooks") and table
+    ]
+
+
+def test_default_callbacks_are_all_of_those_that_only_watch_and_protect():
+    names = {type(callback).__name__ for callback in lightning_memtools.default_callbacks()}
+    promised = {"MemoryMonitor", "LossCurves", "EmptyCache", "OOMReport", "HaltOnNaN", "TrainingDoctor"}
+    assert names == promised & {callback.__name__ for callback in CALLBACKS}

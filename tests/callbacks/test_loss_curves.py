@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools import LossCurves
+from tests.event_files import scalars
+from tests.lightning_models import Adversaries, Regression, loader, trainer
+
+
+def approx(points):
+    return [(step, pytest.approx(value, rel=1e-5)) for step, value in points]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def test_each_point_is_the_mean_of_the_losses_since_the_last_point(tmp_path):
+    model = Regression()
+    fit = trainer(tmp_path, LossCurves(every_n_steps=3), max_epochs=2)
+    fit.fit(model, loader(32, 8), loader(24, 8))
+    losses = model.train_losses
+    curves = scalars(fit.log_dir)
+    # Four steps an epoch: points at steps 2 and 5 by interval, 3 and 7 because an epoch ends there.
+    assert curves["loss/train"] == approx(
+        [(2, mean(losses[0:3])), (3, losses[3]), (5, mean(losses[4:6])), (7, mean(losses[6:8]))]
+    )
+    assert curves["loss/val"] == approx([(3, mean(model.val_losses[0:3])), (7, mean(model.val_losses[3:6]))])
+
+
+def test_the_shortest_run_shows_a_curve(tmp_path):
+    model = Regression()
+    fit = trainer(tmp_path, LossCurves(), log_every_n_steps=50)
+    fit.fit(model, loader(8, 8))
+    assert scalars(fit.log_dir)["loss/train"] == approx([(0, model.train_losses[0])])
+
+
+def test_the_division_of_gradient_accumulation_is_undone(tmp_path):
+    model = Regression()
+    fit = trainer(tmp_path, LossCurves(), accumulate_grad_batches=3)
+    fit.fit(model, loader(32, 8))  # four micro-batches: a step of three and a last one of one
+    losses = model.train_losses
+    assert scalars(fit.log_dir)["loss/train"] == approx([(0, mean(losses[:3])), (1, losses[3])])
+
+
+def test_validation_losses_are_weighted_by_batch_size(tmp_path):
+    model = Regression()
+    fit = trainer(tmp_path, LossCurves())
+    fit.fit(model, loader(), loader(20, 16))  # batches of 16 and 4
+    first, second = model.val_losses
+    assert scalars(fit.log_dir)["loss/val"] == approx([(3, (16 * first + 4 * second) / 20)])
+
+
+class LogsItsLosses(Regression):
+    """Logs its losses, as most modules do, and returns another figure from validation."""
+
+    val_name = "val_loss"
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=True)  # must not be taken for a validation loss
+        return {"loss": loss, "aux": 3 * loss}
+
+    def validation_step(self, batch, batch_idx):
+        loss = super().validation_step(batch, batch_idx)
+        self.log(self.val_name, loss)
+        self.log("val_accuracy", 0.5)
+        return 1000 * loss
+
+
+@pytest.mark.parametrize("name", ["val_loss", "val/loss", "valid_loss", "my_eval_loss", "loss"])
+def test_a_logged_validation_loss_is_found_by_itself(tmp_path, name):
+    model = LogsItsLosses()
+    model.val_name = name
+    fit = trainer(tmp_path, LossCurves())
+    fit.fit(model, loader(), loader(16, 8))
+    assert scalars(fit.log_dir)["loss/val"] == approx([(3, mean(model.val_losses))])
+
+
+def test_losses_can_be_asked_for_by_name_returned_or_logged(tmp_path):
+    model = LogsItsLosses()
+    fit = trainer(tmp_path, LossCurves(train=("loss", "aux"), val="val_accuracy"), accumulate_grad_batches=2)
+    fit.fit(model, loader(), loader(16, 8))
+    curves = scalars(fit.log_dir)
+    losses = [mean(model.train_losses[:2]), mean(model.train_losses[2:])]
+    assert curves["loss/train/loss"] == approx(enumerate(losses))
+    assert curves["loss/train/aux"] == approx((i, 3 * loss) for i, loss in enumerate(losses))
+    assert curves["loss/val"] == approx([(1, 0.5)])
+    assert "loss/train" not in curves
+
+
+@pytest.mark.parametrize("train", [None, ("g_loss", "d_loss")])
+def test_manual_optimization_with_two_losses(tmp_path, train):
+    model = Adversaries()
+    fit = trainer(tmp_path, LossCurves(train=train, every_n_steps=2, grad_norm=True))
+    fit.fit(model, loader())
+    curves = scalars(fit.log_dir)
+    for name, losses in model.losses.items():
+        assert curves[f"loss/train/{name}"] == approx([(1, mean(losses[:2])), (3, mean(losses[2:]))])
+    assert {"grad/norm/optimizer_0", "grad/norm/optimizer_1"} <= set(curves)
+
+
+def test_manual_optimization_that_returns_its_loss(tmp_path):
+    class Returns(Adversaries):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()[0]
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.train_losses.append(float(loss.detach()))
+            return loss
+
+    model = Returns()
+    fit = trainer(tmp_path, LossCurves())
+    fit.fit(model, loader())
+    assert scalars(fit.log_dir)["loss/train"] == approx(enumerate(model.train_losses))
+
+
+def test_a_loss_logged_per_epoch_only_gives_a_point_per_epoch(tmp_path):
+    class PerEpoch(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("slow_loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+    model = PerEpoch()
+    fit = trainer(tmp_path, LossCurves(train="slow_loss", every_n_steps=100), max_epochs=2)
+    fit.fit(model, loader())
+    losses = model.train_losses
+    assert scalars(fit.log_dir)["loss/train"] == approx([(3, mean(losses[:4])), (7, mean(losses[4:]))])
+
+
+@pytest.mark.parametrize("val", [None, "val_loss"])
+def test_every_validation_loader_has_a_curve(tmp_path, val):
+    class TwoLoaders(Regression):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self.log("val_loss", self.loss(batch))
+            self.log("val_other", 1.0)
+
+    model = TwoLoaders()
+    fit = trainer(tmp_path, LossCurves(val=val))
+    fit.fit(model, loader(), [loader(8), loader(8, seed=1)])
+    curves = scalars(fit.log_dir)
+    own = scalars(fit.log_dir)
+    for i in (0, 1):
+        assert curves[f"loss/val/dataloader_idx_{i}"] == own[f"val_loss/dataloader_idx_{i}"]
+
+
+def test_the_gradient_norm_is_the_mean_before_clipping(tmp_path):
+    norms = []
+
+    class Norms(Regression):
+        def on_before_optimizer_step(self, optimizer):
+            norms.append(float(torch.cat([p.grad.flatten() for p in self.parameters()]).norm()))
+
+    fit = trainer(tmp_path, LossCurves(every_n_steps=2, grad_norm=True), gradient_clip_val=1e-3)
+    fit.fit(Norms(), loader())
+    assert scalars(fit.log_dir)["grad/norm"] == approx([(1, mean(norms[:2])), (3, mean(norms[2:]))])
+
+
+def test_a_nan_loss_shows_as_nan(tmp_path):
+    class Breaks(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if batch_idx == 1 else loss
+
+    model = Breaks()
+    fit = trainer(tmp_path, LossCurves())
+    fit.fit(model, loader(16, 8))
+    (_, first), (_, second) = scalars(fit.log_dir)["loss/train"]
+    assert first == pytest.approx(model.train_losses[0])
+    assert second != second  # noqa: PLR0124, only NaN differs from itself
+
+
+def test_half_precision_losses_are_averaged_in_single_precision(tmp_path):
+    class Half(Regression):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx).bfloat16()
+
+    model = Half()
+    fit = trainer(tmp_path, LossCurves(every_n_steps=4))
+    fit.fit(model, loader())
+    rounded = [float(torch.tensor(loss).bfloat16()) for loss in model.train_losses]
+    assert scalars(fit.log_dir)["loss/train"] == approx([(3, mean(rounded))])
+
+
+def test_no_graph_is_kept_alive_between_points(tmp_path):
+    class Extra(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "aux": nn.functional.softplus(loss)}
+
+    held = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            held.extend(v for values in curves._train._means._values.values() for v in values)
+
+    curves = LossCurves(train="aux", every_n_steps=100)
+    trainer(tmp_path, curves, Look()).fit(Extra(), loader())
+    assert held
+    assert all(value.grad_fn is None and not value.requires_grad for value in held)
+
+
+@pytest.mark.parametrize("argument", ["train", "val"])
+def test_a_loss_that_never_appears_gives_one_warning_that_lists_what_exists(tmp_path, argument):
+    curves = LossCurves(**{argument: "los"})
+    listed = {"train": r"'aux', 'loss'", "val": r"'val_accuracy', 'val_loss'"}[argument]
+    with pytest.warns(UserWarning, match=rf"LossCurves\({argument}='los'\): .*There is: {listed}") as caught:
+        trainer(tmp_path, curves, max_epochs=3).fit(LogsItsLosses(), loader(), loader(8))
+    assert len([w for w in caught if "LossCurves" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("bad", ["", [], [""], ["a", 3]])
+def test_names_that_are_none_are_refused(bad):
+    with pytest.raises(ValueError, match="names no loss"):
+        LossCurves(train=bad)
+
+
+@pytest.mark.parametrize("bad", [0, -5])
+def test_an_interval_below_one_is_refused_with_its_value(bad):
+    with pytest.raises(ValueError, match=f"every_n_steps={bad} is not an interval"):
+        LossCurves(every_n_steps=bad)

@@ -1,0 +1,14 @@
+"""Event files read back as TensorBoard reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+def scalars(log_dir: str | Path | None) -> dict[str, list[tuple[int, float]]]:
+    """Tag to (step, value) points in a run's event files."""
+    events = EventAccumulator(str(log_dir), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(p.step, p.value) for p in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

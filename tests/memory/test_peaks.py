@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_memtools.memory.peaks import peak_counter
+from tests.memory.scripted import ScriptedDevice
+
+
+def test_a_window_keeps_its_peak_when_another_one_resets_the_counter():
+    device = ScriptedDevice()
+    counter = peak_counter(device)
+    outer, inner = counter.open(), counter.open()
+    outer.resume()
+    device.use(50, 10)
+    inner.resume()  # folds 50 into outer and resets the device
+    device.use(30, 20)
+    inner.pause()
+    counter.fold()
+    assert (inner.allocated, outer.allocated) == (30, 50)
+
+
+def test_a_paused_window_is_not_given_a_peak_from_outside_its_time():
+    device = ScriptedDevice()
+    window = peak_counter(device).open()
+    device.use(90, 10)  # before
+    window.resume()
+    device.use(40, 5)
+    window.pause()
+    device.use(80, 5)  # while paused
+    window.resume()
+    device.use(6)
+    window.pause()
+    assert window.allocated == 40
+    assert window.composition == {"parameters": 40}
+
+
+def test_a_window_that_leaves_the_counter_alone_never_resets_it():
+    device = ScriptedDevice()
+    counter = peak_counter(device)
+    window = counter.open(leave_counter_alone=True)
+    device.use(90, 10)
+    window.resume()
+    counter.fold()
+    window.pause()
+    assert device.n_resets == 0
+    assert window.allocated == 90  # the device's running maximum, older than the window
+
+
+def test_restart_begins_at_the_present_level():
+    device = ScriptedDevice()
+    counter = peak_counter(device)
+    window = counter.open()
+    window.resume()
+    device.use(70, 20)
+    counter.fold()
+    window.restart()
+    counter.fold()
+    assert window.allocated == 20
+
+
+def test_every_caller_gets_the_same_owner_and_nothing_outlives_the_device():
+    device = ScriptedDevice()
+    counter = peak_counter(device)
+    assert peak_counter(device) is counter
+    assert peak_counter(ScriptedDevice()) is not counter
+    gone = weakref.ref(device)
+    del device
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(ReferenceError, match="no longer exists"):
+        counter.fold()
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("use"), st.integers(0, 1000)),
+        st.tuples(st.sampled_from(["resume", "pause", "restart"]), st.integers(0, 2)),
+        st.tuples(st.just("fold"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(ACTIONS)
+def test_three_windows_hold_what_a_full_record_says(actions):
+    """Brute force: keep every level that was passed while each window was running."""
+    device = ScriptedDevice()
+    counter = peak_counter(device)
+    windows = [counter.open() for _ in range(3)]
+    running = [False] * 3
+    seen = [[], [], []]
+    for action, value in actions:
+        if action == "use":
+            device.use(value)
+            for i in range(3):
+                if running[i]:
+                    seen[i].append(value)
+        elif action == "fold":
+            counter.fold()
+        elif action == "resume":
+            windows[value].resume()
+            if not running[value]:
+                seen[value].append(device.allocated)
+            running[value] = True
+        elif action == "pause":
+            windows[value].pause()
+            running[value] = False
+        else:
+            counter.fold()
+            windows[value].restart()
+            seen[value] = [device.allocated] if running[value] else []
+    counter.fold()
+    for i in range(3):
+        expected = max(seen[i], default=None)
+        assert windows[i].allocated == expected

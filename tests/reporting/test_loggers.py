@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from lightning_memtools import LossCurves, MemoryMonitor
+from lightning_memtools.reporting.loggers import log_scalars, log_text
+from tests.event_files import scalars
+from tests.lightning_models import Regression, loader, trainer
+
+
+class Recorder(Logger):
+    """A logger of another kind: "-" between groups, text with `log_text` as W&B's logger takes it."""
+
+    name = "recorder"
+    version = 0
+    group_separator = "-"
+    experiment: object = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[tuple[dict[str, float], int | None]] = []
+        self.texts: dict[str, str] = {}
+
+    def log_metrics(self, metrics, step=None):
+        self.points.append((metrics, step))
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_text(self, key, columns, data):
+        self.texts[key] = data[0][0]
+
+
+class MlflowLike(Recorder):
+    """Text goes to the experiment as an artifact, as MLflow's client takes it."""
+
+    run_id = "run7"
+    log_text = property()  # no such method on the logger itself
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experiment = self.Client(self.texts)
+
+    class Client:
+        def __init__(self, texts):
+            self.texts = texts
+
+        def log_text(self, run_id, text, artifact_file):
+            self.texts[artifact_file] = f"{run_id}: {text}"
+
+
+class Broken(Recorder):
+    """Whatever is written to it fails."""
+
+    def log_metrics(self, metrics, step=None):
+        if any("memory" in tag or tag.startswith("loss-") for tag in metrics):
+            raise ConnectionError("the server is gone")
+
+    def log_text(self, key, columns, data):
+        raise ConnectionError("the server is gone")
+
+
+def test_every_logger_gets_the_scalars_with_its_own_separator(tmp_path):
+    recorder, board = Recorder(), TensorBoardLogger(tmp_path)
+    run = trainer(tmp_path, logger=[recorder, board])
+    log_scalars(run, {"memory/train/allocated_gib": 1.5}, step=7)
+    board.finalize("success")
+    assert recorder.points == [({"memory-train-allocated_gib": 1.5}, 7)]
+    assert scalars(board.log_dir) == {"memory/train/allocated_gib": [(7, 1.5)]}
+
+
+def test_text_is_given_the_way_each_kind_of_logger_takes_it(tmp_path):
+    wandb, mlflow, csv = Recorder(), MlflowLike(), CSVLogger(tmp_path)
+    log_text(trainer(tmp_path, logger=[wandb, mlflow, csv]), "memtools/doctor", "| a |", 3)
+    assert wandb.texts == {"memtools/doctor": "| a |"}
+    assert mlflow.texts == {"memtools/doctor.md": "run7: | a |"}
+
+
+def test_a_logger_that_fails_gives_one_warning_and_the_others_still_get_everything(tmp_path):
+    recorder = Recorder()
+    callbacks = [MemoryMonitor(), LossCurves()]
+    run = trainer(tmp_path, *callbacks, logger=[Broken(), recorder], max_epochs=2)
+    with pytest.warns(UserWarning, match="Broken failed while writing") as caught:
+        run.fit(Regression(), loader(), loader(8))
+    (said,) = [w for w in caught if "failed while writing" in str(w.message)]
+    assert "ConnectionError: the server is gone" in str(said.message)
+    assert run.global_step == 8
+    assert [step for metrics, step in recorder.points if "loss-train" in metrics] == [*range(8)]
+    assert "memtools/memory_summary" in recorder.texts

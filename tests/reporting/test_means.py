@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_memtools.reporting.deferred import DeferredValues
+from lightning_memtools.reporting.means import RunningMeans
+
+CPU = torch.device("cpu")
+
+
+def test_weighted_means_and_their_weights_then_anew():
+    means = RunningMeans()
+    means.add("a", torch.tensor(1.0))
+    means.add("a", torch.tensor([[2.0]], dtype=torch.bfloat16), weight=3)
+    means.add("b", torch.tensor(5))
+    assert means.take(["b", "a"], CPU).tolist() == [[5.0, 7 / 4], [1.0, 4.0]]
+    (mean,), (weight,) = means.take(["a"], CPU).tolist()
+    assert mean != mean  # noqa: PLR0124, NaN
+    assert weight == 0
+
+
+def test_a_value_that_is_overwritten_later_does_not_change_the_mean():
+    means, value = RunningMeans(), torch.tensor(1.0)
+    means.add("a", value)
+    value.fill_(100.0)
+    assert means.take(["a"], CPU)[0].item() == 1.0
+
+
+def test_a_scalar_does_not_keep_the_tensor_alive_that_it_is_a_view_of():
+    means, big = RunningMeans(), torch.ones(1000)
+    means.add("a", big[3])
+    (kept,) = means._values["a"]
+    assert kept.untyped_storage().nbytes() == 4
+
+
+def test_on_the_cpu_values_are_handed_on_at_once_and_in_order():
+    got = []
+    deferred = DeferredValues()
+    deferred.put(torch.tensor([1.0]), got.append)
+    deferred.put(torch.tensor([2.0]), got.append)
+    assert got == [[1.0], [2.0]]
+
+
+@pytest.mark.gpu
+def test_on_cuda_nothing_waits_and_nothing_is_lost():
+    got = []
+    deferred, means = DeferredValues(), RunningMeans()
+    device = torch.device("cuda")
+    values = [torch.tensor(float(i), device=device) for i in range(100)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i, value in enumerate(values):
+            means.add("a", value)
+            if i % 10 == 9:
+                deferred.put(means.take(["a"], device), got.append)
+            deferred.poll()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    deferred.drain()
+    assert [mean for (mean,), _ in got] == [4.5 + 10 * i for i in range(10)]
