@@ -4,14 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_memtools.memory.stats import MemoryReader
+
 OnDevice = Callable[[Tensor], bool]
 """Tells whether a tensor's memory is the device's."""
+
+
+@runtime_checkable
+class KnowsItsTensors(Protocol):
+    """A device that says itself which tensors it holds, as a simulated one must: they all are CPU tensors."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory is this device's."""
+
+
+def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
+    """Tells which tensors' memory the reader's figures are about.
+
+    Args:
+        reader: What reads the device.
+        device: Where PyTorch puts its tensors.
+    """
+    if isinstance(reader, KnowsItsTensors):
+        return reader.holds
+    return lambda tensor: (
+        tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)
+    )
+
 
 # The allocator gives out multiples of this, so what is owned is counted in them (see allocator/rounding.py).
 _GRANULE = 512
@@ -49,11 +75,12 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
     def count(tensors: Iterable[Any]) -> int:
         total = 0
         for tensor in tensors:
-            if isinstance(tensor, Tensor) and on_device(tensor):
-                key, n_bytes = storage_of(tensor)
-                if key not in seen:
-                    seen.add(key)
-                    total += -(-n_bytes // _GRANULE) * _GRANULE
+            if not isinstance(tensor, Tensor) or not on_device(tensor):
+                continue
+            found = storage_of(tensor)
+            if found is not None and found[0] not in seen:
+                seen.add(found[0])
+                total += -(-found[1].nbytes() // _GRANULE) * _GRANULE
         return total
 
     parameters = list(model.parameters())
@@ -67,18 +94,19 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
     return Owned(by_category, frozenset(seen))
 
 
-def storage_of(tensor: Tensor) -> tuple[int, int]:
-    """The identity of a tensor's storage, equal for views and unique among living storages, and its size in bytes.
+def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
+    """The storage of a tensor (of a DTensor: that of this rank's shard) and its identity.
 
-    0 bytes where a tensor has no storage (sparse and other wrapped layouts).
+    None where a tensor has no storage of its own: sparse, nested and other layouts that are made of several tensors.
     """
-    if hasattr(tensor, "to_local"):  # DTensor: this rank's shard
+    if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     try:
         storage = tensor.untyped_storage()
-        return storage._cdata, storage.nbytes()  # noqa: SLF001, data_ptr is 0 for fake and for empty tensors
     except (NotImplementedError, RuntimeError):
-        return id(tensor), 0
+        return None
+    # Equal for views and unique among the living; data pointers are 0 for all fake and all empty tensors.
+    return storage._cdata, storage  # noqa: SLF001, see above
 
 
 def _state_of(optimizers: Iterable[Optimizer]) -> Iterable[Any]:

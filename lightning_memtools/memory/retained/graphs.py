@@ -7,9 +7,10 @@ tells how far back the graph of a tensor reaches.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType
@@ -35,27 +36,30 @@ def graph_clock() -> int:
         return _number(torch.empty(0, device="meta", requires_grad=True).view(0).grad_fn)
 
 
-def oldest_node(tensor: Tensor, *, until: int = 0) -> int | None:
-    """The number of the oldest node in a tensor's graph; None if it has no graph.
+def spans(tensor: Tensor, clocks: Sequence[int]) -> bool:
+    """Whether a tensor's graph has nodes from each of the times between successive readings of `graph_clock`.
 
-    Args:
-        tensor: A tensor of a finished step.
-        until: Stop at the first node that is as old as this, as an answer good enough.
+    So a graph that has grown all the time does, and that of the latest step does not, not even if it also holds
+    something from long ago.
     """
     if tensor.grad_fn is None:
-        return None
-    oldest = _number(tensor.grad_fn)
-    # The oldest known node first: in a chain of sums this goes down the chain and past the graphs of single steps.
-    heap: list[tuple[int, int, Any]] = [(oldest, 0, tensor.grad_fn)]
+        return False
+    missing = set(range(1, len(clocks)))
+    # The oldest known node first: in a chain of sums this goes down the chain, and past the graphs of single steps.
+    heap: list[tuple[int, int, Any]] = [(_number(tensor.grad_fn), 0, tensor.grad_fn)]
     seen = {tensor.grad_fn}
-    while heap and len(seen) < MAX_NODES and oldest > until:
+    while heap and len(seen) < MAX_NODES:
         number, _, node = heapq.heappop(heap)
-        oldest = min(oldest, number)
+        missing.discard(bisect.bisect_left(clocks, number))
+        if not missing:
+            return True
+        if number <= clocks[0]:  # its own graph is older still
+            continue
         for before, _ in node.next_functions:
             if before is not None and before not in seen and (age := _number(before)) != _LEAF:
                 seen.add(before)
                 heapq.heappush(heap, (age, len(seen), before))  # the count makes ties comparable
-    return oldest
+    return False
 
 
 def tensors_with_graph(roots: Iterable[Any], *, stop_at: Iterable[Any] = ()) -> Iterator[Tensor]:

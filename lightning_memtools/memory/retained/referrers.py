@@ -28,11 +28,13 @@ class Holder:
         root: The outermost object.
         name: What the root is called: ``"MyModel"``, ``"MyModel.metric"``, or for a function where it is written.
         steps: From the root to the tensor.
+        links: Every object on the way, the root first, the tensor left out.
     """
 
     root: Any
     name: str
     steps: tuple[Step, ...]
+    links: tuple[Any, ...]
 
     @property
     def path(self) -> str:
@@ -43,6 +45,13 @@ class Holder:
     def container_path(self) -> str:
         """The way to the first list, dict or set on it, or to the tensor if there is none: ``"MyModel.outputs"``."""
         return self._spelled(self._steps_to_container())
+
+    @property
+    def place(self) -> str:
+        """Where a path begins that does not begin with the root's name: ``" in the closure of hook (run.py:12)"``."""
+        if self.steps and self.steps[0].kind is Kind.VARIABLE:
+            return f" in the closure of {self.name}"
+        return ""
 
     @property
     def container(self) -> Any:
@@ -59,8 +68,7 @@ class Holder:
 
     def _spelled(self, steps: Sequence[Step]) -> str:
         if steps and steps[0].kind is Kind.VARIABLE:
-            rest = "".join(map(str, steps[1:]))
-            return f"{steps[0].key}{rest}, a variable in the closure of {self.name}"
+            return str(steps[0].key) + "".join(map(str, steps[1:]))
         if steps and steps[0].kind is Kind.DEFAULT:
             return f"the default value of an argument of {self.name}"
         return self.name + "".join(map(str, steps))
@@ -117,10 +125,10 @@ def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> Hol
     chain = [root]
     while (child := held_by[id(chain[-1])][1]) is not None:
         chain.append(child)
+    steps = tuple(steps_along(chain))
     if isinstance(root, dict):  # a module's globals
-        key = next((key for key, value in root.items() if value is chain[1]), None)
-        return Holder(sys.modules[name], name, (Step(Kind.ATTRIBUTE, key), *steps_along(chain[1:])))
-    return Holder(root, name, tuple(steps_along(chain)))
+        return Holder(sys.modules[name], name, (Step(Kind.ATTRIBUTE, steps[0].key), *steps[1:]), tuple(chain[:-1]))
+    return Holder(root, name, steps, tuple(chain[:-1]))
 
 
 def _name_of(candidate: Any, names: Mapping[int, str]) -> str | None:

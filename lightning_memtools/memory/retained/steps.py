@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -124,12 +125,12 @@ def _held(holder: Any, step: Step) -> list[Any]:
         return list(holder) if isinstance(holder, (*_SEQUENCES, *_SETS)) else []
     if step.kind is Kind.ATTRIBUTE:
         return [getattr(holder, step.key, None)]
-    if isinstance(holder, FunctionType):
-        if step.kind is Kind.DEFAULT:
-            return list(holder.__defaults__ or ())
+    if isinstance(holder, FunctionType) and step.kind is Kind.DEFAULT:
+        return list(holder.__defaults__ or ())
+    if isinstance(holder, FunctionType) and step.kind is Kind.VARIABLE:
         cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
         return [content_of(cell) for name, cell in cells if name == step.key]
-    return []
+    return gc.get_referents(holder)
 
 
 def namespace_of(holder: Any) -> dict[str, Any] | None:

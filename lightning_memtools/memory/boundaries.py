@@ -1,0 +1,129 @@
+"""What is done where one stage of a run ends and another begins: collect, give back, keep the ledger."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memtools.memory.owned import OnDevice, Owned, owned_by
+from lightning_memtools.memory.reclaim import WorthReclaiming, reclaim
+from lightning_memtools.memory.sizes import to_gib
+from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """What stays allocated at a boundary, in bytes.
+
+    Attributes:
+        total: Allocated, without the inputs that are expected to be there.
+        unaccounted: The part of it that neither the model nor its optimizers own.
+        owned: What they do own.
+    """
+
+    total: int
+    unaccounted: int
+    owned: Owned
+
+    def scalars(self) -> dict[str, float]:
+        """The total and its parts under the names of the logs."""
+        parts = {name: self.owned.by_category[name] for name in ("parameters", "gradients", "optimizer")}
+        parts["other"] = self.total - sum(parts.values())
+        tags = {f"memory/retained/{name}_gib": to_gib(n_bytes) for name, n_bytes in parts.items()}
+        return {"memory/retained_gib": to_gib(self.total), **tags}
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """What a boundary gave back, and what that took.
+
+    Attributes:
+        freed_bytes: What went back to the device.
+        elapsed_ms: Collection and emptying together, with the wait for the device that freeing its memory means.
+    """
+
+    freed_bytes: int
+    elapsed_ms: float
+
+    def scalars(self) -> dict[str, float]:
+        """Both under the names of the logs."""
+        return {"memory/cache/freed_gib": to_gib(self.freed_bytes), "memory/cache/ms": self.elapsed_ms}
+
+
+class Boundaries:
+    """The work at boundaries on one device.
+
+    A full garbage collection takes about 0.15 s per million objects, so it is done only where it can bring something:
+    where more is allocated than the model and its optimizers own, and more so than after the last collection. In a
+    healthy run that is once or twice at its beginning. Smaller generations would be cheaper, but Python runs those by
+    itself all the time; what holds on to memory is in the oldest.
+
+    Args:
+        reader: The device.
+        on_device: Which tensors are its.
+        worth_reclaiming: Decides when the cache is emptied.
+        collect_garbage: Whether to collect at all.
+    """
+
+    def __init__(
+        self,
+        reader: MemoryReader,
+        on_device: OnDevice,
+        *,
+        worth_reclaiming: WorthReclaiming,
+        collect_garbage: bool = True,
+    ) -> None:
+        self.reader = reader
+        self.cannot_empty: str = ""
+        self._on_device = on_device
+        self._worth_reclaiming = worth_reclaiming
+        self._collect_garbage = collect_garbage
+        self._unaccounted_after_collection = -1
+
+    def collect(self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None) -> Retained:
+        """Collect garbage if it can bring something, and say what stays.
+
+        Args:
+            model: What is meant to stay, with its gradients.
+            optimizers: Whose state is meant to stay.
+            inputs: Tensors that are expected to be there for the moment.
+        """
+        owned = owned_by(model, optimizers, self._on_device, inputs=inputs)
+        retained = _retained(self.reader.stats(), owned)
+        if self._collect_garbage and retained.unaccounted > self._unaccounted_after_collection:
+            gc.collect()
+            retained = _retained(self.reader.stats(), owned)
+        self._unaccounted_after_collection = retained.unaccounted
+        return retained
+
+    def give_back(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None
+    ) -> tuple[GivenBack, Retained]:
+        """Collect, then empty the cache if that is worth it. Waits for the device if so."""
+        begin = time.perf_counter()
+        retained = self.collect(model, optimizers, inputs=inputs)
+        freed_bytes = 0
+        if not self.cannot_empty and self._worth_reclaiming(self.reader.stats()):
+            freed_bytes = self._reclaim()
+        return GivenBack(freed_bytes, 1000 * (time.perf_counter() - begin)), retained
+
+    def _reclaim(self) -> int:
+        try:
+            return reclaim(self.reader)
+        except torch.AcceleratorError:  # a kernel failed: that is not ours to hide
+            raise
+        except (NotImplementedError, RuntimeError) as error:
+            self.cannot_empty = f"{self.reader.name} cannot empty its cache: {error}"
+            return 0
+
+
+def _retained(stats: MemoryStats, owned: Owned) -> Retained:
+    total = (stats.allocated or 0) - owned.by_category["inputs"]
+    return Retained(total, (stats.allocated or 0) - owned.total_bytes, owned)

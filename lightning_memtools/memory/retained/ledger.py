@@ -1,0 +1,206 @@
+"""The ledger: watches what stays allocated, and names what grows."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_memtools.memory.owned import OnDevice, Owned
+from lightning_memtools.memory.retained.census import Census, Survivor
+from lightning_memtools.memory.retained.graphs import graph_clock, spans, tensors_with_graph
+from lightning_memtools.memory.retained.referrers import Holder, find_holder
+
+# Naming one holder takes a pass over all Python objects for every link of the way to it.
+MAX_HOLDERS = 4
+# The small tensors that Lightning's own callbacks keep, such as the scores of the best checkpoints, are no leak.
+_MAX_BOOKKEEPING_BYTES = 2**20
+_BOOKKEEPERS = ("lightning.", "pytorch_lightning.", "lightning_memtools.")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Tensors that pile up in one place.
+
+    Attributes:
+        holder: Who holds them; None if Python does not know.
+        tensors: How many, by shape and type.
+        n_bytes: Their size on the device.
+        with_graph: How many of them hold an autograd graph.
+        graph_grows: Whether it is their graph that grows, not their number.
+    """
+
+    holder: Holder | None
+    tensors: Mapping[tuple[tuple[int, ...], str], int]
+    n_bytes: int
+    with_graph: int
+    graph_grows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Accusation:
+    """What the one warning is made of.
+
+    Attributes:
+        in_a_row: How many times in a row memory or a graph grew.
+        grown_bytes: By how much memory grew in that time, beyond what the model and its optimizers own.
+        findings: What grows, largest first.
+    """
+
+    in_a_row: int
+    grown_bytes: int
+    findings: list[Finding]
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """Where holders are looked for, and what they are called.
+
+    Attributes:
+        roots: Objects whose attributes are searched for graphs: the model, callbacks, the data module.
+        names: Identity to name of all objects that have one.
+        stop_at: Objects that the search leaves alone.
+    """
+
+    roots: list[Any] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    stop_at: list[Any] = field(default_factory=list)
+
+
+class Ledger:
+    """Accuses what grows in `warn_after` readings in a row. Healthy runs are spared by what counts as growing.
+
+    * What the model and its optimizers own does not count, whenever it is made.
+    * Tensors count if some that were made in each of those times are all still there, in the same place. So whatever
+      is replaced, of whatever size, is not accused: the last batch, the last outputs, running means.
+    * A single tensor that is replaced by a larger one counts only after twice as many readings, and if it makes up half
+      of the growth: sizes that vary by chance also rise three times in a row now and then.
+    * A graph counts if it has nodes from each of those times.
+    * What sits in a container with a limit of its own (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
+
+    Args:
+        on_device: Which tensors count.
+        warn_after: How many times in a row.
+        find_surroundings: Called when a holder has to be named.
+    """
+
+    def __init__(
+        self, on_device: OnDevice, *, warn_after: int, find_surroundings: Callable[[], Surroundings] = Surroundings
+    ) -> None:
+        self._warn_after = warn_after
+        self._find_surroundings = find_surroundings
+        self._census = Census(on_device)
+        self._levels: list[int] = []
+        self._next_look = warn_after
+        # The order numbers of autograd's nodes at the last readings.
+        self._clocks: deque[int] = deque(maxlen=warn_after + 1)
+        self.has_accused = False
+
+    def read(self, unaccounted_bytes: int, owned: Owned) -> Accusation | None:
+        """Take one reading, at the same place in every epoch; the first is what the others are compared with.
+
+        Args:
+            unaccounted_bytes: Allocated after collection, without what is owned.
+            owned: What the model and its optimizers own.
+        """
+        if self.has_accused:
+            return None
+        self._clocks.append(graph_clock())
+        findings = self._growing_graphs()
+        if self._levels and unaccounted_bytes > self._levels[-1]:
+            self._levels.append(unaccounted_bytes)
+            survivors = self._census.take(owned.storages)
+            if len(self._levels) > self._next_look:
+                findings += self._piles(survivors)
+                self._next_look *= 2
+            del survivors
+        else:
+            self._levels = [unaccounted_bytes]
+            self._next_look = self._warn_after
+            self._census.restart()
+        if not findings:
+            return None
+        self.has_accused = True
+        self._census.restart()
+        in_a_row = max(self._warn_after, len(self._levels) - 1)
+        return Accusation(in_a_row, self._levels[-1] - self._levels[0], findings)
+
+    def _growing_graphs(self) -> list[Finding]:
+        if len(self._clocks) <= self._warn_after:
+            return []
+        around = self._find_surroundings()
+        findings = []
+        clocks = tuple(self._clocks)
+        growing = [t for t in tensors_with_graph(around.roots, stop_at=around.stop_at) if spans(t, clocks)]
+        for tensor in growing[:MAX_HOLDERS]:
+            holder = find_holder(tensor, around.names, ignore=(growing,))
+            findings.append(Finding(holder, _by_kind([tensor]), tensor.nbytes, 1, graph_grows=True))
+        return findings
+
+    def _piles(self, survivors: list[Survivor]) -> list[Finding]:
+        """The places where tensors piled up since growth began."""
+        names = self._find_surroundings().names
+        remaining = {id(survivor.tensor): survivor for survivor in survivors}
+        findings: list[Finding] = []
+        explained_bytes = 0
+        for _ in range(MAX_HOLDERS):
+            sample = _largest_of_the_newest(remaining.values(), newest=self._census.number)
+            if sample is None:
+                break
+            holder = find_holder(sample.tensor, names, ignore=(survivors, sample))
+            pile = _same_place(holder, remaining) or [sample]
+            for survivor in pile:
+                remaining.pop(id(survivor.tensor), None)
+            n_bytes = sum(survivor.n_bytes for survivor in pile)
+            if holder is not None and (_has_limit(holder) or _is_bookkeeping(holder, n_bytes)):
+                explained_bytes += n_bytes
+            elif self._is_growing(pile, n_bytes):
+                tensors = [survivor.tensor for survivor in pile]
+                with_graph = sum(tensor.grad_fn is not None for tensor in tensors)
+                findings.append(Finding(holder, _by_kind(tensors), n_bytes, with_graph))
+        return sorted(findings, key=lambda finding: -finding.n_bytes)
+
+    def _is_growing(self, pile: list[Survivor], n_bytes: int) -> bool:
+        ever_since = range(self._census.number - self._warn_after + 1, self._census.number + 1)
+        if {survivor.born for survivor in pile}.issuperset(ever_since):
+            return True
+        grown_bytes = self._levels[-1] - self._levels[0]
+        return len(self._levels) > 2 * self._warn_after and 2 * n_bytes >= grown_bytes
+
+
+def _largest_of_the_newest(survivors: Iterable[Survivor], *, newest: int) -> Survivor | None:
+    """One of those born last, of the signature with the most bytes; None if none was."""
+    born_last = [survivor for survivor in survivors if survivor.born == newest]
+    sizes: Counter[Any] = Counter()
+    for survivor in born_last:
+        sizes[survivor.signature] += survivor.n_bytes
+    return max(born_last, key=lambda survivor: sizes[survivor.signature], default=None)
+
+
+def _same_place(holder: Holder | None, survivors: Mapping[int, Survivor]) -> list[Survivor]:
+    if holder is None:
+        return []
+    there = {id(held) for held in holder.holds()}
+    return [survivors[key] for key in there if key in survivors]
+
+
+def _has_limit(holder: Holder) -> bool:
+    """Whether a container on the way was made with a limit, so that it stops growing by itself."""
+    for link in holder.links:
+        if isinstance(link, deque) and link.maxlen is not None:
+            return True
+        if hasattr(type(link), "cache_parameters") and link.cache_parameters()["maxsize"] is not None:
+            return True
+    return False
+
+
+def _is_bookkeeping(holder: Holder, n_bytes: int) -> bool:
+    return n_bytes <= _MAX_BOOKKEEPING_BYTES and type(holder.root).__module__.startswith(_BOOKKEEPERS)
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[tuple[int, ...], str], int]:
+    """How many there are of each shape and type, the most frequent first."""
+    return dict(Counter((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors).most_common())
