@@ -1,0 +1,385 @@
+"""A simulation of PyTorch's CUDA caching allocator: which block serves a request, and what is asked of the device.
+
+Every rule was read in c10/cuda/CUDACachingAllocator.cpp, and the constants in c10/core/AllocatorConfig.h of torch 2.13.
+docs/caching-allocator.md says which versions that means, and what is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lightning_memtools.memory.allocator.blocks import ALLOCATED, WAITING, Block, FreeBlocks, Segment
+from lightning_memtools.memory.allocator.cache import BlockCache
+from lightning_memtools.memory.allocator.config import AllocatorConfig
+from lightning_memtools.memory.allocator.errors import SimulatedOutOfMemory
+from lightning_memtools.memory.allocator.expandable import grow
+from lightning_memtools.memory.allocator.release import collect_garbage, reclaimable, release_cached, release_oversize
+from lightning_memtools.memory.allocator.reserve import Observer, Reserve
+from lightning_memtools.memory.allocator.rounding import MIN_BLOCK, SMALL_LIMIT, block_size, segment_size
+from lightning_memtools.memory.allocator.tally import Tally
+from lightning_memtools.memory.allocator.trace import Kind, Trace
+from lightning_memtools.memory.stats import MemoryStats
+
+_ROUND_MASK = ~(MIN_BLOCK - 1)
+
+
+class CachingAllocator:
+    """PyTorch's CUDA caching allocator over a simulated device; all sizes in bytes.
+
+    Nothing runs on the simulated device. So the events by which a block used on another stream becomes free complete
+    only in `synchronize`, in `empty_cache`, and when a request finds no memory: then torch waits for them.
+
+    Args:
+        config: The settings; torch's defaults when left out.
+        capacity: What the device has in all; None for no limit.
+        used_by_others: Held of the device by other processes, and by this one outside the allocator.
+        record: Keep a `Trace` of all that is asked, for replay and for snapshots: 8 to 16 bytes per call.
+        observer: Called with every action as torch's snapshots name them, with addresses.
+
+    Attributes:
+        config: The settings.
+        trace: The events since the allocator was made, if they are recorded.
+        zero_block: What `malloc` returns for zero bytes: a block of size 0 that `free` ignores.
+        free_memory_callbacks: Called when no cached block fits; if one returns True the search is repeated.
+        alloc_retries: How often the whole cache was given back to serve a request (torch: num_alloc_retries).
+        ooms: How often `SimulatedOutOfMemory` was raised (torch: num_ooms).
+    """
+
+    def __init__(
+        self,
+        config: AllocatorConfig | None = None,
+        *,
+        capacity: int | None = None,
+        used_by_others: int = 0,
+        record: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        self.config = config = config or AllocatorConfig()
+        self.trace = Trace(config, capacity=capacity, used_by_others=used_by_others) if record else None
+        self.free_memory_callbacks: list[Callable[[], bool]] = []
+        self.alloc_retries = 0
+        self.ooms = 0
+        self._whole = Tally()
+        self._reserve = Reserve(config, capacity, used_by_others, self._whole, observer)
+        self._collects_garbage = self._reserve.allowed is not None and config.garbage_collection_threshold > 0
+        self._cache = cache = BlockCache(config, self._whole, ages=self._collects_garbage)
+        self._default_small = cache.pool(0, 0, is_small=True)
+        self._default_large = cache.pool(0, 0, is_small=False)
+        self.zero_block = Segment(0, 0, self._default_small).first
+        self._divisions = config.roundup_power2_divisions
+        self._observer = observer
+        self._waiting: list[Block] = []
+        self._released_pools: set[int] = set()
+        self._last_id = 0
+        self._syncs = 0
+
+    # --- what a program does
+
+    def malloc(self, n_bytes: int, *, stream: int = 0, pool: int = 0, label: str | None = None) -> Block:
+        """Give out a block of at least ``n_bytes`` bytes.
+
+        Args:
+            n_bytes: What is asked for. Zero gives `zero_block`, and nothing is counted.
+            stream: The stream it is for: blocks are reused on their own stream only.
+            pool: The private pool to take it from; 0 is the default pool.
+            label: What the holder calls it; shown in snapshots.
+
+        Raises:
+            SimulatedOutOfMemory: The device has too little, also after everything cached was given back.
+            ValueError: ``n_bytes`` is negative.
+        """
+        if n_bytes <= 0:
+            return self._zero_bytes(n_bytes)
+        divisions = self._divisions
+        size = block_size(n_bytes, divisions) if divisions else (n_bytes + MIN_BLOCK - 1) & _ROUND_MASK
+        if stream or pool:
+            free_blocks = self._cache.pool(stream, pool, is_small=size <= SMALL_LIMIT)
+        else:
+            free_blocks = self._default_small if size <= SMALL_LIMIT else self._default_large
+        block = self._cache.take(free_blocks, size)
+        if block is None:
+            block = self._find_memory(free_blocks, size, n_bytes, label)
+        if block.size != size or block.prev is not None or block.next is not None:
+            self._cache.cut(block, size)
+        block.state = ALLOCATED
+        block.requested = n_bytes
+        block.label = label
+        self._last_id = block.id = self._last_id + 1
+        free_blocks.tally.add_block(block.size, n_bytes)
+        self._whole.add_block(block.size, n_bytes)
+        if self.trace is not None:
+            self.trace.add_malloc(n_bytes, stream, pool, label)
+        if self._observer is not None:
+            self._observer("alloc", block.address, n_bytes, free_blocks, label)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back. It stays in the cache: the device gets nothing.
+
+        A block that was used on another stream (`record_stream`) is not reused before `synchronize`.
+
+        Raises:
+            ValueError: The block is not allocated.
+        """
+        if block.state != ALLOCATED:
+            self._check_is_zero_block(block)
+            return
+        if self.trace is not None:
+            self.trace.add_free(block.id)
+        if self._observer is not None:
+            self._observer("free_requested", block.address, block.requested, block.free_blocks, block.label)
+        tally = block.free_blocks.tally
+        if block.stream_uses:
+            block.state = WAITING
+            tally.start_waiting(block.size)
+            self._whole.start_waiting(block.size)
+            self._waiting.append(block)
+            return
+        tally.remove_block(block.size, block.requested)
+        self._whole.remove_block(block.size, block.requested)
+        self._complete_free(block)
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """Note that another stream uses the block: once freed, the block waits for that stream.
+
+        Raises:
+            ValueError: The block is not allocated.
+        """
+        if block.state != ALLOCATED:
+            self._check_is_zero_block(block)
+            return
+        if stream == block.stream:
+            return
+        if block.stream_uses is None:
+            block.stream_uses = set()
+        block.stream_uses.add(stream)
+        if self.trace is not None:
+            self.trace.add(Kind.STREAM, stream)
+            self.trace.add(Kind.RECORD_STREAM, block.id)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Let a stream (None: every stream) finish its work: blocks that waited only for it become free."""
+        if self.trace is not None:
+            if stream is not None:
+                self.trace.add(Kind.STREAM, stream)
+            self.trace.add(Kind.SYNCHRONIZE, stream is not None)
+        self._complete_events(stream)
+
+    def empty_cache(self) -> None:
+        """Give every segment without a used block back to the device; of expandable segments every whole free page.
+
+        Waits for all streams first. Segments of a private pool stay until `release_pool`.
+        """
+        if self.trace is not None:
+            self.trace.add(Kind.EMPTY_CACHE)
+        self._release_cached()
+
+    def release_pool(self, pool: int) -> None:
+        """Say that nobody will use a private pool again, so that `empty_cache` may give its segments back."""
+        if self.trace is not None:
+            self.trace.add(Kind.RELEASE_POOL, pool)
+        self._released_pools.add(pool)
+
+    def reset_peaks(self) -> None:
+        """Set every peak to the current value."""
+        if self.trace is not None:
+            self.trace.add(Kind.RESET_PEAKS)
+        for tally in (self._cache.small, self._cache.large, self._whole):
+            tally.reset_peaks()
+
+    # --- what can be read
+
+    @property
+    def allocated(self) -> int:
+        """Held by tensors: the rounded sizes of the blocks given out."""
+        return self._whole.allocated
+
+    @property
+    def reserved(self) -> int:
+        """Held of the device."""
+        return self._whole.reserved
+
+    @property
+    def peak_allocated(self) -> int:
+        """The highest `allocated` since the last `reset_peaks`."""
+        return self._whole.peak_allocated
+
+    @property
+    def peak_reserved(self) -> int:
+        """The highest `reserved` since the last `reset_peaks`."""
+        return self._whole.peak_reserved
+
+    @property
+    def capacity(self) -> int | None:
+        """What the device has in all; None for no limit."""
+        return self._reserve.capacity
+
+    @property
+    def used_by_others(self) -> int:
+        """Held of the device by others than this allocator. It may be set: what others hold changes."""
+        return self._reserve.used_by_others
+
+    @used_by_others.setter
+    def used_by_others(self, n_bytes: int) -> None:
+        if self.trace is not None:
+            self.trace.add(Kind.USED_BY_OTHERS, n_bytes)
+        self._reserve.used_by_others = n_bytes
+
+    @property
+    def device_free(self) -> int | None:
+        """What the device has left; None when it has no limit."""
+        return self._reserve.device_free
+
+    @property
+    def reclaimable(self) -> int:
+        """What `empty_cache` would give back; blocks that wait for another stream count as used."""
+        return reclaimable(self._releasable())
+
+    def stats(self) -> MemoryStats:
+        """The statistics now."""
+        whole = self._whole
+        capacity = self._reserve.capacity
+        return MemoryStats(
+            allocated=whole.allocated,
+            reserved=whole.reserved,
+            active=whole.allocated + whole.waiting,
+            inactive_split=whole.split,
+            requested=whole.requested,
+            peak_allocated=whole.peak_allocated,
+            peak_reserved=whole.peak_reserved,
+            alloc_retries=self.alloc_retries,
+            ooms=self.ooms,
+            capacity=capacity,
+            device_used=None if capacity is None else self._reserve.used_by_others + whole.reserved,
+        )
+
+    def memory_stats(self) -> dict[str, int]:
+        """Every counter under its name in ``torch.cuda.memory_stats``, such as "allocated_bytes.large_pool.peak".
+
+        The counters of oversize blocks and of private pools are left out.
+        """
+        stats = {
+            "num_alloc_retries": self.alloc_retries,
+            "num_ooms": self.ooms,
+            "num_sync_all_streams": self._syncs,
+            "num_device_alloc": self._reserve.device_allocs,
+            "num_device_free": self._reserve.device_frees,
+        }
+        pools = {"all": self._whole, "large_pool": self._cache.large, "small_pool": self._cache.small}
+        for pool, tally in pools.items():
+            for name, value in tally.as_torch_names().items():
+                metric, kind = name.split(".")
+                stats[f"{metric}.{pool}.{kind}"] = value
+        return dict(sorted(stats.items()))
+
+    def segments(self) -> list[Segment]:
+        """The segments held, by address."""
+        return [self._reserve.segments[address] for address in sorted(self._reserve.segments)]
+
+    def blocks(self) -> Iterator[Block]:
+        """Every block of every segment by address, allocated or not, unmapped ranges too."""
+        for segment in self.segments():
+            yield from segment.blocks()
+
+    # --- how it is done
+
+    def _zero_bytes(self, n_bytes: int) -> Block:
+        if n_bytes < 0:
+            raise ValueError(f"Cannot allocate {n_bytes} bytes: the size must not be negative.")
+        return self.zero_block
+
+    def _check_is_zero_block(self, block: Block) -> None:
+        if block is not self.zero_block:
+            raise ValueError(f"{block!r} is not allocated. It was freed before, or comes from another allocator.")
+
+    def _complete_free(self, block: Block) -> None:
+        if self._observer is not None:
+            self._observer("free_completed", block.address, block.requested, block.free_blocks, block.label)
+        self._cache.put_back(block)
+
+    def _complete_events(self, stream: int | None) -> None:
+        waiting, self._waiting = self._waiting, []
+        for block in waiting:
+            uses = block.stream_uses
+            assert uses is not None
+            if stream is None:
+                uses.clear()
+            else:
+                uses.discard(stream)
+            if uses:
+                self._waiting.append(block)
+                continue
+            block.free_blocks.tally.stop_waiting(block.size, block.requested)
+            self._whole.stop_waiting(block.size, block.requested)
+            self._complete_free(block)
+
+    def _find_memory(self, free_blocks: FreeBlocks, size: int, n_bytes: int, label: str | None) -> Block:
+        """Serve a request that no cached block fits, or raise: torch's sequence, in DeviceCachingAllocator::malloc."""
+        # A list, not a generator: every callback runs, whatever the others say.
+        if any([callback() for callback in self.free_memory_callbacks]):  # noqa: C419
+            block = self._cache.take(free_blocks, size)
+            if block is not None:
+                return block
+        if self._collects_garbage:
+            large = [pool for pool in self._cache.pools() if pool.pool == 0 and not pool.is_small]
+            collect_garbage(self._reserve, large, self._cache.lookups, self.config.garbage_collection_threshold)
+        block = self._ask_device(free_blocks, size)
+        if (
+            block is None
+            and self.config.max_split_size is not None
+            and release_oversize(self._reserve, free_blocks, size, self.config.max_split_size)
+        ):
+            block = self._ask_device(free_blocks, size)
+        if block is None:
+            self._release_cached()
+            self.alloc_retries += 1
+            block = self._ask_device(free_blocks, size)
+        if block is None:
+            raise self._out_of_memory(free_blocks, size, n_bytes, label)
+        return block
+
+    def _ask_device(self, free_blocks: FreeBlocks, size: int) -> Block | None:
+        """A new segment, or pages for an expandable one, as far as the allowance and the device reach (alloc_block)."""
+        ask = segment_size(size, self.config.large_segment_size)
+        # Expandable segments map other amounts; torch holds this one against the allowance all the same.
+        if not self._reserve.within_allowance(ask):
+            return None
+        if self.config.expandable_segments:
+            return grow(self._reserve, free_blocks, size)
+        return self._reserve.take_segment(free_blocks, ask)
+
+    def _release_cached(self) -> None:
+        self._syncs += 1
+        self._complete_events(None)
+        release_cached(self._reserve, self._releasable())
+
+    def _releasable(self) -> list[FreeBlocks]:
+        """The pools whose segments may go back, in the order in which they do."""
+        pools = [pool for pool in self._cache.pools() if pool.pool == 0 or pool.pool in self._released_pools]
+        # The default pool's large blocks before its small ones, of private pools the small ones first.
+        return sorted(pools, key=lambda pool: (pool.pool, pool.is_small == (pool.pool == 0)))
+
+    def _out_of_memory(
+        self, free_blocks: FreeBlocks, size: int, n_bytes: int, label: str | None
+    ) -> SimulatedOutOfMemory:
+        self.ooms += 1
+        if self.trace is not None:
+            self.trace.add_failed_malloc(n_bytes, free_blocks.stream, free_blocks.pool, label)
+        reserve = self._reserve
+        if self._observer is not None:
+            # torch's snapshots give the device's free memory in place of an address.
+            self._observer("oom", reserve.device_free or 0, size, free_blocks, label)
+        private = [pool for pool in self._cache.pools() if pool.pool != 0]
+        return SimulatedOutOfMemory(
+            requested=n_bytes,
+            rounded=size,
+            segment_size=segment_size(size, self.config.large_segment_size),
+            capacity=reserve.capacity,
+            free=reserve.device_free,
+            used_by_others=reserve.used_by_others,
+            allocated=self._whole.allocated,
+            reserved=self._whole.reserved,
+            allowed=reserve.allowed,
+            private_pools=sum(block.size for pool in private for block in pool.blocks),
+            stream=free_blocks.stream,
+        )

@@ -1,0 +1,58 @@
+"""What the simulated allocator raises."""
+
+from __future__ import annotations
+
+from lightning_memtools.memory.sizes import format_size
+
+
+class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, as torch.OutOfMemoryError is
+    """The simulated device cannot give another segment, also after the allocator gave back what it could.
+
+    Attributes (all sizes in bytes, at the moment of raising):
+        requested: What the caller asked for.
+        rounded: The size of the block it would have got.
+        segment_size: What was asked of the device: the figure in CUDA's "Tried to allocate".
+        capacity: What the device has in all; None when only a memory fraction limits it.
+        free: What the device has left: capacity less everybody's use.
+        used_by_others: Held by other processes and by this one outside the allocator.
+        allocated: Held by tensors.
+        reserved: Held in segments, used or not.
+        allowed: The most that ``per_process_memory_fraction`` lets the allocator reserve; None without such a limit.
+        private_pools: What CUDA's message calls "allocated in private pools". As in torch's source it is what these
+            pools (of CUDA graphs and ``torch.cuda.MemPool``) hold free.
+        stream: The stream that the request was for.
+    """
+
+    def __init__(
+        self,
+        *,
+        requested: int,
+        rounded: int,
+        segment_size: int,
+        capacity: int | None,
+        free: int | None,
+        used_by_others: int,
+        allocated: int,
+        reserved: int,
+        allowed: int | None,
+        private_pools: int,
+        stream: int,
+    ) -> None:
+        self.requested = requested
+        self.rounded = rounded
+        self.segment_size = segment_size
+        self.capacity = capacity
+        self.free = free
+        self.used_by_others = used_by_others
+        self.allocated = allocated
+        self.reserved = reserved
+        self.allowed = allowed
+        self.private_pools = private_pools
+        self.stream = stream
+        total = "unlimited" if capacity is None else format_size(capacity)
+        super().__init__(
+            f"Simulated device out of memory: {format_size(requested)} needs a segment of {format_size(segment_size)}, "
+            f"and of the capacity of {total} {format_size(max(free or 0, 0))} are free "
+            f"({format_size(reserved)} reserved, {format_size(allocated)} of them allocated; "
+            f"{format_size(used_by_others)} used by others)."
+        )

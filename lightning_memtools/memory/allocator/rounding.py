@@ -1,0 +1,72 @@
+"""How PyTorch's CUDA caching allocator rounds: from bytes asked for, to a block, to a segment.
+
+Constants are those of c10/core/AllocatorConfig.h in torch 2.13.
+"""
+
+from __future__ import annotations
+
+from lightning_memtools.memory.sizes import MIB
+
+MIN_BLOCK = 512
+"""Every block's size is a multiple of this many bytes."""
+SMALL_LIMIT = 1 * MIB
+"""The largest request served from the small pool."""
+SMALL_SEGMENT = 2 * MIB
+"""What the small pool asks of the device at a time."""
+LARGE_SEGMENT = 20 * MIB
+"""What the large pool asks of the device for requests below `WHOLE_SEGMENT_FROM`."""
+WHOLE_SEGMENT_FROM = 10 * MIB
+"""From this size on a request gets a segment of its own."""
+SEGMENT_STEP = 2 * MIB
+"""Segments of their own are rounded up to a multiple of this."""
+
+# One entry per power-of-two interval: below 1 MiB (and 1 to 2 MiB), 2 to 4 MiB, ... , 64 GiB and above.
+ROUNDUP_INTERVALS = 16
+
+
+def round_up(n_bytes: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is at least ``n_bytes``."""
+    return -(-n_bytes // step) * step
+
+
+def round_to_power_of_two_division(n_bytes: int, divisions: int) -> int:
+    """Round up to one of ``divisions`` equal steps between two powers of two; a power of two stays.
+
+    1200 bytes with 4 divisions: 1024 to 2048 is cut at 1280, 1536 and 1792, so 1280.
+    """
+    power = 1 << (n_bytes.bit_length() - 1)
+    if n_bytes == power:
+        return n_bytes
+    # At least 1: more divisions than bytes would otherwise divide by zero.
+    return round_up(n_bytes, max(power // divisions, 1))
+
+
+def roundup_divisions_of(n_bytes: int, divisions_per_interval: tuple[int, ...]) -> int:
+    """The divisions that apply to a request: the first interval is everything up to 2 MiB, the last all from 32 GiB."""
+    interval = n_bytes.bit_length() - MIB.bit_length()
+    return divisions_per_interval[min(max(interval, 0), ROUNDUP_INTERVALS - 1)]
+
+
+def block_size(n_bytes: int, divisions_per_interval: tuple[int, ...] = ()) -> int:
+    """The size of the block that serves a request of ``n_bytes``, in bytes.
+
+    Args:
+        n_bytes: What was asked for, at least 1.
+        divisions_per_interval: ``roundup_power2_divisions``, one entry per interval of sizes; empty for none.
+    """
+    if n_bytes < MIN_BLOCK:
+        return MIN_BLOCK
+    if divisions_per_interval:
+        divisions = roundup_divisions_of(n_bytes, divisions_per_interval)
+        if divisions > 1 and n_bytes > MIN_BLOCK * divisions:
+            return round_to_power_of_two_division(n_bytes, divisions)
+    return round_up(n_bytes, MIN_BLOCK)
+
+
+def segment_size(size: int, large_segment: int = LARGE_SEGMENT) -> int:
+    """What is asked of the device for a block of ``size`` bytes that no cached block can serve."""
+    if size <= SMALL_LIMIT:
+        return SMALL_SEGMENT
+    if size < WHOLE_SEGMENT_FROM:
+        return large_segment
+    return round_up(size, SEGMENT_STEP)

@@ -1,0 +1,161 @@
+"""A compact record of what a program asked of the allocator: enough to replay it under other settings.
+
+What is kept is the program's side (allocations by number, not by address); what the allocator made of it follows when
+the trace is replayed. An event is one 64-bit word: its kind in the low bits and one number above. The stream, pool and
+label of allocations are kept apart, and a word names them only when they change.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from lightning_memtools.memory.allocator.config import AllocatorConfig
+
+_KIND_BITS = 4
+_KIND_MASK = (1 << _KIND_BITS) - 1
+_FORMAT = "lightning_memtools allocator trace"
+_VERSION = 1
+
+
+class Kind(IntEnum):
+    """What happened; in brackets what the number of the event says."""
+
+    MALLOC = 0
+    """An allocation (bytes asked for). Allocations are numbered from 1 in the order of these events."""
+    FREE = 1
+    """A block was freed (number of its allocation)."""
+    CONTEXT = 2
+    """Allocations from here on have another stream, pool or label (index into `Trace.contexts`)."""
+    FAILED_MALLOC = 3
+    """A request for which there was no memory (bytes asked for). It has no number."""
+    EMPTY_CACHE = 4
+    """The cache was emptied."""
+    STREAM = 5
+    """The next `RECORD_STREAM` or `SYNCHRONIZE` means this stream (its number)."""
+    RECORD_STREAM = 6
+    """The stream named last uses a block (number of its allocation)."""
+    SYNCHRONIZE = 7
+    """A stream finished its work (1: the stream named last; 0: every stream)."""
+    RELEASE_POOL = 8
+    """A private pool will not be used again (its number)."""
+    RESET_PEAKS = 9
+    """The peaks were set to the current values."""
+    USED_BY_OTHERS = 10
+    """What others hold of the device changed (bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What allocations have in common that follow each other: their stream, their pool, and what they are called."""
+
+    stream: int = 0
+    pool: int = 0
+    label: str | None = None
+
+
+class Trace:
+    """The events of one allocator since it was made, and the settings it had.
+
+    Attributes:
+        config: The settings of the allocator that was recorded.
+        capacity: The capacity of its device in bytes; None for no limit.
+        used_by_others: What others held of the device at the start, in bytes.
+        contexts: Streams, pools and labels of the allocations.
+    """
+
+    def __init__(self, config: AllocatorConfig, *, capacity: int | None = None, used_by_others: int = 0) -> None:
+        self.config = config
+        self.capacity = capacity
+        self.used_by_others = used_by_others
+        self.contexts: list[Context] = [Context()]
+        self._words = array("q")
+        self._index_of_context: dict[tuple[int, int, str | None], int] = {(0, 0, None): 0}
+        self._context: tuple[int, int, str | None] = (0, 0, None)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory the events take, labels not counted."""
+        return self._words.buffer_info()[1] * self._words.itemsize
+
+    def add(self, kind: Kind, number: int = 0) -> None:
+        """Record an event."""
+        self._words.append(number << _KIND_BITS | kind)
+
+    def add_malloc(self, n_bytes: int, stream: int, pool: int, label: str | None) -> None:
+        """Record an allocation."""
+        context = (stream, pool, label)
+        if context != self._context:
+            self._change_context(context)
+        self._words.append(n_bytes << _KIND_BITS)
+
+    def add_free(self, allocation: int) -> None:
+        """Record that a block was freed."""
+        self._words.append(allocation << _KIND_BITS | Kind.FREE)
+
+    def add_failed_malloc(self, n_bytes: int, stream: int, pool: int, label: str | None) -> None:
+        """Record a request for which there was no memory."""
+        context = (stream, pool, label)
+        if context != self._context:
+            self._change_context(context)
+        self.add(Kind.FAILED_MALLOC, n_bytes)
+
+    def events(self) -> Iterator[tuple[int, int]]:
+        """Every event in order: its `Kind` as a number, and its own number."""
+        for word in self._words:
+            yield word & _KIND_MASK, word >> _KIND_BITS
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace to a file, as JSON."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "config": asdict(self.config),
+            "capacity": self.capacity,
+            "used_by_others": self.used_by_others,
+            "contexts": [[context.stream, context.pool, context.label] for context in self.contexts],
+            "events": self._words.tolist(),
+        }
+        Path(path).write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a trace that `save` wrote.
+
+        Raises:
+            ValueError: The file is not one.
+        """
+        try:
+            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            if (content["format"], content["version"]) == (_FORMAT, _VERSION):
+                return cls._from_content(content)
+            problem = f"format {content['format']!r}, version {content['version']!r}"
+        except (ValueError, KeyError, TypeError) as error:
+            problem = repr(error)
+        raise ValueError(f"{path} is not an allocator trace of version {_VERSION}, as Trace.save writes it: {problem}.")
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any]) -> Trace:
+        settings = content["config"]
+        settings["roundup_power2_divisions"] = tuple(settings["roundup_power2_divisions"])
+        config = AllocatorConfig(**settings)
+        trace = cls(config, capacity=content["capacity"], used_by_others=content["used_by_others"])
+        trace.contexts = [Context(*context) for context in content["contexts"]]
+        trace._words = array("q", content["events"])
+        return trace
+
+    def _change_context(self, context: tuple[int, int, str | None]) -> None:
+        index = self._index_of_context.get(context)
+        if index is None:
+            index = self._index_of_context[context] = len(self.contexts)
+            self.contexts.append(Context(*context))
+        self._context = context
+        self.add(Kind.CONTEXT, index)

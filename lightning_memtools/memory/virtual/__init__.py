@@ -1,0 +1,8 @@
+"""A simulated GPU: `VirtualDevice` and what it says of its memory."""
+
+from __future__ import annotations
+
+from lightning_memtools.memory.virtual.categories import Category, Composition
+from lightning_memtools.memory.virtual.device import VirtualDevice
+
+__all__ = ["Category", "Composition", "VirtualDevice"]

@@ -1,0 +1,409 @@
+"""A GPU's memory without a GPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, Trace
+from lightning_memtools.memory.capacity import parse_capacity
+from lightning_memtools.memory.sizes import format_size, parse_size
+from lightning_memtools.memory.stats import MemoryStats
+from lightning_memtools.memory.virtual import surroundings
+from lightning_memtools.memory.virtual.attribution import attribute
+from lightning_memtools.memory.virtual.categories import Category, Composition, as_log_names, by_name
+from lightning_memtools.memory.virtual.compilation import EagerCompilation
+from lightning_memtools.memory.virtual.ledger import Ledger
+from lightning_memtools.memory.virtual.loaders import count_batch, watch_loaders
+from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
+from lightning_memtools.memory.virtual.names import ModuleNames
+from lightning_memtools.memory.virtual.oom import cuda_error
+from lightning_memtools.memory.virtual.parts import tensors_in
+from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.memory.virtual.substitutions import behave_like_cuda
+from lightning_memtools.memory.virtual.summary import summary_table
+
+OomObserver = Callable[[int, int, int, int], object]
+"""Called with device index, bytes asked for, the device's bytes in all, and its free bytes, as torch's CUDA observer."""
+
+DEFAULT_CONTEXT = "500MiB"
+"""What a CUDA context takes of a GPU given by name: 300 to 700 MB have been seen, by device and loading."""
+
+_here = threading.local()
+_active: list[VirtualDevice] = []
+
+
+class VirtualDevice:
+    """A GPU's memory without a GPU: shows what a program would allocate and reserve, and runs out where a GPU would.
+
+    While it is entered, tensors that PyTorch makes on the CPU are also accounted for in a simulated CUDA caching
+    allocator. Over fake tensors (``torch._subclasses.FakeTensorMode``) it does so without computing anything. What it
+    computes, it computes as without it: weights and random numbers are bitwise the same.
+
+    A storage counts once: from when an operator makes it, resizes it, or when it is tracked, until it dies. Data
+    loaders count when they yield: a dataset is host memory.
+
+    Only one can be entered at a time in a process. It can be pickled: its options travel, its accounting does not.
+
+    Args:
+        capacity: What the device has: a size such as ``"24GiB"``, or a GPU's name such as ``"RTX 4090"``, which means
+            the bytes usable on it less the context. None for no limit.
+        allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF: ``"expandable_segments:True"``.
+        context: What the CUDA context takes of the capacity. By default 500 MiB of a GPU given by its name, and
+            nothing of a capacity given as a size.
+        used_by_others: What other processes take of the capacity.
+        cublas_workspace: The workspace that cuBLAS takes at the first matrix product, in forward and once more in
+            backward, which has a thread of its own: "32MiB" on Hopper, "8519680B" on other GPUs. None by default.
+        cuda_like: Take CUDA's path where CPU tensors take another: dropout keeps a mask of bools, optimizers use
+            foreach, and Adam's step counts stay on the host. The random numbers of dropout are then other ones.
+        record: Keep a trace of all events of the allocator, in `trace`.
+
+    Raises:
+        ValueError: An option cannot be read; the message says what is accepted.
+    """
+
+    def __init__(
+        self,
+        capacity: str | None = None,
+        *,
+        allocator: str = "",
+        context: str | None = None,
+        used_by_others: str = "0MiB",
+        cublas_workspace: str = "0MiB",
+        cuda_like: bool = False,
+        record: bool = False,
+    ) -> None:
+        self._options = {
+            "capacity": capacity,
+            "allocator": allocator,
+            "context": context,
+            "used_by_others": used_by_others,
+            "cublas_workspace": cublas_workspace,
+            "cuda_like": cuda_like,
+            "record": record,
+        }
+        self._capacity = None if capacity is None else parse_capacity(capacity)
+        self._context = parse_size(context) if context is not None else _default_context(capacity)
+        self._cublas_workspace = parse_size(cublas_workspace)
+        self._cuda_like = cuda_like
+        others = self._context + parse_size(used_by_others)
+        if self._capacity is not None and others >= self._capacity:
+            raise ValueError(
+                f"Nothing is left of the capacity {capacity!r} ({format_size(self._capacity)}): the context and other "
+                f"processes take {format_size(others)}. Raise capacity, or lower context or used_by_others."
+            )
+        self._allocator = CachingAllocator(
+            AllocatorConfig.parse(allocator), capacity=self._capacity, used_by_others=others, record=record
+        )
+        self._ledger = Ledger(self._allocator)
+        self._names = ModuleNames()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Ordered, because handles refer to it weakly, which a plain dict does not allow.
+        self._observers: OrderedDict[int, OomObserver] = OrderedDict()
+        self._modes: list[AccountingMode] = []
+        self._patches = Patches()
+        self._hooks: list[RemovableHandle] = []
+        self._thread: int | None = None
+        self._compilation = EagerCompilation()
+
+    # --- entering and leaving
+
+    @staticmethod
+    def current() -> VirtualDevice | None:
+        """The device that is entered in this process, by whichever thread; None where there is none."""
+        return _active[0] if _active else None
+
+    def __enter__(self) -> Self:
+        if _active:
+            raise RuntimeError(
+                f"Cannot enter {self.name}: {_active[0].name} is entered already, and a process can have one at a "
+                "time. Leave that one first, or use VirtualDevice.current()."
+            )
+        _active.append(self)
+        self._thread = threading.get_ident()
+        try:
+            self._watch()
+        except BaseException:
+            self._leave()
+            raise
+        self._enter_thread().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        if self._thread is None:
+            return
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                f"{self.name} was entered in thread {self._thread} and can only be left there; this is thread "
+                f"{threading.get_ident()}. Leave it where it was entered, best by a with statement."
+            )
+        mode = _here.mode
+        _here.mode = None
+        self._leave()
+        mode.__exit__(kind, error, traceback)
+
+    def host(self) -> AbstractContextManager[None]:
+        """What is made within, in this thread, is host memory and does not count. For code that builds data sets."""
+        mode = _mode_here()
+        return nullcontext() if mode is None else mode.silence()
+
+    # --- what is on the device
+
+    def track(self, *things: object) -> int:
+        """Put what was made before the device was entered on it: modules, optimizers, tensors, in any nesting.
+
+        Modules bring their gradients along, optimizers their parameters and state. What is on the device already
+        stays where it is, and is known from then on for what it is. Returns the bytes this allocated.
+
+        Raises:
+            torch.OutOfMemoryError: The device has too little.
+            TypeError: There is no module, optimizer or tensor in it to track.
+        """
+        before = self._allocator.allocated
+        mode = _mode_here() or self._new_mode()
+        with mode.silence():
+            for thing in things:
+                self._track(mode, thing)
+        return self._allocator.allocated - before
+
+    def count_batch(self, batch: object) -> None:
+        """Put a batch on the device as input, as moving it to a GPU would. Data loaders need no such call.
+
+        Raises:
+            torch.OutOfMemoryError: The device has too little.
+        """
+        count_batch(_mode_here() or self._new_mode(), batch, set(), from_workers=True)
+
+    def observe_oom(self, callback: OomObserver) -> RemovableHandle:
+        """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error unwinds.
+
+        Whatever the callback raises becomes a note of the out-of-memory error. Returns a handle whose ``remove()``
+        ends it.
+        """
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = callback
+        return handle
+
+    # --- reading it (the MemoryReader protocol)
+
+    @property
+    def name(self) -> str:
+        """What a person calls it, such as ``"virtual device (24GiB, simulated)"``."""
+        capacity = self._options["capacity"]
+        return f"virtual device ({'no limit' if capacity is None else capacity}, simulated)"
+
+    @property
+    def simulated(self) -> bool:
+        """True: no real device has these figures."""
+        return True
+
+    def stats(self) -> MemoryStats:
+        """What is allocated and reserved now, the peaks, and how often memory ran short."""
+        self._ledger.settle()
+        return self._allocator.stats()
+
+    def reset_peaks(self) -> None:
+        """Set the peaks, and the composition at the peak, to the current values."""
+        self._ledger.reset_peaks()
+
+    def empty_cache(self) -> None:
+        """Give unused cached memory back to the device."""
+        self._ledger.empty_cache()
+
+    def summary(self) -> str:
+        """The table of ``torch.cuda.memory_summary``, headed as simulated."""
+        self._ledger.settle()
+        return summary_table(self._allocator.memory_stats(), title=f"PyTorch CUDA memory summary, {self.name}")
+
+    def composition(self) -> Composition:
+        """Every allocated byte by category and by module."""
+        self._attribute()
+        by_category = [0] * len(Category)
+        by_module: dict[str, list[int]] = {}
+        for entry in self._ledger.entries():
+            by_category[entry.category] += entry.block.size
+            by_module.setdefault(entry.module, [0] * len(Category))[entry.category] += entry.block.size
+        held = self._ledger.held
+        if held:
+            by_category[Category.OTHER] += held
+            by_module.setdefault(OUTSIDE, [0] * len(Category))[Category.OTHER] += held
+        return Composition(by_name(by_category), {module: by_name(sizes) for module, sizes in by_module.items()})
+
+    def composition_at_peak(self) -> Mapping[str, int]:
+        """Bytes per category when allocated was highest since the last `reset_peaks`: they add up to that peak.
+
+        The categories are those of the log tags: parameters, gradients, optimizer, activations, inputs and other,
+        which buffers are part of.
+        """
+        self._attribute()
+        return as_log_names(self._ledger.bytes_at_peak())
+
+    @property
+    def trace(self) -> Trace | None:
+        """The allocator's events, with ``record=True``; None without."""
+        return self._allocator.trace
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._options
+
+    def __setstate__(self, options: dict[str, Any]) -> None:
+        self.__init__(**options)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{key}={value!r}" for key, value in self._options.items() if value)
+        return f"VirtualDevice({given})"
+
+    # --- how it is done
+
+    def _watch(self) -> None:
+        patches, find = self._patches, _mode_here
+        surroundings.watch_modules(patches, find, self._compilation.say)
+        surroundings.watch_storages(patches, find)
+        surroundings.watch_threads(patches, find, self._run_counted)
+        watch_loaders(patches, find)
+        self._compilation.begin(patches)
+        if self._cuda_like:
+            behave_like_cuda(patches)
+        self._hooks += surroundings.watch_registrations(find)
+        self._hooks += surroundings.watch_optimizers(find, self._optimizers.add)
+
+    def _leave(self) -> None:
+        # Threads that are still running keep their mode: it only stops to count.
+        for mode in self._modes:
+            mode.silent += 1
+        self._modes.clear()
+        self._patches.undo()
+        self._compilation.end()
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._thread = None
+        _active.remove(self)
+
+    def _forget_everything(self) -> None:
+        """Become a device that was never entered, so that a forked rank can enter it."""
+        self._leave()
+        self.__init__(**self._options)  # type: ignore[misc]
+
+    def _new_mode(self) -> AccountingMode:
+        return AccountingMode(
+            self._ledger,
+            self._names,
+            fail=self._fail,
+            cublas_workspace=self._cublas_workspace,
+            cuda_like=self._cuda_like,
+        )
+
+    def _enter_thread(self) -> AccountingMode:
+        mode = self._new_mode()
+        self._modes.append(mode)
+        _here.mode = mode
+        return mode
+
+    def _run_counted(self, run: Callable[[], None]) -> None:
+        """Run a thread's work with an accounting mode of its own."""
+        if self._thread is None:
+            run()
+            return
+        mode = self._enter_thread()
+        try:
+            with mode:
+                run()
+        finally:
+            _here.mode = None
+            if mode in self._modes:
+                self._modes.remove(mode)
+
+    def _track(self, mode: AccountingMode, thing: object) -> None:
+        found = list(_trackable(thing))
+        if not found:
+            raise TypeError(
+                f"Nothing to track in {type(thing).__name__} {thing!r:.80}. Pass modules, optimizers, tensors, or "
+                "containers of these."
+            )
+        for one in found:
+            if isinstance(one, nn.Module):
+                self._names.add_root(one)
+                for tensor in one.parameters():
+                    mode.enter_tensor(tensor, Category.PARAMETER, OUTSIDE)
+                    if tensor.is_leaf and tensor.grad is not None:
+                        mode.enter_tensor(tensor.grad, Category.GRADIENT, OUTSIDE)
+                for tensor in one.buffers():
+                    mode.enter_tensor(tensor, Category.BUFFER, OUTSIDE)
+            elif isinstance(one, Optimizer):
+                self._optimizers.add(one)
+                for tensor in (tensor for group in one.param_groups for tensor in group["params"]):
+                    mode.enter_tensor(tensor, Category.PARAMETER, OUTSIDE)
+                for tensor in tensors_in(dict(one.state)):
+                    mode.enter_tensor(tensor, Category.OPTIMIZER, OUTSIDE)
+            else:
+                mode.enter_tensor(one, None, OUTSIDE)
+
+    def _attribute(self) -> None:
+        with self.host():
+            attribute(self._ledger, self._names, list(self._optimizers))
+
+    def _fail(self, failure: SimulatedOutOfMemory) -> NoReturn:
+        error = cuda_error(failure, context=self._context)
+        for observe in list(self._observers.values()):
+            try:
+                observe(0, failure.segment_size, failure.capacity or 0, max(failure.free or 0, 0))
+            except Exception as problem:  # noqa: BLE001, whatever it is must not hide the out-of-memory error
+                error.add_note(f"An observer of this error failed: {problem!r}")
+        raise error
+
+
+def _mode_here() -> AccountingMode | None:
+    """The mode that counts in this thread."""
+    return getattr(_here, "mode", None)
+
+
+def _default_context(capacity: str | None) -> int:
+    if capacity is None:
+        return 0
+    try:
+        parse_size(capacity)
+    except ValueError:
+        return parse_size(DEFAULT_CONTEXT)
+    return 0
+
+
+def _trackable(thing: object) -> Iterator[nn.Module | Optimizer | torch.Tensor]:
+    """The modules, optimizers and tensors in a nesting of containers; a wrapper such as Lightning's gives its optimizer."""
+    if isinstance(thing, (nn.Module, Optimizer, torch.Tensor)):
+        yield thing
+    elif isinstance(getattr(thing, "optimizer", None), Optimizer):
+        yield thing.optimizer  # type: ignore[attr-defined]
+    elif isinstance(thing, Mapping):
+        for value in thing.values():
+            yield from _trackable(value)
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        for value in thing:
+            yield from _trackable(value)
+    elif hasattr(thing, "__dict__") and not callable(thing):
+        yield from tensors_in(thing)
+
+
+def _fall_silent_in_fork() -> None:
+    """A forked process inherits modes and patches, but its memory is not the device's: a worker only sends batches."""
+    for device in list(_active):
+        device._forget_everything()
+    _here.mode = None
+
+
+os.register_at_fork(after_in_child=_fall_silent_in_fork)

@@ -1,0 +1,231 @@
+"""Which storages are on the device, in which block each, and for what."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from lightning_memtools.memory.allocator import Block, CachingAllocator
+from lightning_memtools.memory.virtual.categories import Category
+
+
+class Entry(weakref.ref[Any]):
+    """One storage on the device; a weak reference, so that the ledger hears of its death.
+
+    Attributes:
+        key: What the ledger finds it by.
+        block: Where it lies.
+        n_bytes: The storage's size when the block was given out.
+        category: What it is for.
+        module: The module it is charged to.
+        serial: The count of blocks when its own was given out.
+    """
+
+    # A subclass of the reference itself: one object per storage in place of three.
+    __slots__ = ("block", "category", "key", "module", "n_bytes", "serial")
+
+    block: Block
+    category: Category
+    key: int
+    module: str
+    n_bytes: int
+    serial: int
+
+
+class Ledger:
+    """The device's books: storages by identity, a block of the allocator for each, and running sums per category.
+
+    Storages die whenever Python or autograd lets go of them: in any thread, and in the middle of the ledger's own work
+    when the garbage collector runs there. So a death is only noted, and settled at once where nobody is at work, or
+    else by whoever is.
+
+    Attributes:
+        allocator: Gives out the blocks. Its own `malloc` and `free` are for the ledger alone.
+        held: Bytes that belong to no storage: see `hold`.
+    """
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.held = 0
+        self._entries: dict[int, Entry] = {}
+        self._dead: deque[Entry] = deque()
+        self._lock = threading.Lock()
+        self._serial = 0
+        self._bytes = [0] * len(Category)
+        self._peak = 0
+        self._peak_serial = 0
+        self._bytes_at_peak = list(self._bytes)
+
+    def find(self, key: int) -> Entry | None:
+        """The entry of a storage, by its ``_cdata``; None for memory that is not on the device."""
+        if self._dead:
+            self.settle()
+        entry = self._entries.get(key)
+        # A new storage can have a dead one's address before another thread has settled that death.
+        return None if entry is None or entry() is None else entry
+
+    def entries(self) -> list[Entry]:
+        """All live entries."""
+        self.settle()
+        return list(self._entries.values())
+
+    def add(self, storage: torch.UntypedStorage, category: Category, module: str) -> Entry | None:
+        """Give a storage a block on the device, once: a storage that has one keeps it; an empty one needs none.
+
+        Raises:
+            SimulatedOutOfMemory: The device has too little.
+        """
+        n_bytes = storage.nbytes()
+        if n_bytes == 0:
+            return None
+        return self._enter(storage, storage._cdata, n_bytes, category, module)
+
+    def add_copy(self, tensor: torch.Tensor, n_bytes: int, category: Category, module: str) -> Entry | None:
+        """Give a tensor a block of ``n_bytes`` that lives as long as the tensor itself, whatever storage it shares.
+
+        Raises:
+            SimulatedOutOfMemory: The device has too little.
+        """
+        # Identities of Python objects and of storages come from one address space, so they cannot collide among the
+        # living; negative, they cannot collide with a storage that is about to die either.
+        return self._enter(tensor, -id(tensor), n_bytes, category, module) if n_bytes else None
+
+    def hold(self, n_bytes: int) -> None:
+        """Take a block that nobody gives back, as libraries do for their workspaces.
+
+        Raises:
+            SimulatedOutOfMemory: The device has too little.
+        """
+        with self._lock:
+            self._settle()
+            block = self.allocator.malloc(n_bytes, label="workspace")
+            self._count(block, Category.OTHER)
+            self.held += block.size
+
+    def resize(self, entry: Entry, n_bytes: int) -> None:
+        """Move a storage to a block of another size: the old one goes back after the new one was had, as on CUDA.
+
+        Raises:
+            SimulatedOutOfMemory: The device has too little.
+        """
+        if n_bytes == 0:
+            self.forget(entry)
+            return
+        with self._lock:
+            self._settle()
+            block = self.allocator.malloc(n_bytes, label=entry.module)
+            self._count(block, entry.category)
+            self._give_back(entry)
+            entry.block = block
+            entry.n_bytes = n_bytes
+            entry.serial = self._serial
+        self._settle_late()
+
+    def assign(self, entry: Entry, category: Category, module: str | None = None) -> None:
+        """Say what a storage is for, now that it is known; this holds for the last peak as well, if it was there."""
+        if module is not None:
+            entry.module = module
+        if entry.category is category:
+            return
+        with self._lock:
+            was, size = entry.category, entry.block.size
+            entry.category = category
+            self._bytes[was] -= size
+            self._bytes[category] += size
+            if entry.serial <= self._peak_serial:
+                self._bytes_at_peak[was] -= size
+                self._bytes_at_peak[category] += size
+        self._settle_late()
+
+    def forget(self, entry: Entry) -> None:
+        """Take a storage off the device, though it lives: it is host memory from now on."""
+        with self._lock:
+            if self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]
+                self._give_back(entry)
+        self._settle_late()
+
+    def settle(self) -> None:
+        """Give back the blocks of the storages that died."""
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def bytes_now(self) -> list[int]:
+        """Allocated bytes per category."""
+        self.settle()
+        return list(self._bytes)
+
+    def bytes_at_peak(self) -> list[int]:
+        """Bytes per category when allocated was highest since the last `reset_peaks`."""
+        return list(self._bytes_at_peak)
+
+    def reset_peaks(self) -> None:
+        """Set the allocator's peaks, and the composition at the peak, to the current values."""
+        self.settle()
+        with self._lock:
+            self.allocator.reset_peaks()
+            self._mark_peak()
+
+    def empty_cache(self) -> None:
+        """Give what is cached back to the device."""
+        self.settle()
+        with self._lock:
+            self.allocator.empty_cache()
+
+    def _enter(self, owner: object, key: int, n_bytes: int, category: Category, module: str) -> Entry:
+        with self._lock:
+            self._settle()
+            known = self._entries.get(key)
+            if known is not None:
+                return known
+            block = self.allocator.malloc(n_bytes, label=module)
+            self._count(block, category)
+            entry = Entry(owner, self._note_death)
+            entry.key = key
+            entry.block = block
+            entry.n_bytes = n_bytes
+            entry.category = category
+            entry.module = module
+            entry.serial = self._serial
+            self._entries[key] = entry
+        self._settle_late()
+        return entry
+
+    def _count(self, block: Block, category: Category) -> None:
+        self._serial += 1
+        self._bytes[category] += block.size
+        if self.allocator.allocated > self._peak:
+            self._mark_peak()
+
+    def _mark_peak(self) -> None:
+        self._peak = self.allocator.allocated
+        self._peak_serial = self._serial
+        self._bytes_at_peak = self._bytes.copy()
+
+    def _note_death(self, entry: Entry) -> None:
+        self._dead.append(entry)
+        self.settle()
+
+    def _settle(self) -> None:
+        while self._dead:
+            entry = self._dead.popleft()
+            if self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]
+                self._give_back(entry)
+
+    def _settle_late(self) -> None:
+        # Deaths that were noted while the lock was held.
+        if self._dead:
+            self.settle()
+
+    def _give_back(self, entry: Entry) -> None:
+        self._bytes[entry.category] -= entry.block.size
+        self.allocator.free(entry.block)
+

@@ -1,0 +1,71 @@
+"""Data loaders: a dataset is host memory, and so is all that happens until a batch is yielded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
+from lightning_memtools.memory.virtual.parts import parts, tensors_in
+from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.memory.virtual.surroundings import Find
+
+
+def watch_loaders(patches: Patches, find: Find) -> None:
+    """Count the batches that data loaders yield, and nothing else of theirs."""
+
+    def make_iter(original: Any) -> Any:
+        def iterate(self: DataLoader[Any]) -> Any:
+            mode = find()
+            if mode is None:
+                return original(self)
+            mode.leave_on_host(tensors_in(self.dataset))
+            # Silent: it draws a seed, and starts workers and threads that are no part of the device.
+            with mode.silence():
+                return original(self)
+
+        return iterate
+
+    def make_next(original: Any) -> Any:
+        def fetch(self: _BaseDataLoaderIter) -> Any:
+            mode = find()
+            # A loader inside a dataset: its batches stay on the host.
+            if mode is None or mode.silent:
+                return original(self)
+            made: set[int] = set()
+            with mode.silence(made):
+                batch = original(self)
+            count_batch(mode, batch, made, from_workers=isinstance(self, _MultiProcessingDataLoaderIter))
+            return batch
+
+        return fetch
+
+    patches.replace(DataLoader, "__iter__", make_iter)
+    patches.replace(_BaseDataLoaderIter, "__next__", make_next)
+
+
+def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> None:
+    """Enter a batch as moving it to a GPU would: a storage where the batch has its own, or else a copy per tensor.
+
+    Args:
+        mode: The accounting mode of this thread.
+        batch: What the loader yields.
+        made: The storages made while it was fetched.
+        from_workers: Whether worker processes sent it: then all its storages are its own.
+
+    Raises:
+        torch.OutOfMemoryError: The device has too little.
+    """
+    for tensor in tensors_in(batch):
+        for part in parts(tensor):
+            storage = part.untyped_storage()
+            is_own = from_workers or storage._cdata in made
+            # A view of the dataset, or one of several views of one storage: a GPU would get a copy of just that.
+            if is_own and part.numel() * part.element_size() == storage.nbytes():
+                mode.enter_tensor(part, Category.INPUT, OUTSIDE)
+            else:
+                mode.enter_copy(part, Category.INPUT)
+

@@ -1,0 +1,94 @@
+"""The tensors with memory of their own that a tensor of any kind is made of."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_COMPRESSED_ROWS = {torch.sparse_csr, torch.sparse_bsr}
+_COMPRESSED_COLUMNS = {torch.sparse_csc, torch.sparse_bsc}
+_LONG = 1000
+_not_counted: set[str] = set()
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with memory of its own is in what stands for the device's memory: that of the CPU."""
+    # A fake tensor's real device is meta, and asking it for `device` costs a dispatch.
+    return tensor.fake_device.type == "cpu" if isinstance(tensor, FakeTensor) else tensor.is_cpu
+
+
+def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with one storage each that hold a tensor's data.
+
+    Dense, quantized and nested tensors are their own part; sparse ones have indices and values, and wrapper subclasses
+    (DTensor, jagged nested tensors) what they wrap. A kind that shows no part is named once, in a warning.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from parts(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in _COMPRESSED_ROWS:
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in _COMPRESSED_COLUMNS:
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        _say_not_counted(f"{type(tensor).__name__} with layout {tensor.layout}")
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers, dataclasses and plain objects, each object visited once.
+
+    Of a container of more than 1000 items only the first is looked at, unless that one holds a tensor: it may be an
+    index of millions of file names.
+    """
+    seen: set[int] = set()
+    queue = deque([thing])
+    while queue:
+        one = queue.popleft()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            yield one
+        else:
+            queue.extend(_worth_a_look(_contents(one)))
+
+
+def _contents(thing: Any) -> Collection[Any]:
+    if isinstance(thing, Mapping):
+        return thing.values()
+    if isinstance(thing, (list, tuple, set, frozenset, deque)):
+        return thing
+    if isinstance(thing, (str, bytes, int, float, complex, type, torch.nn.Module)) or thing is None or callable(thing):
+        return ()
+    if is_dataclass(thing):
+        return [getattr(thing, field.name, None) for field in fields(thing)]
+    return vars(thing).values() if hasattr(thing, "__dict__") else ()
+
+
+def _worth_a_look(items: Collection[Any]) -> Collection[Any]:
+    if len(items) > _LONG and next(tensors_in(next(iter(items))), None) is None:
+        return ()
+    return items
+
+
+def _say_not_counted(kind: str) -> None:
+    if kind in _not_counted:
+        return
+    _not_counted.add(kind)
+    warnings.warn(
+        f"The virtual device cannot see the memory of a {kind}: such tensors are not counted.",
+        UserWarning,
+        stacklevel=2,
+    )

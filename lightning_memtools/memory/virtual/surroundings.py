@@ -1,0 +1,167 @@
+"""What the device watches beside operators: modules, optimizers, storages, threads.
+
+Each `watch_...` replaces functions or adds hooks; what they add does nothing in a thread without an accounting mode.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.mode import OPTIMIZER, OUTSIDE, AccountingMode
+from lightning_memtools.memory.virtual.patches import Patches
+
+Find = Callable[[], AccountingMode | None]
+"""Finds the accounting mode of the thread it is called in."""
+
+
+def watch_modules(patches: Patches, find: Find, say_eager: Callable[[], None]) -> None:
+    """Know which module is being called, and with what."""
+
+    def make(original: Any) -> Any:
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            mode = find()
+            if mode is None:
+                return original(self, *args, **kwargs)
+            if type(self).__name__ == "OptimizedModule":
+                say_eager()
+            depth = mode.enter_module(self, args, kwargs)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                mode.leave_to(depth)
+
+        return call
+
+    patches.replace(nn.Module, "__call__", make)
+
+
+def watch_registrations(find: Find) -> list[RemovableHandle]:
+    """Know parameters and buffers from the moment that a module gets them."""
+
+    def note(category: Category) -> Callable[[nn.Module, str, Any], None]:
+        def hook(module: nn.Module, name: str, tensor: Any) -> None:
+            del name
+            mode = find()
+            if mode is not None and isinstance(tensor, torch.Tensor):
+                mode.note_known(tensor, category, type(module).__name__)
+
+        return hook
+
+    return [
+        module_hooks.register_module_parameter_registration_hook(note(Category.PARAMETER)),
+        module_hooks.register_module_buffer_registration_hook(note(Category.BUFFER)),
+    ]
+
+
+def watch_optimizers(find: Find, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
+    """Know when an optimizer's step runs, but for the closure it may call."""
+
+    def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mode = find()
+        if mode is None:
+            return None
+        seen(optimizer)
+        depth = len(mode.scopes)
+        mode.scopes.append(OPTIMIZER)
+        # args[0] is the optimizer itself.
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], _outside(mode, depth, args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": _outside(mode, depth, kwargs["closure"])}
+        return None
+
+    def end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del optimizer, args, kwargs
+        mode = find()
+        if mode is not None and mode.scopes and mode.scopes[-1] is OPTIMIZER:
+            mode.scopes.pop()
+
+    return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+
+
+def _outside(mode: AccountingMode, depth: int, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        mode.scopes.append(OUTSIDE)
+        try:
+            out = closure()
+        except BaseException:
+            # The error ends the step as well, and its end hook will not be called.
+            mode.leave_to(depth)
+            raise
+        mode.leave_to(depth + 1)
+        return out
+
+    return run
+
+
+def watch_storages(patches: Patches, find: Find) -> None:
+    """See storages that no operator makes: resized in place, wrapped around a buffer, copied as bytes."""
+
+    def make_resize(original: Any) -> Any:
+        def resize_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            out = original(self, *args, **kwargs)
+            mode = find()
+            if mode is not None:
+                mode.enter_storage(self)
+            return out
+
+        return resize_
+
+    def make_copy(original: Any) -> Any:
+        # Copies run by way of a tensor around either storage, though neither is new to the device: deepcopy copies a
+        # storage and then makes a tensor of it, and only that counts.
+        def copy_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            mode = find()
+            if mode is None:
+                return original(self, *args, **kwargs)
+            with mode.silence():
+                return original(self, *args, **kwargs)
+
+        return copy_
+
+    def make_constructor(original: Any) -> Any:
+        def construct(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            mode = find()
+            if mode is not None:
+                mode.enter_new(out)
+            return out
+
+        return construct
+
+    patches.replace(torch.UntypedStorage, "resize_", make_resize)
+    patches.replace(torch.UntypedStorage, "copy_", make_copy)
+    patches.replace(torch, "frombuffer", make_constructor)
+    patches.replace(torch, "from_dlpack", make_constructor)
+    patches.replace(torch.utils.dlpack, "from_dlpack", make_constructor)
+
+
+def watch_threads(patches: Patches, find: Find, run_counted: Callable[[Callable[[], None]], None]) -> None:
+    """Count in threads that are started from a counting thread. Autograd takes the mode to its own threads itself."""
+
+    def make(original: Any) -> Any:
+        def start(self: threading.Thread) -> None:
+            mode = find()
+            if mode is not None and not mode.silent:
+                run = self.run
+
+                def run_once() -> None:
+                    del self.run  # type: ignore[method-assign]
+                    run_counted(run)
+
+                self.run = run_once  # type: ignore[method-assign]
+            original(self)
+
+        return start
+
+    patches.replace(threading.Thread, "start", make)
