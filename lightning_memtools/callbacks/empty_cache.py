@@ -9,10 +9,11 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.boundaries import Boundaries, Retained
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.readers import reader_for
@@ -21,6 +22,7 @@ from lightning_memtools.memory.retained.ledger import Ledger, Surroundings
 from lightning_memtools.memory.retained.referrers import names_of_modules
 from lightning_memtools.memory.retained.wording import warning_text
 from lightning_memtools.reporting._lightning import training_step
+from lightning_memtools.reporting.charts import Charts, write_layout
 from lightning_memtools.reporting.loggers import log_scalars
 
 Evaluation = Literal["val", "test", "predict"]
@@ -71,6 +73,7 @@ class EmptyCache(Callback):
         self.ledger = ledger
         self.warn_after = _checked_count(warn_after)
         WorthReclaiming(min_reclaimable)
+        self._carried = CarriedDevice()
         self._boundaries: Boundaries | None = None
         self._ledger: Ledger | None = None
         self._said: set[str] = set()
@@ -79,9 +82,15 @@ class EmptyCache(Callback):
         self._gives_back_at_teardown = False
         self._inputs: list[weakref.ref[Tensor]] = []
 
+    def charts(self, trainer: Trainer) -> Charts:
+        """What stays, with its parts, and what is given back."""
+        stays = {"what stays at boundaries": ["memory/retained_gib", "memory/retained/.*_gib"]} if self.ledger else {}
+        return {"memory": {**stays, "given back at boundaries": ["memory/cache/freed_gib"]}}
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device; say so if it keeps no cache."""
         self._forget()
+        self._carried.enter()
         device = trainer.strategy.root_device
         reader = reader_for(device)
         if reader is None:
@@ -101,6 +110,10 @@ class EmptyCache(Callback):
                 find_surroundings=lambda: _surroundings(trainer),
             )
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lay out TensorBoard's custom scalars."""
+        write_layout(trainer)
+
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End of the sanity check's evaluation."""
         if "val" in self.stages:
@@ -108,6 +121,7 @@ class EmptyCache(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The ledger's first reading, which the others are compared with."""
+        put_on_device(trainer, pl_module)
         if self._boundaries is not None and self._ledger is not None:
             self._read(trainer, self._collect(trainer, pl_module))
 
@@ -182,6 +196,7 @@ class EmptyCache(Callback):
         self._forget()
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        put_on_device(trainer, pl_module)
         if stage in self.stages:
             self._give_back(trainer, pl_module)
 
@@ -248,6 +263,7 @@ class EmptyCache(Callback):
             rank_zero_info(message)
 
     def _forget(self) -> None:
+        self._carried.leave()
         self._boundaries = None
         self._ledger = None
         self._has_evaluated = self._epoch_has_evaluation = self._gives_back_at_teardown = False

@@ -85,7 +85,7 @@ class Boundaries:
         self._on_device = on_device
         self._worth_reclaiming = worth_reclaiming
         self._collect_garbage = collect_garbage
-        self._unaccounted_after_collection = -1
+        self._unaccounted_after_collection = 0
 
     def collect(self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None) -> Retained:
         """Collect garbage if it can bring something, and say what stays.

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memtools.memory.retained.steps import content_of, namespace_of
+from lightning_memtools.memory.retained.steps import content_of, is_a, namespace_of
 
 # Leaves have no place in the order: the largest number stands for that.
 _LEAF = 2**64 - 1
@@ -80,10 +80,10 @@ def tensors_with_graph(roots: Iterable[Any], *, stop_at: Iterable[Any] = ()) -> 
             if type(held) in _PLAIN or id(held) in seen:
                 continue
             seen[id(held)] = held
-            if isinstance(held, Tensor):
+            if is_a(held, Tensor):
                 if held.grad_fn is not None:
                     yield held
-            elif not isinstance(held, type):
+            elif not is_a(held, (type, ModuleType)):
                 queue.append(held)
 
 
@@ -92,15 +92,15 @@ _PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dty
 
 def _contents(holder: Any) -> Iterable[Any]:
     contents: Iterable[Any]
-    if isinstance(holder, dict):
+    if is_a(holder, dict):
         contents = islice(holder.values(), MAX_ELEMENTS)
-    elif isinstance(holder, (list, tuple, set, frozenset, deque)):
+    elif is_a(holder, (list, tuple, set, frozenset, deque)):
         contents = islice(holder, MAX_ELEMENTS)
-    elif isinstance(holder, FunctionType):
+    elif is_a(holder, FunctionType):
         contents = (*map(content_of, holder.__closure__ or ()), *(holder.__defaults__ or ()))
-    elif isinstance(holder, MethodType):
+    elif is_a(holder, MethodType):
         contents = (holder.__self__, holder.__func__)
-    elif isinstance(holder, partial):
+    elif is_a(holder, partial):
         contents = (holder.func, holder.args, holder.keywords)
     else:
         contents = islice((namespace_of(holder) or {}).values(), MAX_ELEMENTS)

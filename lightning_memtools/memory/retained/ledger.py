@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ from lightning_memtools.memory.owned import OnDevice, Owned
 from lightning_memtools.memory.retained.census import Census, Survivor
 from lightning_memtools.memory.retained.graphs import graph_clock, spans, tensors_with_graph
 from lightning_memtools.memory.retained.referrers import Holder, find_holder
+from lightning_memtools.memory.retained.steps import is_a
 
 # Naming one holder takes a pass over all Python objects for every link of the way to it.
 MAX_HOLDERS = 4
 # The small tensors that Lightning's own callbacks keep, such as the scores of the best checkpoints, are no leak.
 _MAX_BOOKKEEPING_BYTES = 2**20
+_LruCache = type(functools.lru_cache(lambda: None))
 _BOOKKEEPERS = ("lightning.", "pytorch_lightning.", "lightning_memtools.")
 
 
@@ -190,9 +193,9 @@ def _same_place(holder: Holder | None, survivors: Mapping[int, Survivor]) -> lis
 def _has_limit(holder: Holder) -> bool:
     """Whether a container on the way was made with a limit, so that it stops growing by itself."""
     for link in holder.links:
-        if isinstance(link, deque) and link.maxlen is not None:
+        if is_a(link, deque) and link.maxlen is not None:
             return True
-        if hasattr(type(link), "cache_parameters") and link.cache_parameters()["maxsize"] is not None:
+        if is_a(link, _LruCache) and link.cache_parameters()["maxsize"] is not None:
             return True
     return False
 

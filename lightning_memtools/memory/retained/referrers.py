@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_memtools.memory.retained.steps import Kind, Step, follow, namespace_of, steps_along
+from lightning_memtools.memory.retained.steps import Kind, Step, follow, is_a, steps_along
 
 # Every link costs one pass over all Python objects. `module.metric.state["preds"][3]` has eight, __dict__s included.
 MAX_LINKS = 12
@@ -111,7 +111,7 @@ def find_holder(held: Any, names: Mapping[int, str], *, ignore: Sequence[Any] = 
             held_by[id(referrer)] = (referrer, child)
             if name := _name_of(referrer, names):
                 return _holder(referrer, name, held_by)
-            if not isinstance(referrer, (dict, list, tuple, set, frozenset, CellType)):
+            if not is_a(referrer, (dict, list, tuple, set, frozenset, CellType)):
                 outermost = referrer
             found.append(referrer)
         level = found[:MAX_ASKED_AT_ONCE]
@@ -126,7 +126,7 @@ def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> Hol
     while (child := held_by[id(chain[-1])][1]) is not None:
         chain.append(child)
     steps = tuple(steps_along(chain))
-    if isinstance(root, dict):  # a module's globals
+    if is_a(root, dict):  # a module's globals
         return Holder(sys.modules[name], name, (Step(Kind.ATTRIBUTE, steps[0].key), *steps[1:]), tuple(chain[:-1]))
     return Holder(root, name, steps, tuple(chain[:-1]))
 
@@ -135,23 +135,23 @@ def _name_of(candidate: Any, names: Mapping[int, str]) -> str | None:
     """What an object is called, if it is one that everybody can find."""
     if id(candidate) in names:
         return names[id(candidate)]
-    if isinstance(candidate, FunctionType):
+    if is_a(candidate, FunctionType):
         code = candidate.__code__
         return f"{candidate.__qualname__} ({Path(code.co_filename).name}:{code.co_firstlineno})"
-    if isinstance(candidate, GeneratorType):
+    if is_a(candidate, GeneratorType):
         return f"the generator {candidate.__qualname__}"
-    if isinstance(candidate, type):
-        return candidate.__qualname__
-    if isinstance(candidate, dict) and "__name__" in candidate:
+    if is_a(candidate, type):
+        return str(candidate.__qualname__)
+    if is_a(candidate, dict) and "__name__" in candidate:
         name = candidate["__name__"]
-        module = sys.modules.get(name) if isinstance(name, str) else None
-        return name if module is not None and vars(module) is candidate else None
+        module = sys.modules.get(name) if is_a(name, str) else None
+        return str(name) if module is not None and vars(module) is candidate else None
     return None
 
 
 def _counts(referrer: Any) -> bool:
     # Frames are functions at work, ours among them; a module is found through its globals.
-    return not isinstance(referrer, (FrameType, TracebackType, ModuleType)) and type(referrer).__name__ not in {
+    return not is_a(referrer, (FrameType, TracebackType, ModuleType)) and type(referrer).__name__ not in {
         "list_iterator",
         "tuple_iterator",
         "dict_valueiterator",
@@ -160,8 +160,6 @@ def _counts(referrer: Any) -> bool:
 
 
 def _referent_among(referrer: Any, level: Sequence[Any]) -> Any:
+    # Not by way of `referrer.__dict__`: asking for it can make Python move the attributes there.
     wanted = {id(one): one for one in level}
-    namespace = namespace_of(referrer)
-    if namespace is not None and id(namespace) in wanted:  # rather than what that dict holds
-        return namespace
     return next((wanted[id(one)] for one in gc.get_referents(referrer) if id(one) in wanted), None)

@@ -55,6 +55,11 @@ _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 
 
+def is_a(one: Any, kinds: type | tuple[type, ...]) -> bool:
+    """What isinstance says, without asking the object: proxies and lazy objects answer by running code of their own."""
+    return issubclass(type(one), kinds)
+
+
 def steps_along(chain: Sequence[Any]) -> list[Step]:
     """The steps of a chain of references, outermost object first.
 
@@ -82,22 +87,22 @@ def follow(root: Any, steps: Sequence[Step]) -> Iterator[Any]:
 def _next_step(chain: Sequence[Any]) -> tuple[Step, int]:
     """The first step of a chain, and how many links it takes."""
     holder, held, *rest = chain
-    if isinstance(holder, FunctionType):
+    if is_a(holder, FunctionType):
         return _step_of_function(holder, held, rest)
-    if isinstance(held, dict) and rest and _is_namespace(holder, held):
+    if is_a(held, dict) and rest and _is_namespace(holder, held):
         name = _key_of(held, rest[0])
-        if name in _REGISTERS and isinstance(holder, nn.Module) and len(rest) > 1:
+        if name in _REGISTERS and is_a(holder, nn.Module) and len(rest) > 1:
             return Step(Kind.ATTRIBUTE, _key_of(rest[0], rest[1])), 3
         return Step(Kind.ATTRIBUTE, name), 2
     return _direct_step(holder, held), 1
 
 
 def _direct_step(holder: Any, held: Any) -> Step:
-    if isinstance(holder, dict):
+    if is_a(holder, dict):
         return Step(Kind.KEY, _key_of(holder, held))
-    if isinstance(holder, _SEQUENCES):
+    if is_a(holder, _SEQUENCES):
         return Step(Kind.INDEX, next((i for i, value in enumerate(holder) if value is held), None))
-    if isinstance(holder, _SETS):
+    if is_a(holder, _SETS):
         return Step(Kind.MEMBER)
     # Python may keep attributes without making a dict of them.
     for name in (*(namespace_of(holder) or ()), *_slots(type(holder))):
@@ -120,14 +125,14 @@ def _step_of_function(function: FunctionType, held: Any, rest: Sequence[Any]) ->
 
 def _held(holder: Any, step: Step) -> list[Any]:
     if step.is_element:
-        if isinstance(holder, dict):
+        if is_a(holder, dict):
             return list(holder.values())
-        return list(holder) if isinstance(holder, (*_SEQUENCES, *_SETS)) else []
+        return list(holder) if is_a(holder, (*_SEQUENCES, *_SETS)) else []
     if step.kind is Kind.ATTRIBUTE:
         return [getattr(holder, step.key, None)]
-    if isinstance(holder, FunctionType) and step.kind is Kind.DEFAULT:
+    if is_a(holder, FunctionType) and step.kind is Kind.DEFAULT:
         return list(holder.__defaults__ or ())
-    if isinstance(holder, FunctionType) and step.kind is Kind.VARIABLE:
+    if is_a(holder, FunctionType) and step.kind is Kind.VARIABLE:
         cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
         return [content_of(cell) for name, cell in cells if name == step.key]
     return gc.get_referents(holder)
@@ -135,18 +140,18 @@ def _held(holder: Any, step: Step) -> list[Any]:
 
 def namespace_of(holder: Any) -> dict[str, Any] | None:
     """An object's own `__dict__`; None if it has none, or is a class."""
-    if isinstance(holder, type):
+    if is_a(holder, type):
         return None
     try:
         namespace = object.__getattribute__(holder, "__dict__")
     except (AttributeError, TypeError):
         return None
-    return namespace if isinstance(namespace, dict) else None
+    return namespace if is_a(namespace, dict) else None
 
 
 def _is_namespace(holder: Any, held: dict[Any, Any]) -> bool:
     # A class shows its dict through a proxy only, so it cannot be compared; it holds no other dict itself.
-    return isinstance(holder, type) or namespace_of(holder) is held
+    return is_a(holder, type) or namespace_of(holder) is held
 
 
 def _key_of(mapping: dict[Any, Any], held: Any) -> Any:
@@ -156,7 +161,7 @@ def _key_of(mapping: dict[Any, Any], held: Any) -> Any:
 def _slots(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+        yield from (slots,) if is_a(slots, str) else slots
 
 
 def content_of(cell: CellType) -> Any:

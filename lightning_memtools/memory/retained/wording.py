@@ -8,6 +8,8 @@ from lightning_memtools.memory.retained.ledger import Accusation, Finding
 from lightning_memtools.memory.retained.steps import Kind
 from lightning_memtools.memory.sizes import format_size
 
+MAX_KINDS = 3
+
 
 def warning_text(accusation: Accusation, *, device: str, readings: str) -> str:
     """What grows, how fast, who holds it, and what to do.
@@ -44,17 +46,21 @@ def _place(finding: Finding) -> str:
 
 
 def _contents(finding: Finding) -> str:
-    kinds = list(finding.tensors.items())
-    shown = ", ".join(f"{count} of shape {shape} {dtype}" for (shape, dtype), count in kinds[:3])
-    others = sum(count for _, count in kinds[3:])
+    kinds = [f"{count} of shape {shape} {dtype}" for (shape, dtype), count in finding.tensors.items()]
     count = sum(finding.tensors.values())
-    text = f"{count} tensor{'s' if count > 1 else ''} ({shown}{f', {others} others' if others else ''})"
-    text += f", {format_size(finding.n_bytes)}"
+    tensors = f"{count} tensor{'s' if count > 1 else ''}"
+    if len(kinds) == 1:
+        tensors += kinds[0].removeprefix(str(count))
+    else:
+        others = ", and other shapes" if len(kinds) > MAX_KINDS else ""
+        tensors += f" ({', '.join(kinds[:MAX_KINDS])}{others})"
     if finding.graph_grows:
-        return f"{text}, with an autograd graph that keeps growing: it still holds every step since"
-    if not finding.with_graph:
-        return f"{text}, without autograd graphs"
-    return f"{text}, {finding.with_graph} of them with the autograd graph of its step"
+        graph = "and its autograd graph keeps growing: it holds on to every step"
+    elif finding.with_graph:
+        graph = f"{finding.with_graph} of them with an autograd graph"
+    else:
+        graph = "without autograd graphs"
+    return f"{tensors}, {format_size(finding.n_bytes)}, {graph}"
 
 
 def _fix(finding: Finding) -> str:
@@ -76,4 +82,4 @@ def _fix(finding: Finding) -> str:
 
 
 def _is_metric(link: Any) -> bool:
-    return all(callable(getattr(link, name, None)) for name in ("update", "compute", "reset"))
+    return all(callable(getattr(type(link), name, None)) for name in ("update", "compute", "reset"))

@@ -29,7 +29,7 @@ from lightning_memtools.memory.virtual.loaders import count_batch, watch_loaders
 from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
 from lightning_memtools.memory.virtual.names import ModuleNames
 from lightning_memtools.memory.virtual.oom import cuda_error
-from lightning_memtools.memory.virtual.parts import tensors_in
+from lightning_memtools.memory.virtual.parts import parts, tensors_in
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.memory.virtual.substitutions import behave_like_cuda
 from lightning_memtools.memory.virtual.summary import summary_table
@@ -189,6 +189,13 @@ class VirtualDevice:
             torch.OutOfMemoryError: The device has too little.
         """
         count_batch(_mode_here() or self._new_mode(), batch, set(), from_workers=True)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is on the device, and not the host's."""
+        find = self._ledger.find
+        return any(
+            find(part.untyped_storage()._cdata) is not None or find(-id(part)) is not None for part in parts(tensor)
+        )
 
     def observe_oom(self, callback: OomObserver) -> RemovableHandle:
         """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error unwinds.
