@@ -39,7 +39,7 @@ def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
     )
 
 
-# The allocator gives out multiples of this, so what is owned is counted in them (see allocator/rounding.py).
+# The allocator gives out multiples of this (see allocator/rounding.py).
 _GRANULE = 512
 
 
@@ -80,7 +80,7 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
             found = storage_of(tensor)
             if found is not None and found[0] not in seen:
                 seen.add(found[0])
-                total += -(-found[1].nbytes() // _GRANULE) * _GRANULE
+                total += block_bytes(found[1])
         return total
 
     parameters = list(model.parameters())
@@ -107,6 +107,11 @@ def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
         return None
     # Equal for views and unique among the living; data pointers are 0 for all fake and all empty tensors.
     return storage._cdata, storage  # noqa: SLF001, see above
+
+
+def block_bytes(storage: UntypedStorage) -> int:
+    """What the allocator gives out for a storage, with its default settings."""
+    return -(-storage.nbytes() // _GRANULE) * _GRANULE
 
 
 def _state_of(optimizers: Iterable[Optimizer]) -> Iterable[Any]:

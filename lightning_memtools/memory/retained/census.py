@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_memtools.memory.owned import OnDevice, storage_of
+from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Survivor:
 
     Attributes:
         tensor: The tensor; of several that share a storage, one.
-        n_bytes: The size of its storage.
+        n_bytes: What its storage takes.
         born: The number of the census that saw it first.
     """
 
@@ -63,7 +63,7 @@ class Census:
                 # Of the storage: torch.utils.swap_tensors refuses tensors with weak references.
                 reference, born = weakref.ref(storage), self.number
             births[key] = reference, born
-            survivors.append(Survivor(tensor, storage.nbytes(), born))
+            survivors.append(Survivor(tensor, block_bytes(storage), born))
         self._births = births
         return survivors
 

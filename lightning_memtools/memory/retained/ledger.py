@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_memtools.memory.owned import OnDevice, Owned
 from lightning_memtools.memory.retained.census import Census, Survivor
 from lightning_memtools.memory.retained.graphs import graph_clock, spans, tensors_with_graph
-from lightning_memtools.memory.retained.referrers import Holder, find_holder
+from lightning_memtools.memory.retained.referrers import Holder, find_holder, first_held
 from lightning_memtools.memory.retained.steps import is_a
 
-# Naming one holder takes a pass over all Python objects for every link of the way to it.
-MAX_HOLDERS = 4
+# Naming one holder takes a pass over all Python objects for every link of the way to it, so it is done for the few
+# kinds of tensors that take the most memory.
+MAX_LOOKUPS = 8
+MAX_CANDIDATES = 64
 # The small tensors that Lightning's own callbacks keep, such as the scores of the best checkpoints, are no leak.
 _MAX_BOOKKEEPING_BYTES = 2**20
 _LruCache = type(functools.lru_cache(lambda: None))
@@ -31,7 +35,7 @@ class Finding:
     Attributes:
         holder: Who holds them; None if Python does not know.
         tensors: How many, by shape and type.
-        n_bytes: Their size on the device.
+        n_bytes: What they take on the device; 0 where it is their graph that grows.
         with_graph: How many of them hold an autograd graph.
         graph_grows: Whether it is their graph that grows, not their number.
     """
@@ -138,9 +142,9 @@ class Ledger:
         findings = []
         clocks = tuple(self._clocks)
         growing = [t for t in tensors_with_graph(around.roots, stop_at=around.stop_at) if spans(t, clocks)]
-        for tensor in growing[:MAX_HOLDERS]:
+        for tensor in growing[:MAX_LOOKUPS]:
             holder = find_holder(tensor, around.names, ignore=(growing,))
-            findings.append(Finding(holder, _by_kind([tensor]), tensor.nbytes, 1, graph_grows=True))
+            findings.append(Finding(holder, _by_kind([tensor]), 0, 1, graph_grows=True))
         return findings
 
     def _piles(self, survivors: list[Survivor]) -> list[Finding]:
@@ -148,39 +152,47 @@ class Ledger:
         names = self._find_surroundings().names
         remaining = {id(survivor.tensor): survivor for survivor in survivors}
         findings: list[Finding] = []
-        explained_bytes = 0
-        for _ in range(MAX_HOLDERS):
-            sample = _largest_of_the_newest(remaining.values(), newest=self._census.number)
-            if sample is None:
-                break
-            holder = find_holder(sample.tensor, names, ignore=(survivors, sample))
-            pile = _same_place(holder, remaining) or [sample]
-            for survivor in pile:
-                remaining.pop(id(survivor.tensor), None)
-            n_bytes = sum(survivor.n_bytes for survivor in pile)
-            if holder is not None and (_has_limit(holder) or _is_bookkeeping(holder, n_bytes)):
-                explained_bytes += n_bytes
-            elif self._is_growing(pile, n_bytes):
-                tensors = [survivor.tensor for survivor in pile]
-                with_graph = sum(tensor.grad_fn is not None for tensor in tensors)
-                findings.append(Finding(holder, _by_kind(tensors), n_bytes, with_graph))
+        newest = [survivor for survivor in survivors if survivor.born == self._census.number]
+        lookups = 0
+        for signature in _largest_signatures(newest):
+            while lookups < MAX_LOOKUPS:
+                young = [s.tensor for s in newest if id(s.tensor) in remaining and s.signature == signature]
+                lookups += bool(young)
+                tensor = first_held(young[-MAX_CANDIDATES:], ignore=(young, *survivors))
+                if tensor is None:  # found in another place already, or held by a graph alone
+                    break
+                holder = find_holder(tensor, names, ignore=(young, *survivors))
+                pile = _same_place(holder, remaining) or [remaining[id(tensor)]]
+                for survivor in pile:
+                    del remaining[id(survivor.tensor)]
+                if not _is_spared(holder, pile) and self._is_growing(pile):
+                    findings.append(_finding(holder, pile))
         return sorted(findings, key=lambda finding: -finding.n_bytes)
 
-    def _is_growing(self, pile: list[Survivor], n_bytes: int) -> bool:
+    def _is_growing(self, pile: list[Survivor]) -> bool:
         ever_since = range(self._census.number - self._warn_after + 1, self._census.number + 1)
         if {survivor.born for survivor in pile}.issuperset(ever_since):
             return True
         grown_bytes = self._levels[-1] - self._levels[0]
-        return len(self._levels) > 2 * self._warn_after and 2 * n_bytes >= grown_bytes
+        return len(self._levels) > 2 * self._warn_after and 2 * _bytes_of(pile) >= grown_bytes
 
 
-def _largest_of_the_newest(survivors: Iterable[Survivor], *, newest: int) -> Survivor | None:
-    """One of those born last, of the signature with the most bytes; None if none was."""
-    born_last = [survivor for survivor in survivors if survivor.born == newest]
-    sizes: Counter[Any] = Counter()
-    for survivor in born_last:
+def _largest_signatures(survivors: Iterable[Survivor]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Those with the most bytes, the first of them first."""
+    sizes: Counter[tuple[torch.Size, torch.dtype]] = Counter()
+    for survivor in survivors:
         sizes[survivor.signature] += survivor.n_bytes
-    return max(born_last, key=lambda survivor: sizes[survivor.signature], default=None)
+    return [signature for signature, _ in sizes.most_common(MAX_LOOKUPS)]
+
+
+def _finding(holder: Holder | None, pile: Sequence[Survivor]) -> Finding:
+    tensors = [survivor.tensor for survivor in pile]
+    with_graph = sum(tensor.grad_fn is not None for tensor in tensors)
+    return Finding(holder, _by_kind(tensors), _bytes_of(pile), with_graph)
+
+
+def _bytes_of(pile: Sequence[Survivor]) -> int:
+    return sum(survivor.n_bytes for survivor in pile)
 
 
 def _same_place(holder: Holder | None, survivors: Mapping[int, Survivor]) -> list[Survivor]:
@@ -190,20 +202,22 @@ def _same_place(holder: Holder | None, survivors: Mapping[int, Survivor]) -> lis
     return [survivors[key] for key in there if key in survivors]
 
 
-def _has_limit(holder: Holder) -> bool:
-    """Whether a container on the way was made with a limit, so that it stops growing by itself."""
-    for link in holder.links:
-        if is_a(link, deque) and link.maxlen is not None:
-            return True
-        if is_a(link, _LruCache) and link.cache_parameters()["maxsize"] is not None:
-            return True
-    return False
+def _is_spared(holder: Holder | None, pile: Sequence[Survivor]) -> bool:
+    """Whether growth is no leak there: it has a limit, or it is bookkeeping of Lightning's own."""
+    if holder is None:
+        return False
+    owner = type(holder.root).__module__
+    bookkeeping = owner.startswith(_BOOKKEEPERS) and _bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
+    return bookkeeping or any(_has_limit(link) for link in holder.links)
 
 
-def _is_bookkeeping(holder: Holder, n_bytes: int) -> bool:
-    return n_bytes <= _MAX_BOOKKEEPING_BYTES and type(holder.root).__module__.startswith(_BOOKKEEPERS)
+def _has_limit(container: Any) -> bool:
+    if is_a(container, deque):
+        return container.maxlen is not None
+    return is_a(container, _LruCache) and container.cache_parameters()["maxsize"] is not None
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[tuple[int, ...], str], int]:
-    """How many there are of each shape and type, the most frequent first."""
-    return dict(Counter((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors).most_common())
+    """How many there are of each shape and type: the most frequent first, of equals the largest."""
+    counts = Counter((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
+    return dict(sorted(counts.items(), key=lambda kind: (-kind[1], -math.prod(kind[0][0]))))

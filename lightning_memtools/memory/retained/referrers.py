@@ -121,6 +121,17 @@ def find_holder(held: Any, names: Mapping[int, str], *, ignore: Sequence[Any] = 
     return None if outermost is None else _holder(outermost, type(outermost).__name__, held_by)
 
 
+def first_held(candidates: Sequence[Any], *, ignore: Sequence[Any] = ()) -> Any:
+    """The first of some objects that any other Python object holds; None if there is none. One pass over all objects.
+
+    Tensors that only C++ holds (a graph saved them) have Python objects too, so many candidates can be of that kind.
+    """
+    ignored = {id(one) for one in (candidates, ignore, *ignore)}
+    referrers = [one for one in gc.get_referrers(*candidates) if id(one) not in ignored and _counts(one)]
+    held = {id(one) for referrer in referrers for one in gc.get_referents(referrer)}
+    return next((one for one in candidates if id(one) in held), None)
+
+
 def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> Holder:
     chain = [root]
     while (child := held_by[id(chain[-1])][1]) is not None:

@@ -55,9 +55,9 @@ def _contents(finding: Finding) -> str:
         others = ", and other shapes" if len(kinds) > MAX_KINDS else ""
         tensors += f" ({', '.join(kinds[:MAX_KINDS])}{others})"
     if finding.graph_grows:
-        graph = "and its autograd graph keeps growing: it holds on to every step"
-    elif finding.with_graph:
-        graph = f"{finding.with_graph} of them with an autograd graph"
+        return f"{tensors}, whose autograd graph keeps growing: it holds on to every step"
+    if finding.with_graph:
+        graph = f"{finding.with_graph} of them with an autograd graph and all that it saved"
     else:
         graph = "without autograd graphs"
     return f"{tensors}, {format_size(finding.n_bytes)}, {graph}"

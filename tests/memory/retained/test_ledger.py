@@ -58,7 +58,7 @@ def test_tensors_that_pile_up_are_accused_once_after_as_many_epochs_as_asked_for
     assert finding.holder is not None
     assert finding.holder.container_path == "Model.kept"
     assert finding.tensors == {((128,), "float32"): 3, ((7,), "float32"): 3}
-    assert finding.n_bytes == 3 * (512 + 28)
+    assert finding.n_bytes == 3 * (512 + 512)
     assert finding.with_graph == 0
     assert not finding.graph_grows
 
@@ -239,7 +239,7 @@ def test_a_census_counts_a_storage_once_and_leaves_out_what_it_is_told_to(device
     views = [whole[:2], whole.view(8, 8)]
     owned = owned_by(model, [], device.holds)
     found = Census(device.holds).take(owned.storages)
-    assert [(s.n_bytes, s.tensor.untyped_storage().data_ptr()) for s in found] == [(256, whole.data_ptr())]
+    assert [(s.n_bytes, s.tensor.untyped_storage().data_ptr()) for s in found] == [(512, whole.data_ptr())]
     del views
 
 
@@ -276,7 +276,7 @@ def test_the_warning_of_a_growing_graph(device):
 
     text = text_of(device, model, *[grow] * 3)
     assert "Model.total: 1 tensor of shape () float32" in text
-    assert "its autograd graph keeps growing" in text
+    assert "whose autograd graph keeps growing" in text
     assert "`self.total += loss.detach()`" in text
 
 
@@ -290,6 +290,23 @@ def test_the_warning_of_a_closure(device):
     model.linear.register_forward_hook(hook)
     text = text_of(device, model, *[lambda: model.linear(torch.ones(2, 8))] * 3)
     assert "kept in the closure of test_the_warning_of_a_closure.<locals>.hook (test_ledger.py:" in text
-    assert "3 tensors of shape (2, 8) float32, 192 B, 3 of them with an autograd graph" in text
+    assert "3 tensors of shape (2, 8) float32, 1.50 KiB, 3 of them with an autograd graph" in text
     assert "Clear kept when the epoch ends" in text
     assert "`.detach().cpu()`" in text
+
+
+def test_places_that_hold_tensors_of_one_shape_are_told_apart(device):
+    model = Model()
+    model.recent = deque(maxlen=100)
+    model.last = None
+    model.others = []
+
+    def grow():
+        model.kept.append(new())
+        model.recent.append(new())
+        model.others.append([new()])
+        model.last = new()
+
+    ((_, accusation),) = epochs(device, model, *[grow] * 3)
+    assert {f.holder.container_path for f in accusation.findings} == {"Model.kept", "Model.others"}
+    assert [f.tensors for f in accusation.findings] == [{((128,), "float32"): 3}] * 2
