@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 from pathlib import Path
 
@@ -13,23 +14,57 @@ from tests.two_processes import run_script
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """The folder that a run on two ranks left behind."""
-    root = tmp_path_factory.mktemp("ddp")
-    result = run_script(Path(__file__).with_name("ddp_run.py"), root)
-    (root / "stdout").write_text(result.stdout)
-    return root
+def run_under(tmp_path_factory):
+    """Gives the folder that a run on two ranks under a strategy left behind; each is run once."""
+
+    @functools.cache
+    def run(strategy: str) -> Path:
+        root: Path = tmp_path_factory.mktemp(strategy)
+        result = run_script(Path(__file__).with_name("ddp_run.py"), root, strategy)
+        (root / "stdout").write_text(result.stdout)
+        return root
+
+    return run
+
+
+@pytest.fixture(params=["ddp", "ddp_spawn", "fsdp2"])
+def root(request, run_under):
+    return run_under(request.param)
+
+
+def ran_tests(root):
+    return not root.name.startswith("ddp_spawn")  # there the script stops after fit
 
 
 def test_rank_zero_alone_writes(root):
     writers = {path.name.split(".")[-2] for path in root.rglob("*.tfevents.*")}  # the process id is in the name
     assert len(writers) == 1
     assert len([*root.rglob("metrics.csv")]) == 1
-    assert sorted(path.name for path in root.rglob("memtools/*")) == [
-        "memory_summary_fit.md",
-        "memory_summary_test.md",
-    ]
-    assert (root / "stdout").read_text().count("highest of 2 ranks") == 2  # one block each for fit and test
+    calls = ["fit", "test"] if ran_tests(root) else ["fit"]
+    assert sorted(path.name for path in root.rglob("memtools/*")) == [f"memory_summary_{call}.md" for call in calls]
+    assert (root / "stdout").read_text().count("highest of 2 ranks") == len(calls)  # one block for each
+
+
+def test_memory_is_the_maximum_and_says_which_rank_holds_it(root):
+    curves = scalars(root / "board")
+    peak = "memory/train/peak_allocated_gib"
+    for name in (peak, f"{peak}_min", "memory/train/peak_rank", f"{peak}/rank0", f"{peak}/rank1"):
+        assert len(curves[name]) == 3
+    for whole, least, rank, first, second in zip(
+        curves[peak], curves[f"{peak}_min"], curves["memory/train/peak_rank"], curves[f"{peak}/rank0"],
+        curves[f"{peak}/rank1"], strict=True,
+    ):  # fmt: skip
+        assert whole[1] == second[1] > 40 / 1024 > first[1] == least[1]
+        assert rank[1] == 1
+    if ran_tests(root):
+        assert [rank for _, rank in curves["memory/test/peak_rank"]] == [0]
+    (row,) = [line for line in summary(root).splitlines() if line.startswith("| train")]
+    assert float(row.split("|")[2].split()[0]) >= 40
+
+
+def summary(root):
+    (path,) = root.rglob("memory_summary_fit.md")
+    return path.read_text()
 
 
 def test_losses_are_means_over_both_ranks(root):
@@ -47,12 +82,11 @@ def test_losses_are_means_over_both_ranks(root):
     assert len(curves["grad/norm"]) == 2
 
 
-def test_every_rank_is_logged_and_the_plain_tag_is_the_maximum(root):
-    curves = scalars(root / "board")
-    by_rank = [curves[f"memory/host_rss_gib/rank{rank}"] for rank in (0, 1)]
-    for whole, first, second in zip(curves["memory/host_rss_gib"], *by_rank, strict=False):
-        assert whole == (first[0], max(first[1], second[1]))
-    assert by_rank[0] != by_rank[1]
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "fsdp2"])
+def test_the_gradient_norm_is_that_of_the_whole_gradient_under_every_strategy(strategy, run_under):
+    (_, first), (_, second) = scalars(run_under("ddp") / "board")["grad/norm"]
+    norms = scalars(run_under(strategy) / "board")["grad/norm"]
+    assert norms == [(1, pytest.approx(first, rel=1e-4)), (2, pytest.approx(second, rel=1e-4))]
 
 
 def test_the_other_logger_holds_the_same(root):

@@ -408,7 +408,7 @@ def _trackable(thing: object) -> Iterator[nn.Module | Optimizer | torch.Tensor]:
 
 def _fall_silent_in_fork() -> None:
     """A forked process inherits modes and patches, but its memory is not the device's: a worker only sends batches."""
-    for device in list(_active):
+    for device in _active:
         device._forget_everything()
     _here.mode = None
 
