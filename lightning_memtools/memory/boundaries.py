@@ -60,10 +60,11 @@ class GivenBack:
 class Boundaries:
     """The work at boundaries on one device.
 
-    A full garbage collection takes about 0.15 s per million objects, so it is done only where it can bring something:
-    where more is allocated than the model and its optimizers own, and more so than after the last collection. In a
-    healthy run that is once or twice at its beginning. Smaller generations would be cheaper, but Python runs those by
-    itself all the time; what holds on to memory is in the oldest.
+    A full garbage collection takes 0.1 to 0.2 s per million objects, so it is done only where it can bring something:
+    where more is allocated than the model and its optimizers own, and more so than after the last collection. For an
+    exact figure any such growth is a reason, otherwise only growth that would be worth giving back. In a healthy run
+    that is two or three times at its beginning. Smaller generations would be cheaper, but Python collects those by itself
+    all the time; what holds on to memory is in the oldest.
 
     Args:
         reader: The device.
@@ -87,28 +88,35 @@ class Boundaries:
         self._collect_garbage = collect_garbage
         self._unaccounted_after_collection = 0
 
-    def collect(self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None) -> Retained:
+    def collect(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
+    ) -> Retained:
         """Collect garbage if it can bring something, and say what stays.
 
         Args:
             model: What is meant to stay, with its gradients.
             optimizers: Whose state is meant to stay.
             inputs: Tensors that are expected to be there for the moment.
+            exact: Whether garbage too small to be worth giving back must not be counted among what stays.
         """
         owned = owned_by(model, optimizers, self._on_device, inputs=inputs)
-        retained = _retained(self.reader.stats(), owned)
-        if self._collect_garbage and retained.unaccounted > self._unaccounted_after_collection:
+        stats = self.reader.stats()
+        retained = _retained(stats, owned)
+        growth = retained.unaccounted - self._unaccounted_after_collection
+        if self._collect_garbage and growth > 0 and (exact or growth >= self._worth_reclaiming.minimum_bytes(stats)):
             gc.collect()
             retained = _retained(self.reader.stats(), owned)
-        self._unaccounted_after_collection = retained.unaccounted
+            self._unaccounted_after_collection = retained.unaccounted
+        else:
+            self._unaccounted_after_collection = min(self._unaccounted_after_collection, retained.unaccounted)
         return retained
 
     def give_back(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None
+        self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
     ) -> tuple[GivenBack, Retained]:
-        """Collect, then empty the cache if that is worth it. Waits for the device if so."""
+        """Collect, as `collect` does, then empty the cache if that is worth it. Waits for the device if so."""
         begin = time.perf_counter()
-        retained = self.collect(model, optimizers, inputs=inputs)
+        retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
         freed_bytes = 0
         if not self.cannot_empty and self._worth_reclaiming(self.reader.stats()):
             freed_bytes = self._reclaim()

@@ -106,6 +106,21 @@ def test_what_survives_one_collection_does_not_cause_another(device, collections
     del kept
 
 
+def test_where_no_exact_figure_is_needed_only_what_is_worth_giving_back_is_a_reason_to_collect(device, collections):
+    model = nn.Linear(2, 2)
+    work = boundaries(device, "4MiB")
+    Cycle(3)
+    assert work.collect(model, [], exact=False).unaccounted == 3 * MIB
+    assert not collections
+    Cycle(1)
+    assert work.collect(model, [], exact=False).unaccounted == 0
+    assert len(collections) == 1
+    Cycle(3)
+    work.collect(model, [], exact=False)
+    assert work.collect(model, []).unaccounted == 0  # what was left out before is still a reason for an exact one
+    assert len(collections) == 2
+
+
 def test_expected_inputs_are_left_out(device):
     model = nn.Linear(2, 2, bias=False)
     batch = [torch.empty(MIB)]
