@@ -45,7 +45,7 @@ from lightning_memtools.memory.sizes import GIB, MIB
 EPOCHS = 3
 LIVE_OBJECTS = 5_000_000
 TRAIN_BATCHES, TRAIN_SIZE = 8, 64
-EVAL_BATCHES, EVAL_SIZE = 240, 48
+EVAL_BATCHES, EVAL_SIZE = 80, 48
 ON_GPU = torch.cuda.is_available()
 SCALE = 8 if ON_GPU else 1  # a GPU gets larger batches and more of them
 HOOKS = ("setup", "teardown", *(name for name in dir(L.Callback) if name.startswith("on_")))

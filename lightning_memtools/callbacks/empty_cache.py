@@ -41,7 +41,8 @@ class EmptyCache(Callback):
 
     Costs: emptying waits for the device. A full collection takes 0.1 to 0.2 s per million Python objects, so it is left
     out where everything that is allocated belongs to the model and its optimizers, or was there after the last one: a
-    healthy run pays for two or three at its beginning. Every rank decides for itself; none waits for another.
+    healthy run pays for two or three at its beginning. One that takes over half a second is done again only once it is
+    less than 1% of the time since, or before a warning. Every rank decides for itself; none waits for another.
 
     Args:
         stages: Whose boundaries count: "val" (the sanity check included), "test", "predict". The end of fit always
@@ -241,7 +242,10 @@ class EmptyCache(Callback):
     def _read(self, trainer: Trainer, retained: Retained) -> None:
         if self._ledger is None or self._boundaries is None:
             return
-        accusation = self._ledger.read(retained.unaccounted, retained.owned)
+        boundaries, owned = self._boundaries, retained.owned
+        accusation = self._ledger.read(
+            retained.unaccounted, owned, collect=lambda: boundaries.collect_now(owned).unaccounted
+        )
         if accusation is not None:
             rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
             unit = "evaluations" if self._counts_evaluations(trainer) else "epochs"

@@ -17,6 +17,10 @@ from lightning_memtools.memory.reclaim import WorthReclaiming, reclaim
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 
+# A collection that takes longer than this is done again only once it is less than this share of the time since.
+QUICK_COLLECTION_S = 0.5
+SHARE_OF_TIME = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Retained:
@@ -63,8 +67,9 @@ class Boundaries:
     A full garbage collection takes 0.1 to 0.2 s per million objects, so it is done only where it can bring something:
     where more is allocated than the model and its optimizers own, and more so than after the last collection. For an
     exact figure any such growth is a reason, otherwise only growth that would be worth giving back. In a healthy run
-    that is two or three times at its beginning. Smaller generations would be cheaper, but Python collects those by itself
-    all the time; what holds on to memory is in the oldest.
+    that is two or three times at its beginning. And where one takes long, as with many millions of objects, the next
+    waits until it is less than 1% of the time since. Smaller generations would be cheaper, but Python collects those by
+    itself all the time; what holds on to memory is in the oldest.
 
     Args:
         reader: The device.
@@ -87,6 +92,8 @@ class Boundaries:
         self._worth_reclaiming = worth_reclaiming
         self._collect_garbage = collect_garbage
         self._unaccounted_after_collection = 0
+        self._collection_s = 0.0  # what the last one took
+        self._last_collection = time.perf_counter()
 
     def collect(
         self, model: nn.Module, optimizers: Iterable[Optimizer], *, inputs: Any = None, exact: bool = True
@@ -103,12 +110,20 @@ class Boundaries:
         stats = self.reader.stats()
         retained = _retained(stats, owned)
         growth = retained.unaccounted - self._unaccounted_after_collection
-        if self._collect_garbage and growth > 0 and (exact or growth >= self._worth_reclaiming.minimum_bytes(stats)):
+        if growth > 0 and (exact or growth >= self._worth_reclaiming.minimum_bytes(stats)) and self._can_afford_one():
+            return self.collect_now(owned)
+        self._unaccounted_after_collection = min(self._unaccounted_after_collection, retained.unaccounted)
+        return retained
+
+    def collect_now(self, owned: Owned) -> Retained:
+        """Collect whatever it takes, unless it was asked not to, and say what stays."""
+        if self._collect_garbage:
+            begin = time.thread_time()  # of this thread alone: other work on the machine must not count
             gc.collect()
-            retained = _retained(self.reader.stats(), owned)
-            self._unaccounted_after_collection = retained.unaccounted
-        else:
-            self._unaccounted_after_collection = min(self._unaccounted_after_collection, retained.unaccounted)
+            self._collection_s = time.thread_time() - begin
+            self._last_collection = time.perf_counter()
+        retained = _retained(self.reader.stats(), owned)
+        self._unaccounted_after_collection = retained.unaccounted
         return retained
 
     def give_back(
@@ -122,6 +137,10 @@ class Boundaries:
             freed_bytes = self._reclaim()
         return GivenBack(freed_bytes, 1000 * (time.perf_counter() - begin)), retained
 
+    def _can_afford_one(self) -> bool:
+        since_s = time.perf_counter() - self._last_collection
+        return self._collection_s <= max(QUICK_COLLECTION_S, SHARE_OF_TIME * since_s)
+
     def _reclaim(self) -> int:
         try:
             return reclaim(self.reader)
@@ -133,5 +152,6 @@ class Boundaries:
 
 
 def _retained(stats: MemoryStats, owned: Owned) -> Retained:
-    total = (stats.allocated or 0) - owned.by_category["inputs"]
-    return Retained(total, (stats.allocated or 0) - owned.total_bytes, owned)
+    allocated = stats.allocated or 0
+    # Inputs that are views of something larger can seem to take more than there is.
+    return Retained(max(0, allocated - owned.by_category["inputs"]), max(0, allocated - owned.total_bytes), owned)

@@ -364,6 +364,7 @@ def test_on_cuda_memory_goes_back_and_what_stays_is_the_model(tmp_path):
             self.n_steps[stage] += 1
             return [torch.empty(mib * MIB, dtype=torch.uint8, device=self.device) for mib in sizes]
 
+    torch.cuda.empty_cache()
     model = Model(train=[[300]], val=[[500]])
     run = quiet(tmp_path, EmptyCache(min_reclaimable="100MiB"), accelerator="cuda", devices=1, max_epochs=3)
     run.fit(model, loader(8, 8), loader(8, 8))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning_memtools.memory.boundaries import Boundaries
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.reclaim import WorthReclaiming
 from lightning_memtools.memory.sizes import GIB, MIB
+from tests.quick_gc import only_new_objects
 
 
 class Cycle:
@@ -23,9 +25,8 @@ class Cycle:
 
 @pytest.fixture
 def device():
-    gc.collect()
     gc.disable()  # Python's own collections would come at moments of their own
-    with VirtualDevice("1GiB") as device:
+    with only_new_objects(), VirtualDevice("1GiB") as device:
         yield device
     gc.enable()
 
@@ -119,6 +120,39 @@ def test_where_no_exact_figure_is_needed_only_what_is_worth_giving_back_is_a_rea
     work.collect(model, [], exact=False)
     assert work.collect(model, []).unaccounted == 0  # what was left out before is still a reason for an exact one
     assert len(collections) == 2
+
+
+class Clock:
+    """Time that passes when it is told to; a garbage collection takes 2 s."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.collect = gc.collect
+
+    def read(self) -> float:
+        return self.now
+
+    def collect_slowly(self) -> None:
+        self.now += 2
+        self.collect()
+
+
+def test_a_slow_collection_is_done_again_only_once_it_is_little_of_the_time_since(device, collections, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock.read)
+    monkeypatch.setattr(time, "thread_time", clock.read)
+    monkeypatch.setattr(gc, "collect", clock.collect_slowly)
+    model = nn.Linear(2, 2)
+    work = boundaries(device)
+    for moment, expected_mib in ((10, 0), (50, 1), (90, 2), (213, 0)):  # 2 s are 1% of the 200 s since 12
+        clock.now = moment
+        Cycle(1)
+        retained = work.collect(model, [])
+        assert retained.unaccounted == expected_mib * MIB
+    assert len(collections) == 2
+    Cycle(1)
+    assert work.collect(model, []).unaccounted == MIB
+    assert work.collect_now(retained.owned).unaccounted == 0
 
 
 def test_expected_inputs_are_left_out(device):

@@ -106,34 +106,53 @@ class Ledger:
         self._clocks: deque[int] = deque(maxlen=warn_after + 1)
         self.has_accused = False
 
-    def read(self, unaccounted_bytes: int, owned: Owned) -> Accusation | None:
+    def read(
+        self, unaccounted_bytes: int, owned: Owned, *, collect: Callable[[], int] | None = None
+    ) -> Accusation | None:
         """Take one reading, at the same place in every epoch; the first is what the others are compared with.
 
         Args:
-            unaccounted_bytes: Allocated after collection, without what is owned.
+            unaccounted_bytes: Allocated, without what is owned.
             owned: What the model and its optimizers own.
+            collect: Collects garbage and gives the first figure again; nobody is accused without that.
         """
         if self.has_accused:
             return None
         self._clocks.append(graph_clock())
         findings = self._growing_graphs()
-        if self._levels and unaccounted_bytes > self._levels[-1]:
-            self._levels.append(unaccounted_bytes)
-            survivors = self._census.take(owned.storages)
-            if len(self._levels) > self._next_look:
-                findings += self._piles(survivors)
-                self._next_look *= 2
-            del survivors
-        else:
-            self._levels = [unaccounted_bytes]
-            self._next_look = self._warn_after
-            self._census.restart()
+        if self._has_grown(unaccounted_bytes, collect):
+            findings += self._look(owned)
         if not findings:
             return None
         self.has_accused = True
         self._census.restart()
         in_a_row = max(self._warn_after, len(self._levels) - 1)
         return Accusation(in_a_row, self._levels[-1] - self._levels[0], findings)
+
+    def _has_grown(self, unaccounted_bytes: int, collect: Callable[[], int] | None) -> bool:
+        """Whether memory grew since the last reading; if not, all begins anew."""
+        if self._levels and unaccounted_bytes > self._levels[-1]:
+            if collect is not None and len(self._levels) == self._next_look:  # it is about to become serious
+                unaccounted_bytes = collect()
+            if unaccounted_bytes > self._levels[-1]:
+                self._levels.append(unaccounted_bytes)
+                return True
+        self._levels = [unaccounted_bytes]
+        self._next_look = self._warn_after
+        self._census.restart()
+        return False
+
+    def _look(self, owned: Owned) -> list[Finding]:
+        """Note who was born since the last reading, and when growth has gone on for long enough, find what piles up."""
+        n_growths = len(self._levels) - 1
+        # Of a longer wait for the next look, only the last readings matter.
+        if n_growths <= self._next_look - self._warn_after:
+            return []
+        survivors = self._census.take(owned.storages)
+        if n_growths < self._next_look:
+            return []
+        self._next_look *= 2
+        return self._piles(survivors)
 
     def _growing_graphs(self) -> list[Finding]:
         if len(self._clocks) <= self._warn_after:

@@ -207,6 +207,25 @@ def test_the_graph_of_the_latest_step_is_not_accused(device):
     assert not epochs(device, model, *[step] * 8)
 
 
+def test_nobody_is_accused_without_a_collection(device):
+    model = Model()
+    ledger = Ledger(device.holds, warn_after=3)
+    collections = []
+
+    def read(level, after_collection):
+        owned = owned_by(model, [], device.holds)
+        model.kept.append(new())
+        return ledger.read(level, owned, collect=lambda: collections.append(level) or after_collection)
+
+    # Garbage grows; the real level stands still.
+    assert [read(level, 1000) for level in (1000, 2000, 3000, 4000)] == [None] * 4
+    assert collections == [4000]
+    # It all begins anew, from 1000; now the growth is real.
+    assert [read(level, level) for level in (1100, 1200)] == [None] * 2
+    assert read(1300, 1300) is not None
+    assert collections == [4000, 1300]
+
+
 def test_the_ledger_keeps_nothing_alive(device):
     model = Model()
     ledger = Ledger(device.holds, warn_after=3)
