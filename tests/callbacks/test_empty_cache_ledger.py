@@ -326,7 +326,7 @@ def test_a_cycle_per_batch_is_collected_and_not_accused(tmp_path):
     ],
 )
 def test_leaks_on_cuda(model, holder, tmp_path):
-    options: dict[str, Any] = {"accelerator": "cuda", "devices": 1, "max_epochs": 3, "logger": False}
+    options = {"accelerator": "cuda", "devices": 1, "max_epochs": 3, "logger": False}
     with pytest.warns(UserWarning, match="in 3 epochs in a row") as said:
         trainer(tmp_path, EmptyCache(), **options).fit(model(), loader(), loader(16, seed=1))
     (text,) = [str(warning.message) for warning in said if "in a row" in str(warning.message)]

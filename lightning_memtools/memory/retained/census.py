@@ -75,6 +75,9 @@ class Census:
 
 def _all_tensors() -> list[Tensor]:
     # By exact types: isinstance would run code of proxies and mocks that are somewhere among millions of objects.
-    everything = gc.get_objects()
-    kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, Tensor)}
-    return [one for one in everything if type(one) in kinds]
+    kinds = _with_subclasses(Tensor)
+    return [one for one in gc.get_objects() if type(one) in kinds]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))

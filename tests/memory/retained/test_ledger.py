@@ -11,7 +11,7 @@ from torch import nn
 from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.owned import owned_by
 from lightning_memtools.memory.retained.census import Census
-from lightning_memtools.memory.retained.ledger import Accusation, Ledger, Surroundings
+from lightning_memtools.memory.retained.ledger import Ledger, Surroundings
 from lightning_memtools.memory.retained.referrers import names_of_modules
 from lightning_memtools.memory.retained.wording import warning_text
 from tests.quick_gc import only_new_objects
@@ -38,7 +38,7 @@ def epochs(device, model, *steps, warn_after=3):
     """Let the ledger read after each step, and once before; what it says, and after which step."""
     surroundings = Surroundings([model], names_of_modules(model))
     ledger = Ledger(device.holds, warn_after=warn_after, find_surroundings=lambda: surroundings)
-    said: list[tuple[int, Accusation]] = []
+    said = []
     for i, step in enumerate([lambda: None, *steps]):
         step()
         owned = owned_by(model, [], device.holds)

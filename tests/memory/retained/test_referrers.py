@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.memory.retained.referrers import find_holder, names_of_modules
+from tests.quick_gc import only_new_objects
 
 IN_A_GLOBAL: list[Tensor] = []
+
+
+@pytest.fixture
+def _quick():
+    """Where no global is looked for: those were there before."""
+    with only_new_objects():
+        yield
 
 
 class Recorder:
@@ -107,6 +115,7 @@ def as_a_buffer(model):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.usefixtures("_quick")
 def test_attributes_of_a_known_module(keep, path, container):
     model = Model()
     tensor = keep(model)
@@ -116,6 +125,7 @@ def test_attributes_of_a_known_module(keep, path, container):
     assert any(held is tensor for held in holder.holds())
 
 
+@pytest.mark.usefixtures("_quick")
 def test_everything_in_the_same_containers_is_held_in_the_same_way():
     model = Model()
     model.outputs += [new() for _ in range(5)]
@@ -126,9 +136,10 @@ def test_everything_in_the_same_containers_is_held_in_the_same_way():
     assert holder.container is model.outputs
 
 
+@pytest.mark.usefixtures("_quick")
 def test_a_variable_in_a_closure():
     def make():
-        kept: list[Tensor] = []
+        kept = []
 
         def hook(module, args, output):
             kept.append(output)
@@ -147,6 +158,7 @@ def test_a_variable_in_a_closure():
     assert len(list(holder.holds())) == 2
 
 
+@pytest.mark.usefixtures("_quick")
 def test_a_hook_that_a_module_keeps_is_named_as_a_function():
     model = Model()
 
@@ -192,6 +204,7 @@ def test_a_global_a_class_attribute_and_a_default_argument():
     assert list(holder.holds()) == seen
 
 
+@pytest.mark.usefixtures("_quick")
 def test_the_nearest_object_with_a_name_is_told():
     model = Model()
     recorder = Recorder()
@@ -203,6 +216,7 @@ def test_the_nearest_object_with_a_name_is_told():
     assert holder.path == "Recorder.kept[0]"
 
 
+@pytest.mark.usefixtures("_quick")
 def test_without_anything_named_above_it_the_outermost_object_is_told():
     def hidden():
         recorder = Recorder()
@@ -216,11 +230,13 @@ def test_without_anything_named_above_it_the_outermost_object_is_told():
     del keeps_it_alive
 
 
+@pytest.mark.usefixtures("_quick")
 def test_local_variables_do_not_count():
     tensor = new()
     assert find_holder(tensor, {}) is None
 
 
+@pytest.mark.usefixtures("_quick")
 def test_the_callers_own_containers_are_ignored():
     model = Model()
     model.last = new()
