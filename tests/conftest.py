@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-
 # The models are small: a second thread would only wait, and slow down what runs beside it.
 torch.set_num_threads(1)
 
