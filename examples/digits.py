@@ -1,6 +1,7 @@
 """The main job: add callbacks to a Trainer, train a real model on real data, look at TensorBoard.
 
 scikit-learn's 1,797 handwritten digits and a convolutional network of Sequential blocks with BatchNorm and Dropout.
+Without a GPU it trains inside a VirtualDevice, which shows the memory that the same run would take on a GPU.
 
     python examples/digits.py [--epochs 8] [--logs logs]
 """
@@ -8,6 +9,7 @@ scikit-learn's 1,797 handwritten digits and a convolutional network of Sequentia
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 
 import lightning as L
 import torch
@@ -17,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_memtools import default_callbacks
+from lightning_memtools import VirtualDevice, default_callbacks
 
 
 def block(n_in: int, n_out: int) -> nn.Sequential:
@@ -98,8 +100,9 @@ def main() -> float:
         accelerator="auto",
     )
     model = DigitClassifier()
-    trainer.fit(model, train, val)
-    accuracy = float(trainer.test(model, test)[0]["test_accuracy"])
+    with nullcontext() if torch.accelerator.is_available() else VirtualDevice("RTX 3060"):
+        trainer.fit(model, train, val)
+        accuracy = float(trainer.test(model, test)[0]["test_accuracy"])
     print(f"\nAccuracy on {len(test.dataset)} test digits: {100 * accuracy:.1f}%")  # type: ignore[arg-type]
     print(f"Logs and reports: {trainer.log_dir}")
     print(f"To look at them:  tensorboard --logdir {args.logs}   then open http://localhost:6006/#custom_scalars")

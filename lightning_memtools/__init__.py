@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
     from lightning_memtools.callbacks.presets import default_callbacks
     from lightning_memtools.memory.stats import MemoryStats
+    from lightning_memtools.memory.virtual import VirtualDevice
 
 __version__ = "0.1.0"
 
@@ -21,10 +22,11 @@ _HOME_OF_NAME = {
     "LossCurves": "callbacks.loss_curves",
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
+    "VirtualDevice": "memory.virtual",
     "default_callbacks": "callbacks.presets",
 }
 
-__all__ = ["LossCurves", "MemoryMonitor", "MemoryStats", "default_callbacks"]
+__all__ = ["LossCurves", "MemoryMonitor", "MemoryStats", "VirtualDevice", "default_callbacks"]
 
 
 def __getattr__(name: str) -> object:

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch.optim import Optimizer
 
+from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stages import Phase, Stage
 from lightning_memtools.reporting._lightning import training_step
@@ -63,6 +64,7 @@ class MemoryMonitor(Callback):
         self.reset_peaks = reset_peaks
         self._run: MemoryRun | None = None
         self._directory: Path | None = None
+        self._carried = CarriedDevice()
 
     def charts(self, trainer: Trainer) -> Charts:
         """Allocated and reserved share one chart per stage; so do the parts of the composition."""
@@ -83,6 +85,7 @@ class MemoryMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device; say so if it cannot tell."""
         self._stop()
+        self._carried.enter()
         device = trainer.strategy.root_device
         reader = reader_for(device)
         self._run = MemoryRun(
@@ -100,10 +103,16 @@ class MemoryMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lay out TensorBoard's custom scalars."""
+        put_on_device(trainer, pl_module)
         write_layout(trainer)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Account for optimizer state that was restored from a checkpoint."""
+        put_on_device(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the train stage."""
+        put_on_device(trainer, pl_module)  # the sanity check may have been skipped
         between: Phase | None = None if pl_module.automatic_optimization else "forward"
         self._running().begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
 
@@ -144,7 +153,7 @@ class MemoryMonitor(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the val stage."""
         if not trainer.sanity_checking:
-            self._running().enter("val")
+            self._begin_evaluation(trainer, pl_module, "val")
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Log a point of the batch if asked to."""
@@ -158,7 +167,7 @@ class MemoryMonitor(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the test stage."""
-        self._running().enter("test")
+        self._begin_evaluation(trainer, pl_module, "test")
 
     def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Log a point of the batch if asked to."""
@@ -170,7 +179,7 @@ class MemoryMonitor(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the predict stage."""
-        self._running().enter("predict")
+        self._begin_evaluation(trainer, pl_module, "predict")
 
     def on_predict_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Log a point of the batch if asked to."""
@@ -191,6 +200,10 @@ class MemoryMonitor(Callback):
         if self._run is not None:
             self._summarize(trainer, self._run, over_all_ranks=False)
         self._stop()
+
+    def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, stage: Stage) -> None:
+        put_on_device(trainer, pl_module)
+        self._running().enter(stage)
 
     def _log_batch(self, trainer: Trainer, stage: Stage) -> None:
         if self.eval_batches:
@@ -223,3 +236,4 @@ class MemoryMonitor(Callback):
         if self._run is not None:
             self._run.close()
         self._run = None
+        self._carried.leave()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+from lightning_memtools.memory.virtual import VirtualDevice
 
 
 def reader_for(device: torch.device) -> MemoryReader | None:
@@ -16,6 +17,9 @@ def reader_for(device: torch.device) -> MemoryReader | None:
 
     None on the plain CPU, and on devices that keep no statistics.
     """
+    virtual = VirtualDevice.current()
+    if virtual is not None and device.type == "cpu":
+        return virtual
     return accelerator_reader(device)
 
 

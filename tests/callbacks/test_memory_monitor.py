@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from lightning_memtools import MemoryMonitor, VirtualDevice
+from lightning_memtools.memory.readers import AcceleratorReader, CudaReader, reader_for, stats_from_nested
+from lightning_memtools.memory.sizes import GIB, MIB
+from lightning_memtools.reporting.memory_run import MemoryRun
+from tests.event_files import scalars
+from tests.lightning_models import Adversaries, Regression, loader, trainer
+
+
+class Wide(Regression):
+    """Takes memory that arithmetic can tell: 1 MiB of weights without a bias, and a temporary of any size in a step."""
+
+    def __init__(self, temporary_mib: dict[str, list[int]] | None = None) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 65536, bias=False)
+        self.temporary_mib = temporary_mib or {}
+        self.n_steps = {"train": 0, "val": 0, "test": 0, "predict": 0}
+
+    def take(self, stage):
+        sizes = self.temporary_mib.get(stage, [])
+        index = self.n_steps[stage]
+        self.n_steps[stage] += 1
+        if index < len(sizes):
+            torch.empty(sizes[index] * MIB, dtype=torch.uint8)
+
+    def training_step(self, batch, batch_idx):
+        self.take("train")
+        return self.net(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            self.take("val")
+        return self.net(batch[0]).mean()
+
+    def test_step(self, batch, batch_idx):
+        self.take("test")
+
+    def predict_step(self, batch, batch_idx):
+        self.take("predict")
+        return batch[0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0, foreach=False)
+
+
+def gib(mib: float) -> float:
+    return mib / 1024
+
+
+def test_a_spike_of_one_step_is_seen_at_the_point_that_follows_it(tmp_path):
+    with VirtualDevice("1GiB"):
+        run = trainer(tmp_path, MemoryMonitor(every_n_steps=3))
+        run.fit(Wide({"train": [0, 100, 0, 0, 0, 0]}), loader(48, 8))
+    peaks = dict(scalars(run.log_dir)["memory/train/peak_allocated_gib"])
+    assert sorted(peaks) == [2, 5]
+    assert gib(100) < peaks[2] < gib(104)
+    assert peaks[5] < gib(8)
+
+
+def test_a_validation_run_neither_hides_nor_fakes_a_training_peak(tmp_path):
+    model = Wide({"train": [60, 0, 0, 30], "val": [0, 200]})
+    with VirtualDevice("1GiB"):
+        run = trainer(tmp_path, MemoryMonitor(every_n_steps=100), val_check_interval=2)
+        run.fit(model, loader(32, 8), loader(8, 8))
+    curves = scalars(run.log_dir)
+    ((step, train),) = curves["memory/train/peak_allocated_gib"]
+    assert step == 3
+    assert gib(60) < train < gib(66)
+    (first, second) = curves["memory/val/peak_allocated_gib"]
+    assert (first[0], second[0]) == (1, 3)
+    assert first[1] < gib(8)
+    assert gib(200) < second[1] < gib(204)
+
+
+def test_every_stage_has_its_tags_and_the_composition_adds_up_to_the_peak(tmp_path):
+    model = Wide({"test": [64], "predict": [32]})
+    with VirtualDevice("1GiB", used_by_others="100MiB"):
+        run = trainer(tmp_path, MemoryMonitor(phases=True))
+        run.fit(model, loader(), loader(8))
+        run.test(model, loader(8), verbose=False)
+        run.predict(model, loader(8))
+    curves = scalars(run.log_dir)
+    for stage in ("train", "val", "test", "predict"):
+        for figure in ("allocated_gib", "reserved_gib", "peak_allocated_gib", "peak_reserved_gib", "peak_used_pct",
+                       "fragmentation_pct"):  # fmt: skip
+            assert f"memory/{stage}/{figure}" in curves, (stage, figure)
+    assert curves["memory/capacity_gib"][0][1] == 1.0
+    used, reserved = curves["memory/device_used_gib"][-1][1], curves["memory/predict/reserved_gib"][-1][1]
+    assert used == pytest.approx(reserved + gib(100))
+    assert curves["memory/alloc_retries"][-1][1] == 0
+    assert len(curves["time/step_ms"]) == 4
+    peak = dict(curves["memory/train/peak_allocated_gib"])
+    parts = [dict(points) for tag, points in curves.items() if tag.startswith("memory/composition/")]
+    assert len(parts) == 6
+    for step in range(3):  # at step 3 validation's point stands over it
+        assert sum(part[step] for part in parts) == pytest.approx(peak[step])
+    assert dict(curves["memory/composition/parameters_gib"])[2] == gib(1)
+    assert dict(curves["memory/composition/gradients_gib"])[2] in {0.0, gib(1)}
+    phases = {phase: curves[f"memory/train/peak_{phase}_gib"][-1][1] for phase in ("forward", "backward", "optimizer")}
+    assert max(phases.values()) == pytest.approx(peak[3])
+    assert phases["backward"] > phases["optimizer"] >= gib(2)  # weights and their gradients
+
+
+def test_phases_of_a_manual_optimization(tmp_path):
+    with VirtualDevice():
+        run = trainer(tmp_path, MemoryMonitor(phases=True))
+        run.fit(Adversaries(), loader())
+    curves = scalars(run.log_dir)
+    peak = dict(curves["memory/train/peak_allocated_gib"])
+    for step in range(4):
+        phases = [
+            dict(curves[f"memory/train/peak_{phase}_gib"])[step] for phase in ("forward", "backward", "optimizer")
+        ]
+        assert max(phases) == pytest.approx(peak[step], abs=8192 / GIB)  # the monitor's own time lies between phases
+
+
+def test_a_point_per_evaluation_batch_when_asked_for(tmp_path):
+    model = Wide({"val": [10, 50, 20], "test": [5, 15]})
+    with VirtualDevice():
+        run = trainer(tmp_path, MemoryMonitor(eval_batches=True))
+        run.fit(model, loader(8), loader(24, 8))
+        run.test(model, loader(16, 8), verbose=False)
+    curves = scalars(run.log_dir)
+    steps, peaks = zip(*curves["memory/val/batch_peak_allocated_gib"], strict=True)
+    assert steps == (0, 1, 2)
+    assert [round(1024 * peak) for peak in peaks] == pytest.approx([10, 50, 20], abs=4)
+    assert len(curves["memory/test/batch_peak_allocated_gib"]) == 2
+    ((_, whole),) = curves["memory/val/peak_allocated_gib"]
+    assert whole == max(peaks)
+
+
+def test_without_resets_the_counter_is_left_alone(tmp_path):
+    with VirtualDevice() as device:
+        temporary = torch.empty(300 * MIB, dtype=torch.uint8)
+        del temporary
+        run = trainer(tmp_path, MemoryMonitor(reset_peaks=False))
+        run.fit(Wide(), loader())
+        assert device.stats().peak_allocated == 300 * MIB
+    assert {value for _, value in scalars(run.log_dir)["memory/train/peak_allocated_gib"]} == {gib(300)}
+
+
+def test_a_resumed_run_shows_the_optimizer_state_from_its_first_step(tmp_path):
+    class Adam(Wide):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-3, foreach=False)
+
+    with VirtualDevice():
+        first = trainer(tmp_path, MemoryMonitor())
+        first.fit(Adam(), loader())
+        first.save_checkpoint(tmp_path / "half.ckpt")
+    with VirtualDevice():
+        second = trainer(tmp_path, MemoryMonitor(), max_epochs=2)
+        second.fit(Adam(), loader(), ckpt_path=tmp_path / "half.ckpt")
+    optimizer = scalars(second.log_dir)["memory/composition/optimizer_gib"]
+    assert optimizer[0][0] == 4
+    assert optimizer[0][1] == pytest.approx(gib(2), abs=2048 / GIB)  # two moments of 1 MiB, and a step count
+
+
+def test_the_summary_is_a_file_a_text_and_one_short_block_on_the_console(tmp_path, capsys):
+    model = Wide({"train": [100], "test": [40]})
+    with VirtualDevice("512MiB"):
+        run = trainer(tmp_path, MemoryMonitor(), max_epochs=5)
+        run.fit(model, loader(), loader(8))
+        fit_says = capsys.readouterr().out
+        run.test(model, loader(8), verbose=False)
+    assert fit_says.count("Memory peaks on") == 1
+    assert "simulated" in fit_says
+    assert len(fit_says.splitlines()) < 25
+    text = (Path(run.log_dir) / "memtools" / "memory_summary_fit.md").read_text()
+    assert "| train | 10" in text
+    assert "| val | " in text
+    assert "parameters" in text
+    assert (Path(run.log_dir) / "memtools" / "memory_summary_test.md").exists()
+
+
+def test_out_of_memory_still_ends_with_a_summary(tmp_path, capsys):
+    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        trainer(tmp_path, MemoryMonitor()).fit(Wide({"train": [10, 100]}), loader())
+    out = capsys.readouterr().out
+    assert "Memory peaks on" in out
+    assert "out-of-memory errors: 1" in out
+
+
+def test_a_plain_cpu_gets_host_memory_and_one_line_that_says_how_to_see_more(tmp_path, capsys):
+    run = trainer(tmp_path, MemoryMonitor())
+    run.fit(Regression(), loader())
+    tags = {tag for tag in scalars(run.log_dir) if tag.startswith(("memory", "time"))}
+    assert tags == {"memory/host_rss_gib", "time/step_ms"}
+    assert capsys.readouterr().out.count("VirtualDevice") == 1
+
+
+def test_a_device_without_statistics_is_named_once_and_other_tags_are_logged(tmp_path):
+    class AnyAccelerator(CPUAccelerator):
+        def setup_device(self, device):
+            pass
+
+    # No device without statistics is here but "meta", on which a Trainer cannot run: the hook and the core are called.
+    strategy = SingleDeviceStrategy(device="meta", accelerator=AnyAccelerator())
+    monitor = MemoryMonitor()
+    with pytest.warns(UserWarning, match="meta keeps no memory statistics") as caught:
+        monitor.setup(trainer(tmp_path, monitor, strategy=strategy, accelerator="auto"), Regression(), "fit")
+    assert len([w for w in caught if "statistics" in str(w.message)]) == 1
+    run = MemoryRun(None, call="fit", device="meta")
+    run.begin_training(0, [], between_phases=None)
+    assert set(run.training_point(0)) == {"memory/host_rss_gib", "time/step_ms"}
+    assert "meta keeps no memory statistics" in run.summary(over_all_ranks=False).markdown()
+
+
+@pytest.mark.parametrize("bad", [0, -1])
+def test_an_interval_below_one_is_refused_with_its_value(bad):
+    with pytest.raises(ValueError, match=f"every_n_steps={bad} is not an interval"):
+        MemoryMonitor(every_n_steps=bad)
+
+
+def test_reading_a_device_that_was_never_used_gives_zeros():
+    stats = stats_from_nested({}, capacity=8 * GIB, free=6 * GIB)
+    assert (stats.allocated, stats.peak_reserved, stats.ooms) == (0, 0, 0)
+    assert (stats.capacity, stats.device_used) == (8 * GIB, 2 * GIB)
+
+
+def test_the_reader_of_a_plain_cpu_is_none():
+    assert reader_for(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [CudaReader, AcceleratorReader])
+def test_the_reader_says_what_torch_cuda_says(kind):
+    device = torch.device("cuda", 0)
+    kept = torch.empty(3 * MIB + 1, dtype=torch.uint8, device=device)
+    torch.empty(50 * MIB, dtype=torch.uint8, device=device)
+    stats = kind(device).stats()
+    assert stats.allocated == torch.cuda.memory_allocated()
+    assert stats.reserved == torch.cuda.memory_reserved()
+    assert stats.peak_allocated == torch.cuda.max_memory_allocated()
+    assert stats.peak_reserved == torch.cuda.max_memory_reserved()
+    flat = torch.cuda.memory_stats()
+    assert stats.active == flat["active_bytes.all.current"]
+    assert stats.inactive_split == flat["inactive_split_bytes.all.current"]
+    assert stats.requested == flat["requested_bytes.all.current"]
+    assert (stats.alloc_retries, stats.ooms) == (flat["num_alloc_retries"], flat["num_ooms"])
+    assert stats.capacity == torch.cuda.mem_get_info()[1]
+    assert stats.device_used is not None
+    assert stats.device_used >= stats.reserved
+    del kept
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_cuda(tmp_path):
+    from lightning_memtools import LossCurves  # noqa: PLC0415, next to its only use
+
+    class NoWaiting(L.Callback):
+        """Makes everything between the first step's end and the epoch's end raise if it synchronises."""
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            torch.cuda.set_sync_debug_mode("error" if batch_idx < 30 else "default")
+
+    class Plain(Regression):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch)  # without the test's own float()
+
+        def on_train_epoch_end(self):
+            torch.cuda.set_sync_debug_mode("default")
+
+    def resident():
+        for _ in range(32):
+            yield [torch.randn(8, 4, device="cuda"), torch.randn(8, 1, device="cuda")]
+
+    try:
+        run = trainer(
+            tmp_path, MemoryMonitor(phases=True), LossCurves(grad_norm=True), NoWaiting(), accelerator="gpu", devices=1,
+            logger=L.pytorch.loggers.CSVLogger(tmp_path), limit_train_batches=32,
+        )  # fmt: skip
+        run.fit(Plain(), resident())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.global_step == 32

@@ -1,0 +1,110 @@
+"""The main job, as a user does it: run the example, start TensorBoard, look at its pages in a browser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.browser import chromium, get, tensorboard, texts
+
+ROOT = Path(__file__).parents[2]
+RUN = "lightning_logs/version_0"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """What the example printed, and where it logged."""
+    logs = tmp_path_factory.mktemp("demo") / "logs"
+    command = [sys.executable, str(ROOT / "examples" / "digits.py"), "--logs", str(logs)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=ROOT)
+    return result.stdout, logs
+
+
+@pytest.fixture(scope="module")
+def board(demo, tmp_path_factory):
+    """The address of a TensorBoard server over the example's logs."""
+    with tensorboard(demo[1], tmp_path_factory.mktemp("server") / "output") as address:
+        yield address
+
+
+def test_the_example_reaches_95_percent_and_says_where_to_look(demo):
+    printed, logs = demo
+    (accuracy,) = (line.split()[-1] for line in printed.splitlines() if line.startswith("Accuracy on"))
+    assert float(accuracy.rstrip("%")) >= 95
+    assert f"tensorboard --logdir {logs}" in printed
+    assert printed.count("Memory peaks on") == 2  # one block for fit, one for test
+    assert "simulated" in printed
+
+
+def test_the_server_offers_every_tag_of_the_design(board):
+    tags = set(get(board, "plugin/scalars/tags")[RUN])
+    expected = {"loss/train", "loss/val", "memory/capacity_gib", "memory/device_used_gib", "memory/host_rss_gib",
+                "memory/alloc_retries", "memory/ooms", "time/step_ms"}  # fmt: skip
+    for stage in ("train", "val", "test"):
+        expected |= {f"memory/{stage}/{figure}" for figure in (
+            "allocated_gib", "reserved_gib", "peak_allocated_gib", "peak_reserved_gib", "peak_used_pct",
+            "fragmentation_pct")}  # fmt: skip
+    categories = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
+    expected |= {f"memory/composition/{category}_gib" for category in categories}
+    assert expected <= tags
+    losses = get(board, "plugin/scalars/scalars", run=RUN, tag="loss/train")
+    assert losses[-1][2] < losses[0][2] / 4  # it learned
+
+
+def test_the_server_offers_one_layout_with_losses_and_memory_on_shared_charts(board):
+    layout = get(board, "plugin/custom_scalars/layout")
+    charts = {
+        category["title"]: {chart["title"]: chart["multiline"]["tag"] for chart in category["chart"]}
+        for category in layout["category"]
+    }
+    assert set(charts) == {"memory", "loss"}
+    query = {"run": RUN, "tag": charts["loss"]["training and validation"][0]}
+    assert set(get(board, "plugin/custom_scalars/scalars", **query)["tag_to_events"]) == {"loss/train"}
+    (memory,) = charts["memory"]["train: allocated and reserved"]
+    drawn = get(board, "plugin/custom_scalars/scalars", run=RUN, tag=memory)["tag_to_events"]
+    assert set(drawn) == {
+        f"memory/train/{peak}{kind}_gib" for peak in ("", "peak_") for kind in ("allocated", "reserved")
+    }
+
+
+def test_the_server_offers_the_summaries_as_tables(board):
+    (tag,) = get(board, "plugin/text/tags")[RUN]
+    entries = get(board, "plugin/text/text", run=RUN, tag=tag)
+    assert tag == "memtools/memory_summary/text_summary"
+    assert "<table>" in entries[0]["text"]
+    assert "simulated" in entries[0]["text"]
+    assert len(entries) == 2
+
+
+def test_a_browser_draws_the_charts(board, tmp_path):
+    with chromium() as window:
+        window.get(f"{board}/#custom_scalars")
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            cards = texts(window, "tf-custom-scalar-multi-line-chart-card")
+            matches = [text for text in texts(window, "tf-custom-scalar-card-heading") if text.strip()]
+            lines = window.execute_script(COUNT_LINES)
+            if len(cards) >= 5 and lines >= 12:
+                break
+            time.sleep(1)
+        window.save_screenshot(str(tmp_path / "custom_scalars.png"))
+        assert len(cards) >= 5, "memory: train, val, device, composition; loss: one"
+        assert {"train: allocated and reserved", "training and validation"} <= {text.strip() for text in matches}
+        assert lines >= 12, "each chart draws its curves"
+
+
+# Plottable draws one <path> with a "d" for each curve.
+COUNT_LINES = """
+let found = 0;
+(function walk(root) {
+    for (const element of root.querySelectorAll('*')) {
+        if (element.tagName === 'path' && (element.getAttribute('d') || '').includes('L')) found += 1;
+        if (element.shadowRoot) walk(element.shadowRoot);
+    }
+})(document);
+return found;
+"""
