@@ -21,7 +21,7 @@ class AllocatorConfig:
         max_non_split_rounding: A request of at least ``max_split_size`` takes a cached block that is less than this
             much too large. None for ``large_segment_size``.
         roundup_power2_divisions: Into how many steps the range between two powers of two is divided for rounding:
-            one entry per interval of sizes (see `rounding.roundup_divisions_of`), 0 or 1 for none. Empty: none anywhere.
+            one entry per interval of sizes (`rounding.roundup_divisions_of`), 0 or 1 for none. Empty for no rounding.
         garbage_collection_threshold: The share of the allowed memory above which old cached segments are given back;
             0 for never. Without effect unless ``per_process_memory_fraction`` is below 1.
         per_process_memory_fraction: The share of the device that the allocator may reserve.

@@ -50,7 +50,7 @@ class Reserve:
         fraction = config.per_process_memory_fraction
         self.allowed = None if capacity is None or fraction >= 1 else int(fraction * capacity)
         self._next_address = _FIRST_ADDRESS
-        self._spare_ranges: dict[int, list[int]] = {}
+        self._spare_ranges: dict[int, int] = {}
 
     @property
     def device_free(self) -> int | None:
@@ -84,8 +84,13 @@ class Reserve:
 
     def take_range(self, free_blocks: FreeBlocks, size: int, page_size: int) -> Segment:
         """Begin an expandable segment: a range of addresses with no memory behind it yet."""
-        spare = self._spare_ranges.get(size)
-        segment = Segment(spare.pop() if spare else self._new_addresses(size), size, free_blocks, page_size)
+        spares = [address for address, spare_size in self._spare_ranges.items() if spare_size == size]
+        address = min(spares, default=None)
+        if address is None:
+            address = self._new_addresses(size)
+        else:
+            del self._spare_ranges[address]
+        segment = Segment(address, size, free_blocks, page_size)
         self.segments[segment.address] = segment
         return segment
 
@@ -93,7 +98,7 @@ class Reserve:
         """End an expandable segment that has no memory behind it any more."""
         del self.segments[segment.address]
         # Ranges are as large as the device: were their addresses not reused, a long run could use them up.
-        self._spare_ranges.setdefault(segment.size, []).append(segment.address)
+        self._spare_ranges[segment.address] = segment.size
 
     def count_taken(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
         """Count memory that the device gave, and tell the observer."""

@@ -1,0 +1,154 @@
+"""Rules 5 (lookup), 7 (split) and 8 (merge), one by one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingAllocator
+
+KIB, MIB = 2**10, 2**20
+
+
+def sizes(allocator: CachingAllocator) -> list[tuple[int, bool]]:
+    """Every block's size in KiB, and whether it is allocated, by address."""
+    return [(block.size // KIB, block.allocated) for block in allocator.blocks()]
+
+
+def cached(allocator: CachingAllocator, *segments: int) -> list[Block]:
+    """Leave free segments of these sizes in the cache, in this order of age."""
+    blocks = [allocator.malloc(size) for size in segments]
+    for block in blocks:
+        allocator.free(block)
+    return blocks
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
+    allocator = CachingAllocator()
+    thirty, twelve, fourteen = cached(allocator, 30 * MIB, 12 * MIB, 14 * MIB)
+    assert allocator.malloc(13 * MIB).address == fourteen.address
+    assert allocator.malloc(11 * MIB).address == twelve.address
+    assert allocator.malloc(11 * MIB).address == thirty.address
+
+
+def test_among_equals_the_oldest_segment_is_taken_whatever_was_freed_last() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(12 * MIB) for _ in range(3)]
+    for index in (1, 2, 0):
+        allocator.free(blocks[index])
+    assert [allocator.malloc(12 * MIB).address for _ in range(3)] == [block.address for block in blocks]
+
+
+def test_among_equals_of_one_segment_the_lower_address_is_taken() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(512) for _ in range(5)]
+    allocator.free(blocks[3])
+    allocator.free(blocks[1])
+    assert allocator.malloc(512).address == blocks[1].address
+    assert allocator.malloc(512).address == blocks[3].address
+
+
+def test_a_block_of_exactly_the_size_is_not_split() -> None:
+    allocator = CachingAllocator()
+    cached(allocator, 12 * MIB)
+    allocator.malloc(12 * MIB)
+    assert sizes(allocator) == [(12 * KIB, True)]
+
+
+def test_small_blocks_are_split_to_the_last_512_bytes() -> None:
+    allocator = CachingAllocator()
+    block = allocator.malloc(MIB)
+    allocator.malloc(MIB - 512)
+    assert [b.size for b in allocator.blocks()] == [MIB, MIB - 512, 512]
+    assert block.size == MIB
+
+
+@pytest.mark.parametrize(("rest", "is_split"), [(MIB, False), (MIB + 512, True)])
+def test_large_blocks_are_split_when_more_than_1_mib_is_left(rest: int, is_split: bool) -> None:
+    allocator = CachingAllocator()
+    block = allocator.malloc(12 * MIB - rest)
+    assert allocator.reserved == 12 * MIB
+    assert block.size == (12 * MIB - rest if is_split else 12 * MIB)
+    assert len(list(allocator.blocks())) == (2 if is_split else 1)
+
+
+def test_the_front_goes_to_the_caller_and_the_rest_is_free() -> None:
+    allocator = CachingAllocator()
+    first, second = allocator.malloc(3 * MIB), allocator.malloc(5 * MIB)
+    assert second.address == first.address + 3 * MIB
+    assert sizes(allocator) == [(3 * KIB, True), (5 * KIB, True), (12 * KIB, False)]
+    assert allocator.stats().inactive_split == 12 * MIB
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_a_freed_block_merges_with_free_neighbours(order: tuple[int, int, int]) -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(size * MIB) for size in (3, 4, 5)]
+    for n_freed, index in enumerate(order, start=1):
+        allocator.free(blocks[index])
+        free = [block for block in allocator.blocks() if not block.allocated]
+        assert all(a.address + a.size != b.address for a, b in pairwise(free))
+        assert sum(block.size for block in free) == (8 + sum((3, 4, 5)[i] for i in order[:n_freed])) * MIB
+    assert sizes(allocator) == [(20 * KIB, False)]
+    assert allocator.stats().inactive_split == 0
+
+
+def test_small_and_large_requests_do_not_share_segments() -> None:
+    allocator = CachingAllocator()
+    allocator.malloc(MIB)  # small: a 2 MiB segment
+    allocator.malloc(MIB + 1)  # large: a 20 MiB segment
+    assert allocator.reserved == 22 * MIB
+    allocator.malloc(MIB)
+    allocator.malloc(5 * MIB)
+    assert allocator.reserved == 22 * MIB
+
+
+def test_without_a_split_the_whole_block_counts_as_allocated() -> None:
+    allocator = CachingAllocator()
+    block = allocator.malloc(11 * MIB + 1)
+    assert (block.size, block.requested) == (12 * MIB, 11 * MIB + 1)
+    assert allocator.allocated == 12 * MIB
+
+
+# --- max_split_size_mb
+
+OVERSIZE = AllocatorConfig.parse("max_split_size_mb:40")
+
+
+def test_an_oversize_block_does_not_serve_smaller_requests() -> None:
+    allocator = CachingAllocator(OVERSIZE)
+    cached(allocator, 40 * MIB)
+    allocator.malloc(39 * MIB)  # below 40: neither takes nor splits the cached 40
+    assert allocator.reserved == 80 * MIB
+
+
+def test_an_oversize_request_takes_a_block_less_than_20_mib_too_large() -> None:
+    allocator = CachingAllocator(OVERSIZE)
+    cached(allocator, 60 * MIB)
+    block = allocator.malloc(40 * MIB + 512)  # 60 MiB is less than that and 20 MiB
+    assert (block.size, allocator.reserved) == (60 * MIB, 60 * MIB)
+    allocator.free(block)
+    allocator.malloc(40 * MIB)
+    assert allocator.reserved == 100 * MIB
+
+
+def test_how_much_too_large_can_be_set() -> None:
+    allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40,max_non_split_rounding_mb:30"))
+    cached(allocator, 60 * MIB)
+    assert allocator.malloc(40 * MIB).size == 60 * MIB
+
+
+def test_below_the_limit_blocks_are_split_as_ever() -> None:
+    allocator = CachingAllocator(OVERSIZE)
+    cached(allocator, 38 * MIB)
+    assert allocator.malloc(30 * MIB).size == 30 * MIB
+    assert allocator.reserved == 38 * MIB
+
+
+def test_the_block_that_is_found_first_decides_even_if_another_would_do() -> None:
+    # torch looks at the best fit only: 60 MiB is refused, the 70 MiB behind it are refused with it.
+    allocator = CachingAllocator(OVERSIZE)
+    cached(allocator, 60 * MIB, 70 * MIB)
+    allocator.malloc(12 * MIB)
+    assert allocator.reserved == 142 * MIB

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_memtools.memory.allocator import AllocatorConfig
+
+MIB = 2**20
+
+
+def test_nothing_means_torchs_defaults() -> None:
+    config = AllocatorConfig.parse("")
+    assert config == AllocatorConfig()
+    assert config.max_split_size is None
+    assert not config.expandable_segments
+    assert config.large_segment_size == 20 * MIB
+
+
+def test_every_setting_is_read() -> None:
+    config = AllocatorConfig.parse(
+        "expandable_segments:True, max_split_size_mb:64,max_non_split_rounding_mb:48,garbage_collection_threshold:0.6,"
+        "per_process_memory_fraction:0.5,large_segment_size_mb:32,roundup_power2_divisions:4"
+    )
+    assert config == AllocatorConfig(
+        expandable_segments=True,
+        max_split_size=64 * MIB,
+        max_non_split_rounding=48 * MIB,
+        garbage_collection_threshold=0.6,
+        per_process_memory_fraction=0.5,
+        large_segment_size=32 * MIB,
+        roundup_power2_divisions=(4,) * 16,
+    )
+
+
+def test_a_list_of_divisions_fills_intervals_as_torch_does() -> None:
+    # The first entry holds for all smaller sizes, ">" for all larger ones; what is skipped (4 MiB here) has none.
+    divisions = AllocatorConfig.parse("roundup_power2_divisions:[2:1,8:4,>:8]").roundup_power2_divisions
+    assert divisions == (1, 1, 0, 4, *(8,) * 12)
+
+
+def test_a_list_may_switch_rounding_off_and_name_sizes_beyond_the_last_interval() -> None:
+    divisions = AllocatorConfig.parse("roundup_power2_divisions:[1:2,65536:0]").roundup_power2_divisions
+    assert divisions == (2,) + (0,) * 15
+
+
+def test_settings_that_move_no_device_memory_are_accepted() -> None:
+    text = "pinned_use_background_threads:True,backend:native,release_lock_on_cudamalloc:True"
+    assert AllocatorConfig.parse(text) == AllocatorConfig()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "expandable_segments:True",
+        "max_split_size_mb:64,garbage_collection_threshold:0.5,per_process_memory_fraction:0.25",
+        "large_segment_size_mb:40,max_non_split_rounding_mb:50,roundup_power2_divisions:[1:2,2:4,>:8]",
+    ],
+)
+def test_a_config_and_its_string_say_the_same(text: str) -> None:
+    config = AllocatorConfig.parse(text)
+    assert AllocatorConfig.parse(config.to_string()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [
+        ("expandable_segment:True", "'expandable_segment'"),
+        ("expandable_segments", "'expandable_segments'"),
+        ("expandable_segments:true", "'expandable_segments:true'"),
+        ("max_split_size_mb:64,,", "''"),
+        ("max_split_size_mb:10", "'max_split_size_mb:10'"),
+        ("max_split_size_mb:x", "'x' is not a whole number"),
+        ("max_split_size_mb:-1", "'-1' is not a whole number"),
+        ("large_segment_size_mb:10", "'large_segment_size_mb:10'"),
+        # 64 would do for 20 MiB segments, but must be at least the large segment size, wherever that stands.
+        ("max_split_size_mb:64,large_segment_size_mb:80", "'max_split_size_mb:64'"),
+        ("roundup_power2_divisions:3", "'3' is not a power of two"),
+        ("roundup_power2_divisions:[256:1", "no closing bracket"),
+        ("roundup_power2_divisions:[256]", "'256' is not size_in_mb:divisions"),
+        ("roundup_power2_divisions:[100:2]", "'100' is not a power of two"),
+        ("garbage_collection_threshold:1.5", "'garbage_collection_threshold:1.5'"),
+        ("garbage_collection_threshold:high", "'high' is not a number"),
+        ("per_process_memory_fraction:2", "'per_process_memory_fraction:2'"),
+    ],
+)
+def test_errors_quote_the_bad_part_and_list_the_accepted_keys(text: str, quoted: str) -> None:
+    with pytest.raises(ValueError, match="ccepted") as caught:
+        AllocatorConfig.parse(text)
+    message = str(caught.value)
+    assert quoted in message
+    assert "expandable_segments, max_split_size_mb, max_non_split_rounding_mb, roundup_power2_divisions" in message
+
+
+@pytest.mark.parametrize("text", ["backend:cudaMallocAsync", "throw_on_cudamalloc_oom:True"])
+def test_what_torch_knows_but_is_not_simulated_says_so(text: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' in .* is not simulated"):
+        AllocatorConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_split_size": 19 * MIB},
+        {"large_segment_size": 10 * MIB},
+        {"roundup_power2_divisions": (4,)},
+        {"roundup_power2_divisions": (3,) * 16},
+        {"garbage_collection_threshold": 1.0},
+        {"per_process_memory_fraction": -0.1},
+    ],
+)
+def test_values_out_of_range_are_refused_by_the_class_too(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        AllocatorConfig(**arguments)  # type: ignore[arg-type]

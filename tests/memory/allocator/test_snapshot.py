@@ -1,0 +1,220 @@
+"""Snapshots have torch's form, and torch's own tools read them."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.cuda import _memory_viz as viz
+
+from lightning_memtools.memory.allocator import (
+    AllocatorConfig,
+    CachingAllocator,
+    SimulatedOutOfMemory,
+    save_snapshot,
+    take_snapshot,
+)
+
+MIB = 2**20
+
+
+def program(config: str = "") -> CachingAllocator:
+    """A block in use, one that waits for another stream, a free one, a segment given back, and out of memory."""
+    allocator = CachingAllocator(AllocatorConfig.parse(config), capacity=100 * MIB, record=True)
+    allocator.malloc(600, label="model.py:48:forward\ntrain.py:7:main")
+    waiting = allocator.malloc(3 * MIB, label="aten.addmm")
+    free = allocator.malloc(5 * MIB)
+    allocator.record_stream(waiting, 7)
+    allocator.free(waiting)
+    allocator.free(free)
+    allocator.free(allocator.malloc(60 * MIB))
+    with pytest.raises(SimulatedOutOfMemory):
+        allocator.malloc(110 * MIB)
+    waiting = allocator.malloc(4 * MIB, label="aten.mm")
+    allocator.record_stream(waiting, 7)
+    allocator.free(waiting)
+    return allocator
+
+
+def actions(snapshot: dict[str, Any]) -> list[str]:
+    return [entry["action"] for entry in snapshot["device_traces"][0]]
+
+
+def test_segments_and_blocks_are_described_as_torch_does() -> None:
+    snapshot = take_snapshot(program())
+    small, large = snapshot["segments"]
+    first = 1 << 40
+    assert small == {
+        "device": 0,
+        "address": first,
+        "total_size": 2 * MIB,
+        "allocated_size": 1024,
+        "active_size": 1024,
+        "requested_size": 600,
+        "stream": 0,
+        "segment_type": "small",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": [
+            {
+                "address": first,
+                "size": 1024,
+                "requested_size": 600,
+                "state": "active_allocated",
+                "frames": [
+                    {"filename": "model.py", "line": 48, "name": "forward"},
+                    {"filename": "train.py", "line": 7, "name": "main"},
+                ],
+            },
+            {
+                "address": first + 1024,
+                "size": 2 * MIB - 1024,
+                "requested_size": 0,
+                "state": "inactive",
+                "frames": [],
+            },
+        ],
+    }
+    assert (large["total_size"], large["allocated_size"], large["active_size"]) == (20 * MIB, 0, 4 * MIB)
+    assert [block["state"] for block in large["blocks"]] == ["active_pending_free", "inactive"]
+    assert large["blocks"][0]["frames"] == [{"filename": "", "line": 0, "name": "aten.mm"}]
+
+
+def test_the_history_names_every_action_in_order() -> None:
+    snapshot = take_snapshot(program())
+    assert actions(snapshot) == [
+        *["segment_alloc", "alloc"] * 2,
+        "alloc",
+        *["free_requested"] * 2,  # the first waits for stream 7
+        "free_completed",
+        "segment_alloc",
+        *["alloc", "free_requested", "free_completed"],
+        "free_completed",  # the failing request waited for the stream
+        *["segment_free"] * 2,
+        "oom",
+        *["segment_alloc", "alloc", "free_requested"],
+    ]
+    oom = next(entry for entry in snapshot["device_traces"][0] if entry["action"] == "oom")
+    assert "addr" not in oom
+    assert (oom["device_free"], oom["size"]) == (98 * MIB, 110 * MIB)
+    alloc = snapshot["device_traces"][0][1]
+    assert (alloc["addr"], alloc["size"], alloc["stream"], alloc["pool_id"]) == (1 << 40, 600, 0, (0, 0))
+    assert alloc["frames"][0] == {"filename": "model.py", "line": 48, "name": "forward"}
+
+
+def test_the_history_of_an_expandable_segment_maps_and_unmaps() -> None:
+    snapshot = take_snapshot(program("expandable_segments:True"))
+    assert {"segment_map", "segment_unmap"} <= set(actions(snapshot))
+    assert not {"segment_alloc", "segment_free"} & set(actions(snapshot))
+    assert all(segment["is_expandable"] for segment in snapshot["segments"])
+    assert sum(segment["total_size"] for segment in snapshot["segments"]) == 22 * MIB
+
+
+def test_an_expandable_segment_with_gaps_is_shown_as_its_mapped_stretches() -> None:
+    allocator = CachingAllocator(AllocatorConfig(expandable_segments=True))
+    blocks = [allocator.malloc(size * MIB) for size in (20, 40, 20)]
+    allocator.free(blocks[1])
+    allocator.empty_cache()
+    segments = take_snapshot(allocator)["segments"]
+    assert [(segment["address"], segment["total_size"]) for segment in segments] == [
+        (blocks[0].address, 20 * MIB),
+        (blocks[2].address, 20 * MIB),
+    ]
+
+
+def test_settings_are_told_under_torchs_names() -> None:
+    config = "expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:4"
+    settings = take_snapshot(CachingAllocator(AllocatorConfig.parse(config)))["allocator_settings"]
+    assert settings["expandable_segments"] is True
+    assert settings["max_split_size"] == 64 * MIB
+    assert settings["roundup_power2_divisions"] == {str(2**i): 4 for i in range(16)}
+    assert AllocatorConfig.parse(settings["PYTORCH_CUDA_ALLOC_CONF"]) == AllocatorConfig.parse(config)
+
+
+def test_without_a_trace_there_is_a_state_and_no_history() -> None:
+    allocator = CachingAllocator()
+    allocator.malloc(4)
+    snapshot = take_snapshot(allocator)
+    assert snapshot["device_traces"] == [[]]
+    assert snapshot["segments"][0]["allocated_size"] == 512
+
+
+def test_the_history_adds_up_to_the_state() -> None:
+    # What the viewer does: it takes the segments as they are and walks the history backwards.
+    snapshot = take_snapshot(program())
+    live: dict[int, int] = {}
+    reserved = 0
+    for entry in snapshot["device_traces"][0]:
+        if entry["action"] == "alloc":
+            assert entry["addr"] not in live
+            live[entry["addr"]] = entry["size"]
+        elif entry["action"] == "free_completed":
+            assert live.pop(entry["addr"]) == entry["size"]
+        elif entry["action"] == "segment_alloc":
+            reserved += entry["size"]
+        elif entry["action"] == "segment_free":
+            reserved -= entry["size"]
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    assert live == {block["address"]: block["requested_size"] for block in blocks if block["state"] != "inactive"}
+    assert reserved == sum(segment["total_size"] for segment in snapshot["segments"])
+
+
+@pytest.mark.parametrize("config", ["", "expandable_segments:True"])
+def test_torchs_own_tools_read_a_saved_snapshot(tmp_path: Path, config: str) -> None:
+    path = tmp_path / "snapshot.pickle"
+    save_snapshot(program(config), path)
+    with path.open("rb") as file:
+        snapshot = pickle.load(file)  # noqa: S301, written two lines above
+    summary = viz.segsum(snapshot)  # raises where sizes do not add up
+    assert "segments: 2\n" in summary
+    assert "total_reserved: 22.0MiB" in summary
+    assert "total_allocated: 600.0B" in summary
+    history = viz.trace(snapshot)
+    assert "raise OutOfMemoryError # 110.0MiB requested, 98.0MiB free in CUDA" in history
+    assert f"{len(snapshot['device_traces'][0])} entries" in history
+    flames = viz.memory(snapshot, format_flamegraph=str)
+    assert "stream_0;active_allocated;train.py:7:main;model.py:48:forward 600" in flames
+    assert f"stream_0;active_pending_free;:0:aten.mm {4 * MIB}" in flames
+    assert "seg_" in viz.segments(snapshot, format_flamegraph=str)
+    assert "Active Memory Timeline" in viz.trace_plot(snapshot)
+    assert "Allocator State History" in viz.segment_plot(snapshot)
+
+
+def test_torchs_command_line_reads_it_too(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pickle"
+    save_snapshot(program(), path)
+    command = [sys.executable, "-m", "torch.cuda._memory_viz", "stats", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "total_reserved: 22.0MiB" in run.stdout
+
+
+def test_the_pickle_has_only_what_the_viewer_can_read(tmp_path: Path) -> None:
+    # torch/utils/viz/MemoryViz.js reads pickles with a reader of its own, which knows these and up to protocol 4.
+    known = {
+        *("APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE", "DICT"),
+        *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "FRAME", "LIST", "LONG1", "LONG_BINGET", "LONG_BINPUT", "MARK"),
+        *(
+            "MEMOIZE",
+            "NEWFALSE",
+            "NEWTRUE",
+            "NONE",
+            "PROTO",
+            "SETITEM",
+            "SETITEMS",
+            "SHORT_BINUNICODE",
+            "STOP",
+            "TUPLE",
+        ),
+        *("TUPLE1", "TUPLE2", "TUPLE3"),
+    }
+    path = tmp_path / "snapshot.pickle"
+    save_snapshot(program(), path)
+    opcodes = list(pickletools.genops(path.read_bytes()))
+    assert {opcode.name for opcode, _, _ in opcodes} <= known
+    assert opcodes[0][1] == 4

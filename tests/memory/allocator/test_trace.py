@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, Trace
+from lightning_memtools.memory.allocator.trace import Context, Kind
+
+MIB = 2**20
+
+
+def recorded() -> CachingAllocator:
+    """One event of every kind."""
+    allocator = CachingAllocator(capacity=100 * MIB, used_by_others=MIB, record=True)
+    first = allocator.malloc(600, label="weight")
+    second = allocator.malloc(12 * MIB, stream=3, pool=1, label="activation")
+    allocator.record_stream(second, 4)
+    allocator.free(second)
+    allocator.synchronize(4)
+    allocator.synchronize()
+    allocator.release_pool(1)
+    allocator.empty_cache()
+    allocator.used_by_others = 2 * MIB
+    with pytest.raises(SimulatedOutOfMemory):
+        allocator.malloc(100 * MIB, label="too much")
+    allocator.reset_peaks()
+    allocator.free(first)
+    return allocator
+
+
+def test_events_are_recorded_in_order_with_allocations_by_number() -> None:
+    trace = recorded().trace
+    assert trace is not None
+    assert list(trace.events()) == [
+        (Kind.CONTEXT, 1),
+        (Kind.MALLOC, 600),
+        (Kind.CONTEXT, 2),
+        (Kind.MALLOC, 12 * MIB),
+        (Kind.STREAM, 4),
+        (Kind.RECORD_STREAM, 2),
+        (Kind.FREE, 2),
+        (Kind.STREAM, 4),
+        (Kind.SYNCHRONIZE, 1),
+        (Kind.SYNCHRONIZE, 0),
+        (Kind.RELEASE_POOL, 1),
+        (Kind.EMPTY_CACHE, 0),
+        (Kind.USED_BY_OTHERS, 2 * MIB),
+        (Kind.CONTEXT, 3),
+        (Kind.FAILED_MALLOC, 100 * MIB),
+        (Kind.RESET_PEAKS, 0),
+        (Kind.FREE, 1),
+    ]
+    assert trace.contexts == [
+        Context(),
+        Context(0, 0, "weight"),
+        Context(3, 1, "activation"),
+        Context(0, 0, "too much"),
+    ]
+
+
+def test_stream_pool_and_label_are_kept_once() -> None:
+    allocator = CachingAllocator(record=True)
+    for label in ["a", "a", "b", "a"]:
+        allocator.malloc(512, label=label)
+    assert allocator.trace is not None
+    assert len(allocator.trace.contexts) == 3
+    assert len(allocator.trace) == 4 + 3
+
+
+def test_an_event_takes_8_bytes_and_a_little_spare_room() -> None:
+    allocator = CachingAllocator(record=True)
+    for _ in range(10_000):
+        allocator.free(allocator.malloc(4096))
+    assert allocator.trace is not None
+    assert len(allocator.trace) == 20_000
+    assert allocator.trace.n_bytes == 160_000
+
+
+def test_without_recording_there_is_no_trace() -> None:
+    assert CachingAllocator().trace is None
+
+
+def test_a_saved_trace_is_the_same_when_loaded(tmp_path: Path) -> None:
+    config = AllocatorConfig.parse("max_split_size_mb:64,roundup_power2_divisions:4")
+    trace = recorded().trace
+    assert trace is not None
+    trace.config = config
+    trace.save(tmp_path / "trace.json")
+    loaded = Trace.load(tmp_path / "trace.json")
+    assert (loaded.config, loaded.capacity, loaded.used_by_others) == (config, 100 * MIB, MIB)
+    assert loaded.contexts == trace.contexts
+    assert list(loaded.events()) == list(trace.events())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "not json",
+        "[]",
+        "{}",
+        json.dumps({"format": "lightning_memtools allocator trace", "version": 99}),
+        '{"format": 1}',
+    ],
+)
+def test_other_files_are_refused_with_their_name(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"other\.json is not an allocator trace of version 1"):
+        Trace.load(path)
