@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
+from lightning_memtools.memory.virtual.accumulation import is_gradient_sum, references_of_autograd
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.kinds import Kind, compose, is_matmul, kind_of
 from lightning_memtools.memory.virtual.ledger import Ledger
@@ -52,6 +53,7 @@ class AccountingMode(TorchDispatchMode):
         cuda_like: bool = False,
     ) -> None:
         super().__init__()
+        references_of_autograd()
         self.scopes: list[str] = []
         self.silent = 0
         self.made_silently: set[int] | None = None
@@ -74,6 +76,8 @@ class AccountingMode(TorchDispatchMode):
         """Run the operator, then account for what it made."""
         if types and not _ORDINARY.issuperset(types):
             return NotImplemented
+        if is_gradient_sum(func, args, kwargs):
+            return torch.ops.aten.add_.Tensor(*args)
         kwargs = kwargs or {}
         kind = _kinds.get(func)
         if kind is None:

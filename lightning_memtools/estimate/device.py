@@ -1,0 +1,94 @@
+"""A virtual device that records its history, over operators that behave as CUDA's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memtools.estimate.kernels import KERNELS, Kernel
+from lightning_memtools.estimate.recording import Recorder, RecordingLedger
+from lightning_memtools.memory.allocator import CachingAllocator
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
+
+
+class TracedDevice(VirtualDevice):
+    """A `VirtualDevice` without a limit, whose whole history is in `recorder`.
+
+    Args:
+        allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
+        cuda: Whether operators take CUDA's memory (see `kernels` and `functions`), or that of the CPU.
+        cublas_workspace: What cuBLAS takes at the first matrix product of forward, and again of backward.
+
+    Attributes:
+        recorder: The history.
+    """
+
+    def __init__(self, *, allocator: str = "", cuda: bool, cublas_workspace: str = "0MiB") -> None:
+        super().__init__(
+            allocator=allocator, cublas_workspace=cublas_workspace if cuda else "0MiB", cuda_like=cuda, record=True
+        )
+        self._cuda = cuda
+        self.recorder = Recorder(self._allocator)
+        self._ledger: RecordingLedger = RecordingLedger(self._allocator, self.recorder)
+
+    @property
+    def simulation(self) -> CachingAllocator:
+        """The simulated allocator as the trace left it."""
+        return self._allocator
+
+    def finish(self) -> None:
+        """Write down what all memory that is still held is for."""
+        self._attribute()
+        self._ledger.finish()
+
+    def work_with(self, n_bytes: int) -> None:
+        """Take memory for a moment, as a kernel's workspace."""
+        self._ledger.work_with(n_bytes)
+
+    def _new_mode(self) -> AccountingMode:
+        return _TracedMode(
+            self._ledger,
+            self._names,
+            fail=self._fail,
+            cublas_workspace=self._cublas_workspace,
+            cuda_like=self._cuda_like,
+            recorder=self.recorder,
+            kernels=KERNELS if self._cuda else {},
+        )
+
+
+class _TracedMode(AccountingMode):
+    """Counts what operators make, and notes which operator runs."""
+
+    def __init__(self, ledger: RecordingLedger, *args: Any, recorder: Recorder, kernels: dict[Any, Kernel], **options: Any):
+        super().__init__(ledger, *args, **options)
+        self._recorder = recorder
+        self._kernels = kernels
+        self.work_with: Callable[[int], None] = ledger.work_with
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, or what CUDA has in its place."""
+        self._recorder.operation = func
+        kernel = self._kernels.get(func)
+        if kernel is None or self.silent:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+        def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+            return AccountingMode.__torch_dispatch__(self, func, types, args, kwargs)
+
+        return kernel(self, run, func, args, kwargs or {})
+
+    def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
+        """A module is called."""
+        depth = super().enter_module(module, args, kwargs)
+        self._recorder.enter_place(self.scopes[-1])
+        return depth
+
+    def leave_to(self, depth: int) -> None:
+        """A module, a closure or a step has ended."""
+        super().leave_to(depth)
+        self._recorder.enter_place(self.scopes[-1] if self.scopes else OUTSIDE)
