@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +73,41 @@ def chromium() -> Iterator[webdriver.Chrome]:
         window.quit()
 
 
-def texts(window: webdriver.Chrome, tag: str) -> list[str]:
-    """The text of every element of this tag, inside shadow roots too."""
+def seen(window: webdriver.Chrome) -> str:
+    """All text of the page, inside shadow roots too, a line per element that has any."""
     script = """
-    const [wanted, found] = [arguments[0], []];
+    const lines = [];
+    (function walk(node) {
+        if (node.nodeType === Node.TEXT_NODE && node.textContent.trim()) lines.push(node.textContent.trim());
+        if (['SCRIPT', 'STYLE', 'TEMPLATE'].includes(node.tagName)) return;
+        if (node.shadowRoot) walk(node.shadowRoot);
+        for (const child of node.childNodes) walk(child);
+    })(document.body);
+    return lines.join('\\n');
+    """
+    return str(window.execute_script(script))
+
+
+def count_curves(window: webdriver.Chrome) -> int:
+    """How many curves the page's charts draw: plottable gives each a <path> of line segments."""
+    script = """
+    let found = 0;
     (function walk(root) {
         for (const element of root.querySelectorAll('*')) {
-            if (element.tagName.toLowerCase() === wanted) found.push(element.textContent);
+            if (element.tagName === 'path' && (element.getAttribute('d') || '').includes('L')) found += 1;
             if (element.shadowRoot) walk(element.shadowRoot);
         }
     })(document);
     return found;
     """
-    return list(window.execute_script(script, tag))
+    return int(window.execute_script(script))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True

@@ -38,7 +38,7 @@ class Regression(L.LightningModule):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.net = nn.Sequential(
+        self.net: nn.Module = nn.Sequential(
             nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1)
         )
         self.train_losses: list[float] = []

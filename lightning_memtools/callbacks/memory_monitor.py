@@ -65,6 +65,10 @@ class MemoryMonitor(Callback):
         self._run: MemoryRun | None = None
         self._directory: Path | None = None
         self._carried = CarriedDevice()
+        # TensorBoard drops what stands at a step when the same tag comes again at that step or an earlier one. So these
+        # go on over all calls of the Trainer.
+        self._n_batches: dict[Stage, int] = {}
+        self._summary_step = -1
 
     def charts(self, trainer: Trainer) -> Charts:
         """Allocated and reserved share one chart per stage; so do the parts of the composition."""
@@ -96,6 +100,7 @@ class MemoryMonitor(Callback):
             phases=self.phases and stage == "fit",
             per_rank=self.per_rank,
             eval_batches=self.eval_batches,
+            has_trained=training_step(trainer) > 0,
         )
         self._directory = report_directory(trainer)
         if trainer.is_global_zero and self._run.shortcoming and device.type != "cpu":
@@ -207,8 +212,9 @@ class MemoryMonitor(Callback):
 
     def _log_batch(self, trainer: Trainer, stage: Stage) -> None:
         if self.eval_batches:
-            index, scalars = self._running().batch_point(stage)
-            log_scalars(trainer, scalars, index)
+            index = self._n_batches.get(stage, 0)
+            self._n_batches[stage] = index + 1
+            log_scalars(trainer, self._running().batch_point(stage), index)
 
     def _end_evaluation(self, trainer: Trainer, stage: Stage) -> None:
         run = self._running()
@@ -229,7 +235,8 @@ class MemoryMonitor(Callback):
             return
         text = summary.markdown()
         write_report(self._directory, f"memory_summary_{run.call}.md", text)
-        log_text(trainer, "memtools/memory_summary", text, training_step(trainer))
+        self._summary_step = max(self._summary_step + 1, training_step(trainer))
+        log_text(trainer, "memtools/memory_summary", text, self._summary_step)
         summary.print(Console())
 
     def _stop(self) -> None:

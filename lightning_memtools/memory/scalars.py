@@ -28,8 +28,6 @@ def device_scalars(stage: Stage, point: MemoryPoint, *, since: MemoryStats) -> d
         "memory/capacity_gib": stats.capacity,
         "memory/device_used_gib": stats.device_used,
     }
-    for category, n_bytes in (point.composition or {}).items():
-        sizes[f"memory/composition/{category}_gib"] = n_bytes
     scalars = {tag: to_gib(n_bytes) for tag, n_bytes in sizes.items() if n_bytes is not None}
     if point.peak_reserved is not None and stats.capacity:
         scalars[f"memory/{stage}/peak_used_pct"] = 100 * point.peak_reserved / stats.capacity
@@ -40,6 +38,11 @@ def device_scalars(stage: Stage, point: MemoryPoint, *, since: MemoryStats) -> d
     if stats.ooms is not None:
         scalars["memory/ooms"] = stats.ooms - (since.ooms or 0)
     return scalars
+
+
+def composition_scalars(point: MemoryPoint) -> dict[str, float]:
+    """What allocated memory consisted of when it was highest, in GiB; nothing where it is not known."""
+    return {f"memory/composition/{part}_gib": to_gib(size) for part, size in (point.composition or {}).items()}
 
 
 def batch_scalars(stage: Stage, point: MemoryPoint) -> dict[str, float]:

@@ -11,7 +11,14 @@ from lightning_memtools.memory.host import host_rss_bytes
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.readers import CudaReader
-from lightning_memtools.memory.scalars import batch_scalars, device_scalars, over_ranks, phase_scalars, possible_tags
+from lightning_memtools.memory.scalars import (
+    batch_scalars,
+    composition_scalars,
+    device_scalars,
+    over_ranks,
+    phase_scalars,
+    possible_tags,
+)
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stages import STAGES, MemoryPoint, Phase, PhaseWatch, Stage, StagePeak, StageWatch
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
@@ -36,6 +43,8 @@ class MemoryRun:
         phases: Whether to follow the phases of a training step.
         per_rank: Whether to give every rank's own values.
         eval_batches: Whether evaluation batches get points of their own.
+        has_trained: Whether the Trainer has trained before this call. Training and evaluation share the composition's
+            tags, which then belong to training alone.
     """
 
     def __init__(
@@ -48,16 +57,17 @@ class MemoryRun:
         phases: bool = False,
         per_rank: bool = False,
         eval_batches: bool = False,
+        has_trained: bool = False,
     ) -> None:
         self.call = call
         self.device = device
         self.last_step = -1
         self._reader = reader
         self._per_rank = per_rank
+        self._has_trained = has_trained or call == "fit"
         self._gather = RankGather()
         self._training = False
         self._step_time = Stopwatch()
-        self._batches: dict[Stage, int] = {}
         self._since = MemoryStats()
         self._stage_watch: StageWatch | None = None
         self._phase_watch: PhaseWatch | None = None
@@ -149,7 +159,10 @@ class MemoryRun:
         """The scalars of a point, over all ranks; collective."""
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes()), **(extra or {})}
         if self._stage_watch is not None:
-            scalars |= device_scalars(stage, self._stage_watch.point(stage), since=self._since)
+            point = self._stage_watch.point(stage)
+            scalars |= device_scalars(stage, point, since=self._since)
+            if stage == "train" or not self._has_trained:
+                scalars |= composition_scalars(point)
         if self._gather.world_size == 1:
             return scalars
         tags = possible_tags(stage)
@@ -158,19 +171,17 @@ class MemoryRun:
         known = [{tag: x for tag, x in zip(tags, row, strict=True) if not math.isnan(x)} for row in by_rank]
         return over_ranks(known, stage, per_rank=self._per_rank)
 
-    def batch_point(self, stage: Stage) -> tuple[int, dict[str, float]]:
-        """The index of an evaluation batch among its stage's in this call, and its scalars, of this rank alone.
+    def batch_point(self, stage: Stage) -> dict[str, float]:
+        """The scalars of an evaluation batch, of this rank alone.
 
         Ranks may have different numbers of evaluation batches, so nothing here may wait for another rank.
         """
-        index = self._batches.get(stage, 0)
-        self._batches[stage] = index + 1
         window = self._batch_window
         if window is None:
-            return index, {}
+            return {}
         point = MemoryPoint(self._counter.fold(), window.allocated, window.reserved, window.composition)
         window.restart()
-        return index, batch_scalars(stage, point)
+        return batch_scalars(stage, point)
 
     def summary(self, *, over_all_ranks: bool) -> MemorySummary:
         """The end of the call; collective if `over_all_ranks`."""

@@ -19,7 +19,7 @@ class MemorySummary:
 
     Attributes:
         device: The device's name.
-        simulated: Whether its figures are simulated.
+        simulated: Whether its figures are simulated; its name says so, and its capacity.
         peaks: The highest of each stage; with several ranks, the highest of any rank.
         capacity: Bytes of the device, where known.
         alloc_retries: Count since the run began, where known.
@@ -44,12 +44,11 @@ class MemorySummary:
     note: str = ""
 
     def title(self) -> str:
-        """One line: the device, its capacity, and whether it is simulated."""
-        capacity = f", {format_size(self.capacity)}" if self.capacity is not None else ""
-        simulated = " [simulated]" if self.simulated else ""
+        """One line: the device and its capacity."""
+        capacity = f", {format_size(self.capacity)}" if self.capacity is not None and not self.simulated else ""
         ranks = f", highest of {self.ranks} ranks" if self.ranks > 1 else ""
         subject = "Memory peaks" if self.peaks else "Memory"
-        return f"{subject} on {self.device}{capacity}{ranks}{simulated}"
+        return f"{subject} on {self.device}{capacity}{ranks}"
 
     def stage_table(self) -> Table:
         """One row per stage."""

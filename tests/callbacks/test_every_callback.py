@@ -196,7 +196,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(callback, tmp_path):
     def run(epochs: int, resume: str | None, *callbacks: L.Callback) -> tuple[L.Trainer, Regression]:
         L.seed_everything(0, verbose=False)
         model = Regression()
-        model.net[3] = torch.nn.Identity()  # RNG states are not part of a checkpoint
+        model.net.add_module("3", torch.nn.Identity())  # RNG states are not part of a checkpoint
         fit = trainer(tmp_path, *callbacks, max_epochs=epochs)
         fit.fit(model, loader(), loader(16), ckpt_path=resume)
         return fit, model

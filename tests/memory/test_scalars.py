@@ -1,6 +1,13 @@
 from __future__ import annotations
 
-from lightning_memtools.memory.scalars import batch_scalars, device_scalars, over_ranks, phase_scalars, possible_tags
+from lightning_memtools.memory.scalars import (
+    batch_scalars,
+    composition_scalars,
+    device_scalars,
+    over_ranks,
+    phase_scalars,
+    possible_tags,
+)
 from lightning_memtools.memory.sizes import GIB
 from lightning_memtools.memory.stages import MemoryPoint
 from lightning_memtools.memory.stats import MemoryStats
@@ -31,10 +38,12 @@ def test_every_figure_has_its_tag_and_unit():
         "memory/val/fragmentation_pct": 25.0,
         "memory/capacity_gib": 8.0,
         "memory/device_used_gib": 6.0,
-        "memory/composition/parameters_gib": 0.5,
-        "memory/composition/activations_gib": 1.5,
         "memory/alloc_retries": 4,
         "memory/ooms": 0,
+    }
+    assert composition_scalars(FULL) == {
+        "memory/composition/parameters_gib": 0.5,
+        "memory/composition/activations_gib": 1.5,
     }
 
 
@@ -47,7 +56,8 @@ def test_a_sample_is_never_shown_under_the_name_of_a_peak():
 
 
 def test_whatever_is_logged_can_be_reduced():
-    scalars = device_scalars("train", FULL, since=MemoryStats()) | phase_scalars({"forward": 1, "backward": 2})
+    scalars = device_scalars("train", FULL, since=MemoryStats()) | composition_scalars(FULL)
+    scalars |= phase_scalars({"forward": 1, "backward": 2})
     assert set(scalars) <= set(possible_tags("train"))
 
 

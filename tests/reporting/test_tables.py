@@ -5,6 +5,7 @@ import io
 from markdown import markdown
 from rich.console import Console
 
+from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.memory.stages import StagePeak
@@ -67,5 +68,9 @@ def test_the_console_form_is_one_short_block_without_the_long_table():
     assert len(out.getvalue().splitlines()) < 25
 
 
-def test_simulated_figures_are_called_so():
-    assert "[simulated]" in MemorySummary(device="virtual", simulated=True).title()
+def test_a_simulated_device_says_so_in_its_name():
+    name = VirtualDevice("24GiB").name
+    assert "simulated" in name
+    title = MemorySummary(device=name, simulated=True, peaks={"train": StagePeak(1)}, capacity=24 * GIB).title()
+    assert title == f"Memory peaks on {name}"
+    assert title.count("24") == 1

@@ -266,7 +266,8 @@ class VirtualDevice:
         self.__init__(**options)  # type: ignore[misc]
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{key}={value!r}" for key, value in self._options.items() if value)
+        defaults = {"capacity": None, **type(self).__init__.__kwdefaults__}
+        given = ", ".join(f"{key}={value!r}" for key, value in self._options.items() if value != defaults[key])
         return f"VirtualDevice({given})"
 
     # --- how it is done
@@ -401,7 +402,7 @@ def _trackable(thing: object) -> Iterator[nn.Module | Optimizer | torch.Tensor]:
 
 def _fall_silent_in_fork() -> None:
     """A forked process inherits modes and patches, but its memory is not the device's: a worker only sends batches."""
-    for device in list(_active):
+    for device in _active:
         device._forget_everything()
     _here.mode = None
 

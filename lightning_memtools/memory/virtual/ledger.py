@@ -228,4 +228,3 @@ class Ledger:
     def _give_back(self, entry: Entry) -> None:
         self._bytes[entry.category] -= entry.block.size
         self.allocator.free(entry.block)
-

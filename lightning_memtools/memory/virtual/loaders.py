@@ -68,4 +68,3 @@ def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_worker
                 mode.enter_tensor(part, Category.INPUT, OUTSIDE)
             else:
                 mode.enter_copy(part, Category.INPUT)
-

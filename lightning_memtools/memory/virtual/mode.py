@@ -235,7 +235,11 @@ class AccountingMode(TorchDispatchMode):
         for tensor, state in zip(written, before, strict=True):
             after = _storage_state(tensor)
             # A tensor that was given another tensor's storage shares its fate, on the device or not.
-            if after is None or after == state or isinstance(source, torch.Tensor) and after[0] != (state or after)[0]:
+            if (
+                after is None
+                or after == state
+                or (isinstance(source, torch.Tensor) and after[0] != (state or after)[0])
+            ):
                 continue
             if on_device(tensor):
                 self._resize(tensor.untyped_storage(), *self._purpose(args, kwargs))

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memtools.memory import capacity
+from lightning_memtools.memory.capacity import find_gpu, known_gpus, parse_capacity
+
+GIB = 2**30
+
+
+def rows() -> list[dict[str, Any]]:
+    path = Path(capacity.__file__).with_name("gpus.json")
+    gpus: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["gpus"]
+    return gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("24GiB", 24 * GIB),
+        ("24 GB", 24 * 10**9),
+        ("512MiB", 2**29),
+        ("RTX 3060", 12_622_168_064),
+        ("T4", 14_930 * 2**20),
+    ],
+)
+def test_a_capacity_is_a_size_or_a_gpus_usable_bytes(text: str, n_bytes: int) -> None:
+    assert parse_capacity(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "RTX-4090 24GB", " rtx_4090 "])
+def test_names_may_be_written_as_people_write_them(text: str) -> None:
+    assert parse_capacity(text) == parse_capacity("RTX 4090 24GB")
+    assert 23.63 * GIB < parse_capacity(text) < 23.64 * GIB
+
+
+def test_a_name_with_several_sizes_needs_one() -> None:
+    with pytest.raises(ValueError, match="'A100' comes with different sizes: write 'A100 80GB' or 'A100 40GB'"):
+        parse_capacity("A100")
+    assert parse_capacity("A100 40GB") == 42_298_834_944
+
+
+@pytest.mark.parametrize(
+    ("text", "suggested"),
+    [
+        ("RTX 4900", "'RTX 4090 24GB'"),
+        ("4090", "'RTX 4090 24GB'"),
+        ("H10O 80GB", "'H100 80GB'"),
+        ("A100 60GB", "'A100 80GB'"),
+    ],
+)
+def test_an_unknown_name_gets_near_ones(text: str, suggested: str) -> None:
+    with pytest.raises(ValueError, match="Did you mean") as caught:
+        parse_capacity(text)
+    message = str(caught.value)
+    assert f"Not a capacity: {text!r}" in message
+    assert suggested in message
+    assert '"24GiB"' in message
+
+
+@pytest.mark.parametrize("text", ["", "many bytes", "24", "-1GiB", "24 gibberish"])
+def test_what_resembles_nothing_is_quoted_and_the_units_are_listed(text: str) -> None:
+    with pytest.raises(ValueError, match="Not a capacity") as caught:
+        parse_capacity(text)
+    assert repr(text) in str(caught.value)
+    assert "KiB, MiB, GiB, TiB (powers of 1024)" in str(caught.value)
+
+
+def test_nothing_is_no_capacity() -> None:
+    with pytest.raises(ValueError, match="more than zero bytes"):
+        parse_capacity("0GiB")
+
+
+def test_a_size_is_no_gpu() -> None:
+    assert find_gpu("24GiB") is None
+
+
+def test_estimates_say_so_and_stay_below_the_shares_that_drivers_report() -> None:
+    estimate = find_gpu("RTX 3070")
+    assert estimate is not None
+    assert (estimate.estimated, estimate.usable_bytes) == (True, int(8 * GIB * 0.95))
+    with_ecc = find_gpu("A10")
+    assert with_ecc is not None
+    assert with_ecc.usable_bytes == int(24 * GIB * 0.91)
+    for row in rows():
+        if row["usable_bytes"] is not None:
+            share = 0.91 if row.get("inline_ecc") else 0.95
+            assert share < row["usable_bytes"] / (int(row["marketing"].removesuffix("GB")) * GIB) < 1, row["name"]
+
+
+def test_every_row_names_its_sources() -> None:
+    assert len(rows()) >= 25
+    for row in rows():
+        assert row["source"]
+        assert (row["usable_bytes"] is None) == (row["usable_source"] is None)
+    assert len(known_gpus()) == len(rows())

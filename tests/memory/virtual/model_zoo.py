@@ -1,0 +1,196 @@
+"""Small models with an input each, and one training step for all."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+Make = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
+
+
+def mlp() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 7)), (torch.randn((9, 40)),)
+
+
+def convolutions() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, groups=2),
+        nn.GroupNorm(4, 16),
+        nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    )
+    return net, (torch.randn((4, 3, 24, 24)),)
+
+
+def depthwise_1d() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    net = nn.Sequential(nn.Conv1d(4, 8, 5), nn.BatchNorm1d(8), nn.ConvTranspose1d(8, 4, 3, stride=2), nn.Tanh())
+    return net, (torch.randn((3, 4, 50)),)
+
+
+def transformer_encoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 2), (torch.randn((3, 10, 32)),)
+
+
+class Attention(nn.Module):
+    """Scaled dot product attention, causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def attention() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Attention(), (torch.randn((2, 12, 32)),)
+
+
+class Words(nn.Module):
+    """Embedding, mean, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 24)
+        self.norm = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(x))).mean(1)
+
+
+def words() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Words(), (torch.zeros((6, 11), dtype=torch.int64),)
+
+
+class Gru(nn.Module):
+    """A recurrent cell, unrolled by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(10, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(x.shape[0], 20)
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return state
+
+
+def gru_cell() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Gru(), (torch.randn((5, 4, 10)),)
+
+
+def dropout() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return nn.Sequential(nn.Linear(30, 30), nn.Dropout(0.5), nn.Linear(30, 3), nn.Dropout1d(0.1)), (
+        torch.randn((8, 30)),
+    )
+
+
+class Checkpointed(nn.Module):
+    """Two segments, recomputed in backward; one kind of checkpoint each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(20, 80), nn.GELU(), nn.Linear(80, 20))
+        self.second = nn.Sequential(nn.Linear(20, 80), nn.GELU(), nn.Linear(80, 20))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint  # noqa: PLC0415
+
+        x = checkpoint(self.first, x, use_reentrant=False)
+        return checkpoint(self.second, x, use_reentrant=True)
+
+
+def checkpointed() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Checkpointed(), (torch.randn((7, 20)),)
+
+
+class HalfPrecision(nn.Module):
+    """An autocast region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layers(x).softmax(-1)
+
+
+def autocast() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return HalfPrecision(), (torch.randn((9, 16)),)
+
+
+PLAIN: dict[str, Make] = {
+    make.__name__: make
+    for make in (
+        mlp,
+        convolutions,
+        depthwise_1d,
+        transformer_encoder,
+        attention,
+        words,
+        gru_cell,
+        dropout,
+        checkpointed,
+        autocast,
+    )
+}
+
+# Name and input size: small, because the machine that runs the tests is.
+TORCHVISION = {
+    "resnet18": 32,
+    "mobilenet_v3_small": 32,
+    "squeezenet1_1": 32,
+    "shufflenet_v2_x0_5": 32,
+}
+
+
+def torchvision_model(name: str) -> Make:
+    """A maker of one of torchvision's models; skips the test where torchvision cannot be had."""
+    tool = Path(__file__).parents[4] / "shared" / "tools" / "torchvision_cpu.py"
+    if importlib.util.find_spec("torchvision") is None or not tool.exists():
+        pytest.skip("needs torchvision and ../shared/tools/torchvision_cpu.py, which makes it importable on the CPU")
+    spec = importlib.util.spec_from_file_location("torchvision_cpu", tool)
+    assert spec is not None
+    assert spec.loader is not None
+    helper = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(helper)
+    if "torchvision" not in sys.modules:
+        helper.declare_operators()
+    import torchvision.models as models  # noqa: PLC0415
+
+    def make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        return getattr(models, name)(num_classes=10), (torch.randn((2, 3, TORCHVISION[name], TORCHVISION[name])),)
+
+    return make
+
+
+def train_step(model: nn.Module, inputs: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer | None) -> Any:
+    """One step: zero_grad after forward, as Lightning does it."""
+    loss = model(*inputs).float().square().mean()
+    if optimizer is not None:
+        optimizer.zero_grad()
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    return loss.detach()
