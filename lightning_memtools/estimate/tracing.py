@@ -39,11 +39,28 @@ class Subject:
         model: Any module.
         step: Computes the loss of a batch, for modules that are no LightningModule or instead of its own step.
         optimizer: An optimizer, its class, a function of the parameters, or None.
+        ddp_bucket_mb: The size of DDP's buckets in MiB; None without DDP.
     """
 
     model: nn.Module
     step: StepFunction | None = None
     optimizer: Optimizer | type[Optimizer] | MakeOptimizer | None = None
+    ddp_bucket_mb: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is simulated.
+
+    Attributes:
+        cuda: Operators take CUDA's memory, not that of the CPU.
+        allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
+        cublas_workspace: The size of a cuBLAS workspace.
+    """
+
+    cuda: bool
+    allocator: str = ""
+    cublas_workspace: str = "0MiB"
 
 
 @dataclass(slots=True)
@@ -87,21 +104,21 @@ class Tracer(Watch):
         return batch
 
     def seen(self, optimizers: list[Optimizer]) -> None:
-        """An optimizer that has state already brings it along."""
+        """An optimizer that has state already brings it along; all live until it is known what is theirs."""
+        self.optimizers = optimizers
         for optimizer in optimizers:
             if optimizer.state:
                 self._device.track(optimizer)
 
 
-def trace(
-    subject: Subject, batch: Any, recipe: Recipe, *, cuda: bool, allocator: str = "", cublas_workspace: str = "0MiB"
-) -> Traced:
+def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings) -> Traced:
     """Run the steps on fake tensors; nothing is computed and the user's objects stay as they are.
 
     Raises:
         Whatever the user's step raises.
     """
-    device = TracedDevice(allocator=allocator, cuda=cuda, cublas_workspace=cublas_workspace)
+    cuda = settings.cuda
+    device = TracedDevice(allocator=settings.allocator, cuda=cuda, cublas_workspace=settings.cublas_workspace)
     result = Traced(device)
     dtype = recipe.precision.dtype
     model = subject.model
@@ -188,4 +205,4 @@ def _rng_untouched() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-Trace = Callable[[Any], Traced]
+def trace_on_cpu(): ...
