@@ -12,11 +12,11 @@ FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is small, so that the first sum starts early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)."""
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, float | None, bool]:
-    """The module in a DistributedDataParallel, its bucket size in MiB, and whether gradients are views of buckets."""
-    if not isinstance(model, DistributedDataParallel):
-        return model, None, False
-    return model.module, model.bucket_bytes_cap / 2**20, bool(model.gradient_as_bucket_view)
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module in a DistributedDataParallel; any other module itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    assert isinstance(inner, nn.Module)
+    return inner
 
 
 def bucket_bytes(parameters: Iterable[nn.Parameter], bucket_mb: float) -> list[int]:

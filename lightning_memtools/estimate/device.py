@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from lightning_memtools.estimate.kernels import KERNELS, Kernel
 from lightning_memtools.estimate.recording import Recorder, RecordingLedger
 from lightning_memtools.memory.allocator import CachingAllocator
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
 
 
@@ -20,18 +21,21 @@ class TracedDevice(VirtualDevice):
 
     Args:
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        cuda: Whether operators take CUDA's memory (see `kernels` and `functions`), or that of the CPU.
+        cuda: Whether it stands for a GPU, or for the CPU.
         cublas_workspace: What cuBLAS takes at the first matrix product of forward, and again of backward.
+        kernels: Whether operators take what CUDA's kernels do; on real tensors they cannot.
 
     Attributes:
         recorder: The history.
     """
 
-    def __init__(self, *, allocator: str = "", cuda: bool, cublas_workspace: str = "0MiB") -> None:
+    def __init__(
+        self, *, allocator: str = "", cuda: bool, cublas_workspace: str = "0MiB", kernels: bool = True
+    ) -> None:
         super().__init__(
             allocator=allocator, cublas_workspace=cublas_workspace if cuda else "0MiB", cuda_like=cuda, record=True
         )
-        self._cuda = cuda
+        self._kernels = KERNELS if cuda and kernels else {}
         self.recorder = Recorder(self._allocator)
         self._ledger: RecordingLedger = RecordingLedger(self._allocator, self.recorder)
 
@@ -45,9 +49,10 @@ class TracedDevice(VirtualDevice):
         self._attribute()
         self._ledger.finish()
 
-    def work_with(self, n_bytes: int) -> None:
-        """Take memory for a moment, as a kernel's workspace."""
-        self._ledger.work_with(n_bytes)
+    def hold_buckets(self, sizes: Iterable[int]) -> None:
+        """Take the buckets of DDP, for good."""
+        for n_bytes in sizes:
+            self._ledger.hold_for(n_bytes, Category.GRADIENT, "(DDP bucket)")
 
     def _new_mode(self) -> AccountingMode:
         return _TracedMode(
@@ -57,14 +62,16 @@ class TracedDevice(VirtualDevice):
             cublas_workspace=self._cublas_workspace,
             cuda_like=self._cuda_like,
             recorder=self.recorder,
-            kernels=KERNELS if self._cuda else {},
+            kernels=self._kernels,
         )
 
 
 class _TracedMode(AccountingMode):
     """Counts what operators make, and notes which operator runs."""
 
-    def __init__(self, ledger: RecordingLedger, *args: Any, recorder: Recorder, kernels: dict[Any, Kernel], **options: Any):
+    def __init__(
+        self, ledger: RecordingLedger, *args: Any, recorder: Recorder, kernels: dict[Any, Kernel], **options: Any
+    ):
         super().__init__(ledger, *args, **options)
         self._recorder = recorder
         self._kernels = kernels

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_memtools.estimate.buckets import unwrapped
 from lightning_memtools.estimate.fallback import estimate_on_cpu, explain
 from lightning_memtools.estimate.limits import Limit, cublas_workspace_of
 from lightning_memtools.estimate.precision import Precision, PrecisionName
@@ -81,10 +83,10 @@ def estimate_memory(
     if capacity is not None:
         Limit.parse(capacity)
     recipe = Recipe(stage=stage, precision=Precision.parse(precision), steps=steps, accumulate=accumulate, clip=clip)
+    if ddp_bucket_mb is None and isinstance(model, DistributedDataParallel):
+        ddp_bucket_mb = model.bucket_bytes_cap / 2**20
     subject = Subject(model=model, step=step, optimizer=optimizer, ddp_bucket_mb=ddp_bucket_mb)
-    settings = Settings(
-        cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity)
-    )
+    settings = Settings(cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity))
     return _estimate(subject, batch, recipe, settings, capacity)
 
 
@@ -98,8 +100,8 @@ def _estimate(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, 
         obstacle = explain(error)
         if obstacle is None:
             raise
-        return estimate_on_cpu(subject, batch, recipe, settings, obstacle, capacity=capacity, retrace=retrace)
-    return read_estimate(traced, subject.model, batch, settings, capacity=capacity, retrace=retrace)
+        return estimate_on_cpu(subject, batch, recipe, settings, obstacle, capacity=capacity)
+    return read_estimate(traced, unwrapped(subject.model), batch, settings, capacity=capacity, retrace=retrace)
 
 
 def _check(
@@ -131,5 +133,3 @@ def _check(
     name = STEP_NAMES[stage]
     if step is None and getattr(model, name, None) is None:
         raise ValueError(f"{type(model).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")
-
-

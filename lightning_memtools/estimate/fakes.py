@@ -11,7 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 # Objects that are looked at but never into: they belong to the program, not to the model.
-_OPAQUE = (str, bytes, int, float, complex, type, ModuleType, threading.Thread, torch.dtype, torch.device, torch.Size)
+_OPAQUE = (
+    *(str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, torch.Generator),
+    *(ModuleType, FunctionType, MethodType, BuiltinFunctionType, threading.Thread, partial),
+)
+# What a LightningModule refers to of the program around it.
+_AROUND = frozenset({"_trainer", "_fabric"})
 _MAX_OBJECTS = 1_000_000
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -86,6 +92,17 @@ class TensorExchange:
         return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+class RealExchange(TensorExchange):
+    """As `TensorExchange`, with stand-ins that hold the values of the originals."""
+
+    def _data(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            raise ValueError("A tensor of the model is on the meta device and has no values: build the model for real.")
+        copy = super()._data(tensor)
+        copy.copy_(tensor.detach())
+        return copy
+
+
 @contextmanager
 def borrowed(roots: Iterable[Any], exchange: TensorExchange) -> Iterator[None]:
     """While entered, what the roots hold of tensors are stand-ins; afterwards everything is as it was.
@@ -134,7 +151,10 @@ def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tu
         container = _container(thing)
         if container is None:
             continue
-        items = list(container.values()) if isinstance(container, dict) else list(container)
+        if isinstance(container, dict):
+            items = [value for key, value in container.items() if key not in _AROUND]
+        else:
+            items = list(container)
         noted.append((container, container.copy()))
         if isinstance(container, dict):
             for key, value in list(container.items()):
@@ -151,7 +171,7 @@ def _container(thing: Any) -> Any:
     """What of an object can be noted and put back: its attributes, or itself where it is a container."""
     if isinstance(thing, (dict, list, deque, set)):
         return thing
-    if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)) or (callable(thing) and not isinstance(thing, nn.Module)):
+    if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)):
         return None
     return getattr(thing, "__dict__", None)
 

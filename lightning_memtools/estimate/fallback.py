@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
 
+from lightning_memtools.estimate.nesting import tensors_of
 from lightning_memtools.estimate.reading import read_estimate
 from lightning_memtools.estimate.resizing import first_rows
 from lightning_memtools.estimate.result import MemoryEstimate
 from lightning_memtools.estimate.step import Recipe, batch_size_of
-from lightning_memtools.estimate.tracing import Settings, Subject, trace_on_cpu
+from lightning_memtools.estimate.tracing import Settings, Subject, Traced, trace
+
+_SMALL = (2, 4)
+"""The batch sizes of the fallback. BatchNorm needs at least two samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,78 @@ def estimate_on_cpu(
     obstacle: Obstacle,
     *,
     capacity: str | None,
-    retrace: Callable[[int], MemoryEstimate],
 ) -> MemoryEstimate:
-    """Run a copy of the model on real CPU tensors at two small batch sizes, and draw a line through their peaks.
+    """Run the step on copies of the real tensors, on the CPU at two small batch sizes, and draw a line through the peaks.
 
     Raises:
-        RuntimeError: The model or the batch has no values either, or the batch cannot be made smaller.
+        RuntimeError: The model or the batch has no values either.
     """
-    raise RuntimeError(obstacle.why)
+    size = batch_size_of(batch)
+    sizes = [size] if size is None or size <= _SMALL[-1] else list(_SMALL)
+    runs = [_run(subject, batch, recipe, settings, obstacle, n) for n in sizes]
+    own = "" if not settings.cuda else " Attention, recurrent layers and autocast took the CPU's ways."
+    if size is None or len(runs) == 1:
+        note = f"{obstacle.why} So the step ran on real CPU tensors.{own}"
+        return read_estimate(
+            runs[-1], subject.model, batch, settings, capacity=capacity, retrace=_cannot_retrace, notes=(note,)
+        )
+    small, large = (
+        read_estimate(run, subject.model, batch, settings, capacity=capacity, retrace=_cannot_retrace) for run in runs
+    )
+    note = (
+        f"{obstacle.why} So the step ran on real CPU tensors at batch sizes {sizes[0]} and {sizes[1]}, and a straight line "
+        f"through the two gives the figures for {size}; modules and timeline are those of batch size {sizes[1]}.{own}"
+    )
+    return _Line(small, large, sizes[0], sizes[1], note).at(size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Two estimates at two batch sizes, and the straight line through them."""
+
+    small: MemoryEstimate
+    large: MemoryEstimate
+    n_small: int
+    n_large: int
+    note: str
+
+    def at(self, size: int) -> MemoryEstimate:
+        """The estimate at a batch size."""
+
+        def line(small: int, large: int) -> int:
+            return round(small + (large - small) * (size - self.n_small) / (self.n_large - self.n_small))
+
+        small, large = self.small, self.large
+        return replace(
+            large,
+            peak_allocated=line(small.peak_allocated, large.peak_allocated),
+            peak_reserved=line(small.peak_reserved, large.peak_reserved),
+            composition={name: line(small.composition[name], n_bytes) for name, n_bytes in large.composition.items()},
+            step_peaks=tuple(map(line, small.step_peaks, large.step_peaks)),
+            batch_size=size,
+            notes=(self.note,),
+            _trace=None,
+            _retrace=self.at,
+        )
+
+
+def _run(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, obstacle: Obstacle, n: int | None) -> Traced:
+    if any(
+        tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*tensors_of(batch), *subject.model.parameters())
+    ):
+        raise RuntimeError(
+            f"{obstacle.why} The step could run on real CPU tensors instead, but the model or the batch has no values. "
+            "Pass a real model and a real batch (a few samples are enough), or a step that reads no values."
+        )
+    part = batch if n is None else first_rows(batch, n)
+    return trace(subject, part, recipe, settings, values=True)
+
+
+def _cannot_retrace(size: int) -> MemoryEstimate:
+    raise ValueError(
+        f"A step that reads values cannot be estimated at batch size {size} from a batch this small: pass a batch of more "
+        f"than {_SMALL[-1]} samples."
+    )
 
 
 def _line_of_user(error: Exception) -> str:

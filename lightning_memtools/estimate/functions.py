@@ -88,7 +88,9 @@ def attention(
     """scaled_dot_product_attention by the kernel that CUDA takes."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (tensor.to(dtype) if tensor.dtype is torch.float32 else tensor for tensor in (query, key, value))
+        query, key, value = (
+            tensor.to(dtype) if tensor.dtype is torch.float32 else tensor for tensor in (query, key, value)
+        )
         if attn_mask is not None and attn_mask.dtype is torch.float32:
             attn_mask = attn_mask.to(dtype)
     backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
@@ -110,7 +112,9 @@ def _flash(
     if padding:
         query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
         scale = head**-0.5 if scale is None else scale
-    out: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[
+        0
+    ]
     return out[..., :head] if padding else out
 
 

@@ -150,7 +150,9 @@ def convolution_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...],
 
 def _copy_for_convolution(mode: Mode, tensor: torch.Tensor, weight: torch.Tensor) -> None:
     if tensor.dim() == 4:  # noqa: PLR2004, images
-        wants_last = any(one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous() for one in (tensor, weight))
+        wants_last = any(
+            one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous() for one in (tensor, weight)
+        )
         wanted = torch.channels_last if wants_last else torch.contiguous_format
         if tensor.is_contiguous(memory_format=wanted):
             return

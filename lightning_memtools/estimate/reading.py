@@ -101,7 +101,11 @@ def _saved_bytes(recorder: Recorder, timeline: Timeline) -> dict[str, int]:
         return {}
     begin = begins[-1] if len(begins) == 1 else begins[0]
     end = next(
-        (event for event, step, phase in timeline.marks if event >= begin and phase in {"backward", "outputs"} and step == last),
+        (
+            event
+            for event, step, phase in timeline.marks
+            if event >= begin and phase in {"backward", "outputs"} and step == last
+        ),
         len(timeline.allocated),
     )
     saved: dict[str, int] = {}

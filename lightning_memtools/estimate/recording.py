@@ -127,7 +127,6 @@ class RecordingLedger(Ledger):
     def __init__(self, allocator: CachingAllocator, recorder: Recorder) -> None:
         super().__init__(allocator)
         self._recorder = recorder
-        self._kind_of_held = WORKSPACE
 
     def work_with(self, n_bytes: int) -> None:
         """Take a block and give it back at once, as a kernel does with its workspace.
@@ -146,6 +145,14 @@ class RecordingLedger(Ledger):
             self.allocator.free(block)
             self._recorder.died(number, WORKSPACE, "")
         self._settle_late()
+
+    def hold_for(self, n_bytes: int, kind: int, label: str) -> None:
+        """Take a block that belongs to no storage, and is never given back."""
+        with self._lock:
+            self._settle()
+            block = self.allocator.malloc(n_bytes, label=label)
+            self.held += block.size
+            self._recorder.born(block, kind, label)
 
     def finish(self) -> None:
         """Write down what is known of the blocks that are alive."""

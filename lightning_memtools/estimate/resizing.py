@@ -23,7 +23,11 @@ def resized(batch: Any, size: int) -> Any:
             shape = (size, *tensor.shape[1:])
             return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
         return torch.empty_strided(
-            (size, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+            (size, *tensor.shape[1:]),
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device="meta",
+            requires_grad=tensor.requires_grad,
         )
 
     return map_tensors(batch, resize)

@@ -100,7 +100,11 @@ def attach(module: nn.Module, trainer: TrainerStandIn) -> None:
 
 def is_lightning_module(model: object) -> bool:
     """Whether a module has the steps of a LightningModule. Lightning itself is not imported here."""
-    return isinstance(model, nn.Module) and hasattr(type(model), "training_step") and hasattr(type(model), "configure_optimizers")
+    return (
+        isinstance(model, nn.Module)
+        and hasattr(type(model), "training_step")
+        and hasattr(type(model), "configure_optimizers")
+    )
 
 
 def configured_optimizers(module: Any) -> tuple[list[Optimizer], list[Any]]:

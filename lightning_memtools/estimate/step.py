@@ -151,9 +151,7 @@ def _train(
             _zero_grad(model, optimizers)
 
 
-def _step(
-    model: nn.Module, optimizers: list[Optimizer], recipe: Recipe, watch: Watch, scaler: _Scaler | None
-) -> None:
+def _step(model: nn.Module, optimizers: list[Optimizer], recipe: Recipe, watch: Watch, scaler: _Scaler | None) -> None:
     if scaler is not None:
         watch.begin("clip")
         scaler.unscale(model)
@@ -250,18 +248,20 @@ class _Scaler:
         del found, inverse
 
 
-def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """New tensors of the same sizes, in the precision of the inputs."""
-    return map_tensors(batch, lambda tensor: _empty_like(tensor, dtype))
+def copy_of_batch(batch: Any, dtype: torch.dtype | None, *, values: bool = False) -> Any:
+    """New tensors of the same sizes, in the precision of the inputs; with the same values, if they are wanted."""
+    return map_tensors(batch, lambda tensor: _copy(tensor, dtype, values=values))
 
 
-def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _copy(tensor: torch.Tensor, dtype: torch.dtype | None, *, values: bool) -> torch.Tensor:
     changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad)
+    if values:
+        return tensor.detach().to("cpu", changed, copy=True).requires_grad_(tensor.requires_grad)
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
+    )
 
 
 def batch_size_of(batch: Any) -> int | None:
     """The size of the first dimension of the first tensor that has one."""
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), None)
-
-

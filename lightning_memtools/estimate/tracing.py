@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_memtools.estimate.autocast import cuda_autocast
+from lightning_memtools.estimate.buckets import bucket_bytes, unwrapped
 from lightning_memtools.estimate.device import TracedDevice
-from lightning_memtools.estimate.fakes import TensorExchange, borrowed, stand_in_optimizer
+from lightning_memtools.estimate.fakes import RealExchange, TensorExchange, borrowed, stand_in_optimizer
 from lightning_memtools.estimate.functions import CudaFunctions
 from lightning_memtools.estimate.nesting import tensors_of
 from lightning_memtools.estimate.stand_in import is_lightning_module
@@ -85,7 +86,8 @@ class Traced:
 class Tracer(Watch):
     """Gives fake batches to the loop, and notes phases."""
 
-    def __init__(self, device: TracedDevice, batch: Any, dtype: torch.dtype | None) -> None:
+    def __init__(self, device: TracedDevice, batch: Any, dtype: torch.dtype | None, *, values: bool) -> None:
+        self._values = values
         self._device = device
         self._batch = batch
         self._dtype = dtype
@@ -98,7 +100,7 @@ class Tracer(Watch):
     def fresh_batch(self) -> Any:
         """A batch of the same sizes, put on the device as a copy to a GPU would."""
         with self._device.host():
-            batch = copy_of_batch(self._batch, self._dtype)
+            batch = copy_of_batch(self._batch, self._dtype, values=self._values)
         if next(tensors_of(batch), None) is not None:
             self._device.count_batch(batch)
         return batch
@@ -111,40 +113,52 @@ class Tracer(Watch):
                 self._device.track(optimizer)
 
 
-def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings) -> Traced:
+def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, values: bool = False) -> Traced:
     """Run the steps on fake tensors; nothing is computed and the user's objects stay as they are.
 
-    Raises:
-        Whatever the user's step raises.
+    Args:
+        subject: What to run.
+        batch: What to run it on; only sizes count, but with ``values``.
+        recipe: How to run it.
+        settings: What to simulate.
+        values: Run it on copies of the real tensors instead. They are computed on the CPU, so only those of CUDA's ways
+            are taken that exist there: its dropout masks and optimizers.
     """
-    cuda = settings.cuda
-    device = TracedDevice(allocator=settings.allocator, cuda=cuda, cublas_workspace=settings.cublas_workspace)
+    fakes_cuda = settings.cuda and not values
+    device = TracedDevice(
+        allocator=settings.allocator,
+        cuda=settings.cuda,
+        cublas_workspace=settings.cublas_workspace,
+        kernels=fakes_cuda,
+    )
     result = Traced(device)
     dtype = recipe.precision.dtype
-    model = subject.model
+    model = unwrapped(subject.model)
     with ExitStack() as stack:
         stack.enter_context(_rng_untouched())
         stack.enter_context(torch.enable_grad())
-        if cuda:
+        if fakes_cuda:
             stack.enter_context(cuda_autocast())
-        # Whatever in the step is still a real tensor, a global for one, is taken for a fake one when it is used.
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        exchange = TensorExchange(dtype)
+        if not values:
+            # Whatever in the step is still a real tensor, a global for one, is taken for a fake one when it is used.
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        exchange = RealExchange(dtype) if values else TensorExchange(dtype)
         stack.enter_context(borrowed([model], exchange))
         stack.enter_context(device)
-        if cuda:
+        if fakes_cuda:
             stack.enter_context(CudaFunctions())
-        device.track(model) if _holds_tensors(model) else None
+        if _holds_tensors(model):
+            device.track(model)
+        if subject.ddp_bucket_mb is not None:
+            device.hold_buckets(bucket_bytes(model.parameters(), subject.ddp_bucket_mb))
         stack.enter_context(_noted_shapes(model, result.shapes))
-        tracer = Tracer(device, batch, dtype)
-        _run(subject, _make_optimizer(subject, exchange), recipe, tracer)
+        tracer = Tracer(device, batch, dtype, values=values)
+        _run(replace(subject, model=model), _make_optimizer(subject, exchange), recipe, tracer)
         # The counts of the first tensors found for each parameter: tied ones count once.
         parameters = list(model.parameters())
         result.n_parameters = sum(parameter.numel() for parameter in parameters)
         result.n_gradients = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
-        result.parameter_bytes = sum(
-            tensor.untyped_storage().nbytes() for tensor in (*parameters, *model.buffers())
-        )
+        result.parameter_bytes = sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *model.buffers()))
         device.finish()
     return result
 
@@ -203,6 +217,3 @@ def _rng_untouched() -> Iterator[None]:
             yield
     finally:
         torch.set_rng_state(state)
-
-
-def trace_on_cpu(): ...
