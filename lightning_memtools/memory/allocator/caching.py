@@ -1,7 +1,7 @@
 """A simulation of PyTorch's CUDA caching allocator: which block serves a request, and what is asked of the device.
 
-Every rule was read in c10/cuda/CUDACachingAllocator.cpp, and the constants in c10/core/AllocatorConfig.h of torch 2.13.
-docs/caching-allocator.md says which versions that means, and what is not simulated.
+The rules were read in c10/cuda/CUDACachingAllocator.cpp, the constants in c10/core/AllocatorConfig.h of torch 2.13.
+docs/caching-allocator.md says in which versions, and what is not simulated.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from parts(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # a DTensor also names its device mesh
+                yield from parts(part)
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
