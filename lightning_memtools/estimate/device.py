@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_memtools.estimate.kernels import KERNELS, Kernel
@@ -13,7 +12,8 @@ from lightning_memtools.estimate.recording import Recorder, RecordingLedger
 from lightning_memtools.memory.allocator import CachingAllocator
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
+from lightning_memtools.memory.virtual.mode import AccountingMode
+from lightning_memtools.memory.virtual.place import OUTSIDE, Place
 
 
 class TracedDevice(VirtualDevice):
@@ -73,6 +73,7 @@ class _TracedMode(AccountingMode):
         self, ledger: RecordingLedger, *args: Any, recorder: Recorder, kernels: dict[Any, Kernel], **options: Any
     ):
         super().__init__(ledger, *args, **options)
+        self.place = _NotedPlace(ledger, recorder)
         self._recorder = recorder
         self._kernels = kernels
         self.work_with: Callable[[int], None] = ledger.work_with
@@ -92,10 +93,18 @@ class _TracedMode(AccountingMode):
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
         """A module is called."""
         depth = super().enter_module(module, args, kwargs)
-        self._recorder.enter_place(self.scopes[-1])
+        self._recorder.enter_place(self.place.scopes[-1])
         return depth
 
+
+class _NotedPlace(Place):
+    """A place in the program whose changes are noted."""
+
+    def __init__(self, ledger: RecordingLedger, recorder: Recorder) -> None:
+        super().__init__(ledger)
+        self._recorder = recorder
+
     def leave_to(self, depth: int) -> None:
-        """A module, a closure or a step has ended."""
+        """What began at this depth has ended."""
         super().leave_to(depth)
         self._recorder.enter_place(self.scopes[-1] if self.scopes else OUTSIDE)

@@ -12,7 +12,7 @@ from lightning_memtools.estimate.result import MemoryEstimate, ModuleMemory, Pea
 from lightning_memtools.estimate.step import batch_size_of
 from lightning_memtools.estimate.timeline import Timeline, part_of, timeline_of
 from lightning_memtools.estimate.tracing import Settings, Traced
-from lightning_memtools.memory.virtual.mode import BACKWARD
+from lightning_memtools.memory.virtual.place import BACKWARD, OPTIMIZER, OUTSIDE
 
 
 def read_estimate(
@@ -75,6 +75,8 @@ def _path(module: str, model: str) -> str:
     """A module's name below the model, as named_modules gives it; what is no module's name stays."""
     if module == model:
         return "(model)"
+    if module in {OUTSIDE, OPTIMIZER, "workspace"}:
+        return ""
     return module.removeprefix(f"{model}.")
 
 

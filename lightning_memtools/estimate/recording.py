@@ -11,7 +11,7 @@ import torch
 from lightning_memtools.memory.allocator import Block, CachingAllocator
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.ledger import Entry, Ledger
-from lightning_memtools.memory.virtual.mode import BACKWARD, OPTIMIZER
+from lightning_memtools.memory.virtual.place import BACKWARD, OPTIMIZER
 
 WORKSPACE = len(Category)
 """The kind of what libraries take for themselves; all other kinds are a `Category`."""
@@ -155,10 +155,12 @@ class RecordingLedger(Ledger):
             self._recorder.born(block, kind, label)
 
     def finish(self) -> None:
-        """Write down what is known of the blocks that are alive."""
+        """Write down what is known of the blocks that are alive. From then on nothing is counted, not even their end."""
         for entry in self.entries():
             allocation = self._recorder.allocations[entry.block.id]
             allocation.kind, allocation.module = entry.category, entry.module
+        # A weak reference that is gone calls nobody.
+        self._entries.clear()
 
     def _count(self, block: Block, category: Category) -> None:
         super()._count(block, category)

@@ -6,12 +6,11 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -26,16 +25,17 @@ from lightning_memtools.memory.virtual.categories import Category, Composition, 
 from lightning_memtools.memory.virtual.compilation import EagerCompilation
 from lightning_memtools.memory.virtual.ledger import Ledger
 from lightning_memtools.memory.virtual.loaders import count_batch, watch_loaders
-from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
+from lightning_memtools.memory.virtual.mode import AccountingMode
 from lightning_memtools.memory.virtual.names import ModuleNames
 from lightning_memtools.memory.virtual.oom import cuda_error
-from lightning_memtools.memory.virtual.parts import tensors_in
 from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.memory.virtual.place import OUTSIDE
 from lightning_memtools.memory.virtual.substitutions import behave_like_cuda
 from lightning_memtools.memory.virtual.summary import summary_table
+from lightning_memtools.memory.virtual.tracking import enter_all, trackable
 
 OomObserver = Callable[[int, int, int, int], object]
-"""Called with device index, bytes asked for, the device's bytes in all, and its free bytes, as torch's CUDA observer."""
+"""Called, as torch's own for CUDA, with a device's index, the bytes asked for, its bytes in all, and its free bytes."""
 
 DEFAULT_CONTEXT = "500MiB"
 """What a CUDA context takes of a GPU given by name: 300 to 700 MB have been seen, by device and loading."""
@@ -137,7 +137,7 @@ class VirtualDevice:
         except BaseException:
             self._leave()
             raise
-        self._enter_thread().__enter__()
+        self._enter_thread().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -179,7 +179,18 @@ class VirtualDevice:
         mode = _mode_here() or self._new_mode()
         with mode.silence():
             for thing in things:
-                self._track(mode, thing)
+                found = list(trackable(thing))
+                if not found:
+                    raise TypeError(
+                        f"Nothing to track in {type(thing).__name__} {thing!r:.80}. Pass modules, optimizers, tensors, "
+                        "or containers of these."
+                    )
+                for one in found:
+                    if isinstance(one, nn.Module):
+                        self._names.add_root(one)
+                    elif isinstance(one, Optimizer):
+                        self._optimizers.add(one)
+                    enter_all(one, mode.enter_tensor)
         return self._allocator.allocated - before
 
     def count_batch(self, batch: object) -> None:
@@ -266,7 +277,7 @@ class VirtualDevice:
         self.__init__(**options)  # type: ignore[misc]
 
     def __repr__(self) -> str:
-        defaults = {"capacity": None, **type(self).__init__.__kwdefaults__}
+        defaults = {"capacity": None, **(type(self).__init__.__kwdefaults__ or {})}
         given = ", ".join(f"{key}={value!r}" for key, value in self._options.items() if value != defaults[key])
         return f"VirtualDevice({given})"
 
@@ -330,31 +341,6 @@ class VirtualDevice:
             if mode in self._modes:
                 self._modes.remove(mode)
 
-    def _track(self, mode: AccountingMode, thing: object) -> None:
-        found = list(_trackable(thing))
-        if not found:
-            raise TypeError(
-                f"Nothing to track in {type(thing).__name__} {thing!r:.80}. Pass modules, optimizers, tensors, or "
-                "containers of these."
-            )
-        for one in found:
-            if isinstance(one, nn.Module):
-                self._names.add_root(one)
-                for tensor in one.parameters():
-                    mode.enter_tensor(tensor, Category.PARAMETER, OUTSIDE)
-                    if tensor.is_leaf and tensor.grad is not None:
-                        mode.enter_tensor(tensor.grad, Category.GRADIENT, OUTSIDE)
-                for tensor in one.buffers():
-                    mode.enter_tensor(tensor, Category.BUFFER, OUTSIDE)
-            elif isinstance(one, Optimizer):
-                self._optimizers.add(one)
-                for tensor in (tensor for group in one.param_groups for tensor in group["params"]):
-                    mode.enter_tensor(tensor, Category.PARAMETER, OUTSIDE)
-                for tensor in tensors_in(dict(one.state)):
-                    mode.enter_tensor(tensor, Category.OPTIMIZER, OUTSIDE)
-            else:
-                mode.enter_tensor(one, None, OUTSIDE)
-
     def _attribute(self) -> None:
         with self.host():
             attribute(self._ledger, self._names, list(self._optimizers))
@@ -384,26 +370,10 @@ def _default_context(capacity: str | None) -> int:
     return 0
 
 
-def _trackable(thing: object) -> Iterator[nn.Module | Optimizer | torch.Tensor]:
-    """The modules, optimizers and tensors in a nesting of containers; a wrapper such as Lightning's gives its optimizer."""
-    if isinstance(thing, (nn.Module, Optimizer, torch.Tensor)):
-        yield thing
-    elif isinstance(getattr(thing, "optimizer", None), Optimizer):
-        yield thing.optimizer  # type: ignore[attr-defined]
-    elif isinstance(thing, Mapping):
-        for value in thing.values():
-            yield from _trackable(value)
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        for value in thing:
-            yield from _trackable(value)
-    elif hasattr(thing, "__dict__") and not callable(thing):
-        yield from tensors_in(thing)
-
-
 def _fall_silent_in_fork() -> None:
     """A forked process inherits modes and patches, but its memory is not the device's: a worker only sends batches."""
-    for device in _active:
-        device._forget_everything()
+    while _active:
+        _active[0]._forget_everything()
     _here.mode = None
 
 

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
-from lightning_memtools.memory.virtual.parts import parts, tensors_in
+from lightning_memtools.memory.virtual.mode import AccountingMode
+from lightning_memtools.memory.virtual.parts import parts, storage_key, tensors_in
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.memory.virtual.surroundings import Find
 
@@ -61,10 +61,9 @@ def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_worker
     """
     for tensor in tensors_in(batch):
         for part in parts(tensor):
-            storage = part.untyped_storage()
-            is_own = from_workers or storage._cdata in made
+            is_own = from_workers or storage_key(part) in made
             # A view of the dataset, or one of several views of one storage: a GPU would get a copy of just that.
-            if is_own and part.numel() * part.element_size() == storage.nbytes():
-                mode.enter_tensor(part, Category.INPUT, OUTSIDE)
+            if is_own and part.numel() * part.element_size() == part.untyped_storage().nbytes():
+                mode.enter_tensor(part, Category.INPUT)
             else:
                 mode.enter_copy(part, Category.INPUT)

@@ -48,6 +48,42 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         _say_not_counted(f"{type(tensor).__name__} with layout {tensor.layout}")
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, for one that has a storage of its own (see `parts`)."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def flat(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results: there are lists of them, but nothing deeper."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (tuple, list)):
+                yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+def is_among(key: int, args: Any, kwargs: Any) -> bool:
+    """Whether a storage is that of one of an operator's arguments."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            if _has_storage(value, key):
+                return True
+        elif isinstance(value, (tuple, list)) and any(_has_storage(tensor, key) for tensor in flat(value)):
+            return True
+    return bool(kwargs) and any(_has_storage(tensor, key) for tensor in flat(tuple(kwargs.values())))
+
+
+def _has_storage(tensor: torch.Tensor, key: int) -> bool:
+    try:
+        return storage_key(tensor) == key
+    except NotImplementedError:
+        return any(storage_key(part) == key for part in parts(tensor))
+
+
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested containers, dataclasses and plain objects, each object visited once.
 

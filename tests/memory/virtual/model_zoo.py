@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.zoo import torchvision_models
 
 Make = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
 
@@ -57,7 +56,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        out: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
 
 
 def attention() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -74,7 +74,8 @@ class Words(nn.Module):
         self.head = nn.Linear(24, 100)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.embedding(x))).mean(1)
+        out: torch.Tensor = self.head(self.norm(self.embedding(x))).mean(1)
+        return out
 
 
 def words() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -114,10 +115,9 @@ class Checkpointed(nn.Module):
         self.second = nn.Sequential(nn.Linear(20, 80), nn.GELU(), nn.Linear(80, 20))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch.utils.checkpoint import checkpoint  # noqa: PLC0415
-
         x = checkpoint(self.first, x, use_reentrant=False)
-        return checkpoint(self.second, x, use_reentrant=True)
+        out: torch.Tensor = checkpoint(self.second, x, use_reentrant=True)
+        return out
 
 
 def checkpointed() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -133,7 +133,8 @@ class HalfPrecision(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.layers(x).softmax(-1)
+            out: torch.Tensor = self.layers(x).softmax(-1)
+        return out
 
 
 def autocast() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -167,20 +168,10 @@ TORCHVISION = {
 
 def torchvision_model(name: str) -> Make:
     """A maker of one of torchvision's models; skips the test where torchvision cannot be had."""
-    tool = Path(__file__).parents[4] / "shared" / "tools" / "torchvision_cpu.py"
-    if importlib.util.find_spec("torchvision") is None or not tool.exists():
-        pytest.skip("needs torchvision and ../shared/tools/torchvision_cpu.py, which makes it importable on the CPU")
-    spec = importlib.util.spec_from_file_location("torchvision_cpu", tool)
-    assert spec is not None
-    assert spec.loader is not None
-    helper = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(helper)
-    if "torchvision" not in sys.modules:
-        helper.declare_operators()
-    import torchvision.models as models  # noqa: PLC0415
+    models = torchvision_models()
 
     def make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-        return getattr(models, name)(num_classes=10), (torch.randn((2, 3, TORCHVISION[name], TORCHVISION[name])),)
+        return getattr(models, name)(num_classes=10), (torch.randn(2, 3, TORCHVISION[name], TORCHVISION[name]),)
 
     return make
 

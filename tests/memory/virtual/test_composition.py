@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated, peak
 
 KIB = 1024
 CATEGORIES = ("parameter", "buffer", "gradient", "optimizer", "activation", "input", "other")
@@ -23,10 +24,10 @@ def of(device: VirtualDevice) -> dict[str, int]:
     """The categories that hold something; all of them add up to allocated."""
     composition = device.composition()
     assert tuple(composition.by_category) == CATEGORIES
-    assert composition.total == device.stats().allocated
+    assert composition.total == allocated(device)
     assert sum(sum(module.values()) for module in composition.by_module.values()) == composition.total
     at_peak = device.composition_at_peak()
-    assert sum(at_peak.values()) == device.stats().peak_allocated
+    assert sum(at_peak.values()) == peak(device)
     assert list(at_peak) == ["parameters", "gradients", "optimizer", "activations", "inputs", "other"]
     return {category: size for category, size in composition.by_category.items() if size}
 
@@ -38,7 +39,8 @@ class Mlp(nn.Module):
         self.second = nn.Linear(500, 200)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return out
 
 
 SIZES = (300 * 500, 500, 500 * 200, 200)
@@ -55,7 +57,7 @@ OPTIMIZERS: dict[str, tuple[Any, int]] = {
     "sgd foreach": (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True), blocks(*SIZES)),
     "sgd fused": (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, fused=True), blocks(*SIZES)),
     # Two moments per parameter, and a step count of one float.
-    "adam": (lambda parameters: torch.optim.Adam(parameters), 2 * blocks(*SIZES) + 4 * 512),
+    "adam": (torch.optim.Adam, 2 * blocks(*SIZES) + 4 * 512),
     "adam foreach": (lambda parameters: torch.optim.Adam(parameters, foreach=True), 2 * blocks(*SIZES) + 4 * 512),
     "adamw fused": (lambda parameters: torch.optim.AdamW(parameters, fused=True), 2 * blocks(*SIZES) + 4 * 512),
 }
@@ -149,18 +151,18 @@ def test_article_a_three_bias_free_layers() -> None:
     with VirtualDevice() as device:
         net = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
         net.append(nn.Linear(1024, 1, bias=False))
-        assert device.stats().allocated == parameters
+        assert allocated(device) == parameters
         x = torch.randn(1024, 1024)
-        assert device.stats().allocated == parameters + inputs
+        assert allocated(device) == parameters + inputs
         seen = []
         peaks = []
         for _ in range(2):
             device.reset_peaks()
             loss = net(x).sum()
-            seen.append(device.stats().allocated)
+            seen.append(allocated(device))
             loss.backward()
-            seen.append(device.stats().allocated)
-            peaks.append(device.stats().peak_allocated)
+            seen.append(allocated(device))
+            peaks.append(peak(device))
             del loss
         # Each hidden layer's output (4 MiB) is kept for backward; the last output is not, only its sum (512 B).
         activations = 2 * 4 * mib + 512

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated, peak
 
 MIB = 2**20
 # Forking from a process with threads warns on Python 3.12.
@@ -41,13 +42,13 @@ def test_only_the_yielded_batch_is_counted(workers: int, persistent: bool) -> No
             for values, labels in loader:
                 seen.append(int(labels.sum()))
                 # 8 x 1000 floats and 8 labels of 8 bytes.
-                assert device.stats().allocated == 32256 + 512
+                assert allocated(device) == 32256 + 512
                 assert device.composition().by_category["input"] == 32256 + 512
                 del values, labels
             assert seen == [28, 92, 156, 220]
         # The next batch is made while the last one is held, but counts when it is yielded; and the sum of the labels.
-        assert device.stats().peak_allocated == 32256 + 512 + 512
-        assert device.stats().allocated == 0
+        assert peak(device) == 32256 + 512 + 512
+        assert allocated(device) == 0
         loader._iterator = None
 
 
@@ -58,9 +59,9 @@ def test_dataset_made_inside_is_host_memory_once_a_loader_reads_it() -> None:
         kept = torch.ones(1000)
         for (values, labels), expected in zip(DataLoader(subset, batch_size=32), (0, 1), strict=True):
             del expected
-            assert device.stats().allocated == 4096 + 32 * 100 * 4 + 512
+            assert allocated(device) == 4096 + 32 * 100 * 4 + 512
             del values, labels
-        assert device.stats().allocated == 4096
+        assert allocated(device) == 4096
         del kept
 
 
@@ -80,12 +81,12 @@ def test_view_of_a_dataset_counts_as_the_copy_a_gpu_would_get() -> None:
     with VirtualDevice() as device:
         sizes = []
         for batch in DataLoader(Slices(), batch_size=None):
-            sizes.append(device.stats().allocated)
+            sizes.append(allocated(device))
             doubled = batch * 2
-            assert device.stats().allocated == 2 * sizes[-1]
+            assert allocated(device) == 2 * sizes[-1]
             del batch, doubled
         assert sizes == [4096, 8192, 400_384]
-        assert device.stats().allocated == 0
+        assert allocated(device) == 0
 
 
 @dataclass
@@ -116,9 +117,9 @@ def views_kept(samples: list[tuple[torch.Tensor, int]]) -> Any:
 def test_nested_batches_and_views(collate: Callable[[Any], Any], expected: int) -> None:
     with VirtualDevice() as device:
         for batch in DataLoader(Samples(), batch_size=4, collate_fn=collate):
-            assert device.stats().allocated == expected
+            assert allocated(device) == expected
             del batch
-        assert device.stats().allocated == 0
+        assert allocated(device) == 0
 
 
 def test_batch_too_large_is_out_of_memory() -> None:
@@ -126,7 +127,7 @@ def test_batch_too_large_is_out_of_memory() -> None:
     with VirtualDevice("4MiB") as device:
         with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 20\.00 MiB"):
             next(iter(loader))
-        assert device.stats().allocated == 0
+        assert allocated(device) == 0
 
 
 def test_dataset_larger_than_the_device_can_be_made_on_the_host() -> None:
@@ -139,7 +140,7 @@ def test_dataset_larger_than_the_device_can_be_made_on_the_host() -> None:
         device.count_batch({"x": batch})
         assert device.composition().by_category["input"] == 4096
         del batch
-        assert device.stats().allocated == 0
+        assert allocated(device) == 0
 
 
 def test_loader_inside_a_dataset_stays_on_the_host() -> None:
@@ -150,20 +151,21 @@ def test_loader_inside_a_dataset_stays_on_the_host() -> None:
 
     with VirtualDevice("4MiB") as device:
         for batch in DataLoader(Outer(), batch_size=None):
-            assert device.stats().allocated == 4096
+            assert allocated(device) == 4096
             del batch
-        assert device.stats().peak_allocated == 4096
+        assert peak(device) == 4096
 
 
 def test_modules_used_while_fetching_make_host_memory() -> None:
     augment = nn.Sequential(nn.Linear(1000, 10, bias=False))
 
     def collate(samples: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        return augment(torch.stack([values for values, _ in samples])).detach()
+        batch: torch.Tensor = augment(torch.stack([values for values, _ in samples])).detach()
+        return batch
 
     with VirtualDevice() as device:
         for batch in DataLoader(Samples(), batch_size=4, collate_fn=collate):
-            assert device.stats().peak_allocated == 512
+            assert peak(device) == 512
             del batch
 
 
@@ -184,6 +186,6 @@ class ManyNames(Dataset[torch.Tensor]):
 def test_long_lists_of_tensors_are_found() -> None:
     with VirtualDevice() as device:
         data = ManyNames()
-        assert device.stats().allocated == 1100 * 4096
+        assert allocated(device) == 1100 * 4096
         next(iter(DataLoader(data)))
-        assert device.stats().allocated == 0
+        assert allocated(device) == 0

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated, peak
 
 KIB = 1024
 
@@ -34,6 +35,22 @@ def saved(tensor: torch.Tensor) -> io.BytesIO:
     return file
 
 
+host_before = torch.ones(1000)
+pickled_before = pickle.dumps(host_before)
+saved_before = saved(host_before)
+
+
+def follow(tensor: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.empty(0).set_(tensor)  # type: ignore[call-overload]
+    return out
+
+
+def resized_storage() -> torch.Tensor:
+    tensor = torch.empty(0)
+    tensor.untyped_storage().resize_(4000)
+    return tensor
+
+
 # Each makes exactly 1000 floats, one storage of 4096 bytes on the device.
 SOURCES: dict[str, Callable[[], Any]] = {
     "ones": lambda: torch.ones(1000),
@@ -45,27 +62,18 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "as_tensor of a list": lambda: torch.as_tensor([1.0] * 1000),
     "asarray": lambda: torch.asarray(np.ones(1000, dtype=np.float32)),
     "frombuffer": lambda: torch.frombuffer(bytearray(4000), dtype=torch.float32),
-    "from_dlpack": lambda: torch.from_dlpack(np.ones(1000, dtype=np.float32)),
+    "from_dlpack": lambda: torch.utils.dlpack.from_dlpack(np.ones(1000, dtype=np.float32)),
     "load": lambda: torch.load(saved_before),
     "unpickle": lambda: pickle.loads(pickled_before),  # noqa: S301, our own bytes
     "deepcopy": lambda: copy.deepcopy(host_before),
-    "clone": lambda: host_before.clone(),
+    "clone": host_before.clone,
     "resize_": lambda: torch.empty(0).resize_(1000),
     "out": lambda: torch.add(host_before, 1, out=torch.empty(0)),
     "set_ of a new storage": lambda: torch.empty(0).set_(torch.UntypedStorage(4000)),
-    "storage.resize_": lambda: resized_storage(),
+    "storage.resize_": resized_storage,
     "foreach": lambda: torch._foreach_mul([host_before], 2),
     "split": lambda: torch.split_copy(host_before, 1000),
 }
-host_before = torch.ones(1000)
-pickled_before = pickle.dumps(host_before)
-saved_before = saved(host_before)
-
-
-def resized_storage() -> torch.Tensor:
-    tensor = torch.empty(0)
-    tensor.untyped_storage().resize_(4000)
-    return tensor
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -73,13 +81,13 @@ def test_storage_is_counted_once_and_freed_with_its_last_view(device: VirtualDev
     saved_before.seek(0)
     made = SOURCES[source]()
     tensor = made[0] if isinstance(made, (list, tuple)) else made["x"] if isinstance(made, dict) else made
-    assert device.stats().allocated == 4 * KIB
-    views = [tensor.view(-1), tensor[:0], tensor.detach(), torch.empty(0).set_(tensor), nn.Parameter(tensor)]
-    assert device.stats().allocated == 4 * KIB
+    assert allocated(device) == 4 * KIB
+    views = [tensor.view(-1), tensor[:0], tensor.detach(), follow(tensor), nn.Parameter(tensor)]
+    assert allocated(device) == 4 * KIB
     del made, tensor
-    assert device.stats().allocated == 4 * KIB
+    assert allocated(device) == 4 * KIB
     del views
-    assert device.stats().allocated == 0
+    assert allocated(device) == 0
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -87,9 +95,9 @@ def test_storage_is_host_memory_where_the_user_says_so(device: VirtualDevice, so
     saved_before.seek(0)
     with device.host():
         made = SOURCES[source]()
-    assert device.stats().allocated == 0
+    assert allocated(device) == 0
     del made
-    assert device.stats().allocated == 0
+    assert allocated(device) == 0
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -97,82 +105,82 @@ def test_storage_is_counted_under_inference_mode(device: VirtualDevice, source: 
     saved_before.seek(0)
     with torch.inference_mode():
         made = SOURCES[source]()
-        assert device.stats().allocated == 4 * KIB
+        assert allocated(device) == 4 * KIB
         del made
-    assert device.stats().allocated == 0
+    assert allocated(device) == 0
 
 
 def test_views_and_writes_of_host_memory_are_not_counted(device: VirtualDevice) -> None:
     host = host_before
     made = [host.view(10, 100), host.unsqueeze(0), host.reshape(100, 10), host.contiguous(), host.to(torch.float32)]
     made += [host.add_(0), host.expand(2, 1000), torch.ops.aten._unsafe_view(host, (100, 10)), *host.chunk(2)]
-    made += [host.squeeze_(), torch.empty(0).set_(host), host.detach(), host[2:5], torch.mul(host, 1, out=host)]
-    assert device.stats().allocated == 0
+    made += [host.squeeze_(), follow(host), host.detach(), host[2:5], torch.mul(host, 1, out=host)]
+    assert allocated(device) == 0
     with torch.inference_mode():
         made += [host.reshape(100, 10), host.contiguous(), host.to(torch.float32), host.flatten()]
-    assert device.stats().allocated == 0
+    assert allocated(device) == 0
 
 
 def test_copies_that_look_like_views_are_counted_under_inference_mode(device: VirtualDevice) -> None:
     with torch.inference_mode():
         matrix = host_before.view(10, 100).T
         made = [matrix.reshape(-1), matrix.contiguous(), matrix.to(torch.float64)]
-        assert device.stats().allocated == (4 + 4 + 8) * KIB
+        assert allocated(device) == (4 + 4 + 8) * KIB
         made.append(nn.functional.linear(host_before.view(10, 100), host_before.view(10, 100)))
-        assert device.stats().allocated == (4 + 4 + 8) * KIB + 512
+        assert allocated(device) == (4 + 4 + 8) * KIB + 512
 
 
 def test_set_follows_the_storage(device: VirtualDevice) -> None:
     first, second = torch.ones(1000), torch.ones(2000)
-    assert device.stats().allocated == 4096 + 8192
-    first.set_(second)
-    assert device.stats().allocated == 8192
+    assert allocated(device) == 4096 + 8192
+    first.set_(second)  # type: ignore[call-overload]
+    assert allocated(device) == 8192
     del second
-    assert device.stats().allocated == 8192
+    assert allocated(device) == 8192
     first.data = torch.ones(3000)
-    assert device.stats().allocated == 12288
+    assert allocated(device) == 12288
 
 
 def test_resize_has_old_and_new_block_for_a_moment(device: VirtualDevice) -> None:
     tensor = torch.ones(1000)
     device.reset_peaks()
     tensor.resize_(2000)
-    assert device.stats().allocated == 8192
-    assert device.stats().peak_allocated == 4096 + 8192
+    assert allocated(device) == 8192
+    assert peak(device) == 4096 + 8192
     tensor.untyped_storage().resize_(512)
-    assert device.stats().allocated == 512
+    assert allocated(device) == 512
     tensor.untyped_storage().resize_(0)
-    assert device.stats().allocated == 0
+    assert allocated(device) == 0
     tensor.untyped_storage().resize_(4000)
-    assert device.stats().allocated == 4096
+    assert allocated(device) == 4096
 
 
 def test_out_resizes_what_it_writes_to(device: VirtualDevice) -> None:
     out = torch.empty(10)
-    assert device.stats().allocated == 512
+    assert allocated(device) == 512
     with pytest.warns(UserWarning, match="An output with one or more elements was resized"):
         torch.add(host_before, 1, out=out)
-    assert device.stats().allocated == 4096
+    assert allocated(device) == 4096
 
 
 def test_empty_meta_and_repeated_tensors_take_nothing(device: VirtualDevice) -> None:
     made = [torch.empty(0), torch.ones(0, 5), torch.ones(10**6, device="meta"), torch.tensor([])]
-    assert device.stats().allocated == 0
+    assert allocated(device) == 0
     made.append(torch.ones(1).expand(10**6))
-    assert device.stats().allocated == 512
+    assert allocated(device) == 512
 
 
 def test_storages_saved_for_backward_live_until_it_has_run(device: VirtualDevice) -> None:
     weight = nn.Parameter(torch.ones(1000))
     loss = (weight * 2).exp().sum()
     # weight, the result of exp (saved for backward), and the loss; weight * 2 is not needed.
-    assert device.stats().allocated == 4096 + 4096 + 512
+    assert allocated(device) == 4096 + 4096 + 512
     loss.backward()
     # The gradient has come, the saved result has gone.
-    assert device.stats().allocated == 4096 + 512 + 4096
+    assert allocated(device) == 4096 + 512 + 4096
     del loss
     weight.grad = None
-    assert device.stats().allocated == 4096
+    assert allocated(device) == 4096
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -180,47 +188,47 @@ def test_checkpoint_keeps_only_inputs_and_recomputes(device: VirtualDevice, reen
     block = nn.Sequential(nn.Linear(100, 1000), nn.Tanh(), nn.Linear(1000, 100))
     inputs = torch.ones(256, 100, requires_grad=True)
 
-    def peak_and_kept(run: Callable[[], torch.Tensor]) -> tuple[int, int]:
+    def kept_and_peak(run: Callable[[], torch.Tensor]) -> tuple[int, int]:
         device.reset_peaks()
-        before = device.stats().allocated
+        before = allocated(device)
         out = run()
-        kept = device.stats().allocated - before
+        kept = allocated(device) - before
         out.sum().backward()
         for tensor in (inputs, *block.parameters()):
             tensor.grad = None
         del out
-        assert device.stats().allocated == before
-        return kept, device.stats().peak_allocated - before
+        assert allocated(device) == before
+        return kept, peak(device) - before
 
-    kept, peak = peak_and_kept(lambda: block(inputs))
-    less_kept, same_peak = peak_and_kept(lambda: checkpoint(block, inputs, use_reentrant=reentrant))
+    kept, highest = kept_and_peak(lambda: block(inputs))
+    less_kept, same_peak = kept_and_peak(lambda: checkpoint(block, inputs, use_reentrant=reentrant))
     output = 256 * 100 * 4
     # Without, the result of tanh is kept as well.
     assert kept == output + 256 * 1000 * 4
     # With, only the output is; the non-reentrant kind puts nothing on the device either.
     assert less_kept == output
-    assert same_peak >= peak
+    assert same_peak >= highest
 
 
 def test_autocast_counts_the_casts_it_caches(device: VirtualDevice) -> None:
     layer = nn.Linear(1000, 1000, bias=False)
     inputs = torch.ones(1, 1000)
-    before = device.stats().allocated
+    before = allocated(device)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(inputs)
         # The weight in bfloat16 is cached for backward and for reuse; so are the input and the output.
-        assert device.stats().allocated - before == 2 * 10**6 - 2 * 10**6 % -512 + 2048 + 2048
+        assert allocated(device) - before == 2 * 10**6 - 2 * 10**6 % -512 + 2048 + 2048
     del out
-    assert device.stats().allocated == before
+    assert allocated(device) == before
 
 
 def test_no_grad_saves_nothing(device: VirtualDevice) -> None:
     net = nn.Sequential(nn.Linear(10, 1000), nn.Tanh(), nn.Linear(1000, 1))
     inputs = torch.ones(100, 10)
-    before = device.stats().allocated
+    before = allocated(device)
     with torch.no_grad():
         out = net(inputs)
-    assert device.stats().allocated - before == 512
+    assert allocated(device) - before == 512
     del out
 
 
@@ -229,12 +237,12 @@ def test_threads_started_inside_are_counted_and_others_are_not(device: VirtualDe
     thread = threading.Thread(target=lambda: made.append(torch.ones(1000)))
     thread.start()
     thread.join()
-    assert device.stats().allocated == 4096
+    assert allocated(device) == 4096
     with ThreadPoolExecutor(2) as pool:
         made += pool.map(lambda _: torch.ones(1000), range(8))
-    assert device.stats().allocated == 9 * 4096
+    assert allocated(device) == 9 * 4096
     made.clear()
-    assert device.stats().allocated == 0
+    assert allocated(device) == 0
 
 
 def test_thread_that_outlives_the_device_works_on_uncounted() -> None:
@@ -255,7 +263,7 @@ def test_thread_that_outlives_the_device_works_on_uncounted() -> None:
     left.set()
     thread.join()
     assert done.is_set()
-    assert device.stats().allocated == 4096
+    assert allocated(device) == 4096
 
 
 def test_backward_in_another_thread_is_counted(device: VirtualDevice) -> None:
@@ -266,7 +274,7 @@ def test_backward_in_another_thread_is_counted(device: VirtualDevice) -> None:
     thread.join()
     assert weight.grad is not None
     # weight and its gradient, and the loss.
-    assert device.stats().allocated == 4096 + 4096 + 512
+    assert allocated(device) == 4096 + 4096 + 512
 
 
 def test_deep_reentrant_backward_runs_in_autograd_threads_and_is_counted(device: VirtualDevice) -> None:
@@ -290,49 +298,49 @@ def test_deep_reentrant_backward_runs_in_autograd_threads_and_is_counted(device:
 
     kept: list[torch.Tensor] = []
     threads: list[int] = []
-    before = device.stats().allocated
+    before = allocated(device)
     leaf = torch.ones(1, requires_grad=True)
     Deeper.apply(leaf, 70).backward()
     assert threads != [threading.get_ident()]
     del leaf
-    assert device.stats().allocated - before == 4096
+    assert allocated(device) - before == 4096
 
 
 def test_wrapper_subclass_is_counted_by_what_it_wraps(device: VirtualDevice) -> None:
-    nested = torch.nested.nested_tensor([torch.ones(1000), torch.ones(500)], layout=torch.jagged)
+    nested: Any = torch.nested.nested_tensor([torch.ones(1000), torch.ones(500)], layout=torch.jagged)
     with device.host():
         inner = [t for t in (nested.values(), nested.offsets()) if t.numel()]
-    assert device.stats().allocated == 6144 + 512 * (len(inner) - 1)
+    assert allocated(device) == 6144 + 512 * (len(inner) - 1)
     doubled = nested * 2
-    assert device.stats().allocated == 6144 + 512 * (len(inner) - 1) + 6144
+    assert allocated(device) == 6144 + 512 * (len(inner) - 1) + 6144
     del nested, doubled, inner
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch says it once per process
 def test_sparse_tensors_are_counted_by_their_parts(device: VirtualDevice) -> None:
     indices, values = torch.arange(1000).view(1, -1), torch.ones(1000)
-    before = device.stats().allocated
+    before = allocated(device)
     assert before == 8192 + 4096
     sparse = torch.sparse_coo_tensor(indices, values, (2000,), check_invariants=False)
-    assert device.stats().allocated == before
+    assert allocated(device) == before
     doubled = sparse * 2
     # Indices are copied, values are new.
-    assert device.stats().allocated == before + 8192 + 4096
+    assert allocated(device) == before + 8192 + 4096
     rows = torch.eye(100).to_sparse_csr()
     # 101 row starts of 8 bytes; the columns are half of nonzero()'s result of 2 x 100 indices; 100 values.
-    assert device.stats().allocated == before + 8192 + 4096 + 1024 + 2048 + 512
+    assert allocated(device) == before + 8192 + 4096 + 1024 + 2048 + 512
     del sparse, doubled, rows
-    assert device.stats().allocated == before
+    assert allocated(device) == before
 
 
 @pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*quantiz")  # torch says each once per process
 def test_strided_nested_and_quantized_tensors_are_counted(device: VirtualDevice) -> None:
     nested = torch.nested.nested_tensor([torch.ones(1000), torch.ones(500)])
-    assert device.stats().allocated == 6144
+    assert allocated(device) == 6144
     quantized = torch.quantize_per_tensor(torch.ones(4000), 0.1, 0, torch.quint8)
-    assert device.stats().allocated == 6144 + 4096
+    assert allocated(device) == 6144 + 4096
     del nested, quantized
-    assert device.stats().allocated == 0
+    assert allocated(device) == 0
 
 
 def test_kind_that_cannot_be_seen_is_named_once(device: VirtualDevice, recwarn: pytest.WarningsRecorder) -> None:
@@ -345,14 +353,14 @@ def test_kind_that_cannot_be_seen_is_named_once(device: VirtualDevice, recwarn: 
 def test_matrix_products_take_a_workspace_in_forward_and_in_backward() -> None:
     with VirtualDevice(cublas_workspace="8519680B") as device:
         weight, inputs = nn.Parameter(torch.ones(100, 100)), torch.ones(100, 100)
-        before = device.stats().allocated
+        before = allocated(device)
         (inputs + inputs).sum()
-        assert device.stats().allocated == before
+        assert allocated(device) == before
         out = (inputs @ weight).sum()
         inputs @ inputs
-        assert device.stats().allocated == before + 8519680 + 512
+        assert allocated(device) == before + 8519680 + 512
         out.backward()
         # 100 * 100 * 4 bytes round to 40448.
-        assert device.stats().allocated == before + 2 * 8519680 + 512 + 40448
-        assert device.composition().total == device.stats().allocated
-        assert sum(device.composition_at_peak().values()) == device.stats().peak_allocated
+        assert allocated(device) == before + 2 * 8519680 + 512 + 40448
+        assert device.composition().total == allocated(device)
+        assert sum(device.composition_at_peak().values()) == peak(device)

@@ -8,15 +8,16 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated, peak
 
 
 @pytest.mark.parametrize(("cuda_like", "mask_bytes"), [(False, 4000 * 4), (True, 4000)])
 def test_dropout_mask_is_of_bools(cuda_like: bool, mask_bytes: int) -> None:
     with VirtualDevice(cuda_like=cuda_like) as device:
         x = torch.ones(4000, requires_grad=True)
-        before = device.stats().allocated
+        before = allocated(device)
         y = functional.dropout(x, 0.5)
-        assert device.stats().allocated == before + 15872 + 512 + mask_bytes - mask_bytes % -512
+        assert allocated(device) == before + 15872 + 512 + mask_bytes - mask_bytes % -512
         y.sum().backward()
         # The gradient is 2 where the mask let the input through, which is where the output is 2.
         assert x.grad is not None
@@ -38,27 +39,24 @@ def adam_step(device: VirtualDevice) -> tuple[int, dict[str, int]]:
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 100)).sum().backward()
     optimizer.step()
-    before = device.stats().allocated
+    before = allocated(device)
     device.reset_peaks()
     optimizer.step()
-    peak = device.stats().peak_allocated
-    assert before is not None
-    assert peak is not None
-    return peak - before, dict(device.composition().by_category)
+    return peak(device) - before, dict(device.composition().by_category)
 
 
 def test_optimizers_use_foreach_and_keep_step_counts_on_the_host() -> None:
     p = 40448  # 100 * 100 floats
     with VirtualDevice() as device:
-        peak, composition = adam_step(device)
+        extra, composition = adam_step(device)
         assert composition["optimizer"] == 5 * (2 * p + 512)
         # One parameter after the other: sqrt(v), its quotient, and the denominator of the parameter before.
-        assert peak == 3 * p
+        assert extra == 3 * p
     with VirtualDevice(cuda_like=True) as device:
-        peak, composition = adam_step(device)
+        extra, composition = adam_step(device)
         assert composition["optimizer"] == 5 * 2 * p
         # All denominators at once: sqrt(v) of all five parameters.
-        assert peak == 5 * p
+        assert extra == 5 * p
 
 
 def test_substitutions_end_with_the_device() -> None:

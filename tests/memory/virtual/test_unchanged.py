@@ -15,7 +15,7 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from tests.memory.virtual.model_zoo import PLAIN, Make, train_step
 
 
-def train(make: Make, device: VirtualDevice | None) -> Any:
+def train(make: Make, device: VirtualDevice | None) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
     """Weights, buffers, gradients, optimizer state, losses and all random number generators after three steps."""
     torch.manual_seed(3)
     random.seed(3)
@@ -35,7 +35,8 @@ def train(make: Make, device: VirtualDevice | None) -> Any:
             losses.append(model(*inputs).clone())
     tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters()), *losses]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
-    return tensors, (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002
+    return tensors, (torch.get_rng_state(), random.getstate(), numpy_state[1].tolist())
 
 
 # The reentrant checkpoint says so of evaluation, rightly.
