@@ -207,7 +207,7 @@ class MemoryEstimate:
         parts = [
             markdown_table(self.summary_table()),
             f"The peak stands at {self.peak_at}.",
-            *([self._word_on_capacity()] if self.capacity is not None else []),
+            *([self.word_on_capacity()] if self.capacity is not None else []),
             markdown_table(self.module_table(top)),
             *(f"Note: {note}" for note in self.notes),
         ]
@@ -216,17 +216,19 @@ class MemoryEstimate:
     def __str__(self) -> str:
         return self.to_markdown()
 
-    def _word_on_capacity(self) -> str:
-        assert self.capacity is not None
+    def word_on_capacity(self) -> str:
+        """Whether it fits in the capacity it was asked for, and by how much not; empty where none was given."""
+        if self.capacity is None:
+            return ""
         limit = Limit.parse(self.capacity)
         if self.fits(self.capacity):
             return f"It fits in {self.capacity}."
         if self.parameter_bytes > limit.usable:
-            over = format_size(self.parameter_bytes - limit.usable)
             return (
                 f"It does not fit in {self.capacity}: the parameters and buffers alone take "
-                f"{format_size(self.parameter_bytes)}, {over} more than its {format_size(limit.usable)}. No batch size helps: "
-                "shard the model (FSDP), use a smaller precision, or a larger device."
+                f"{format_size(self.parameter_bytes)}, {format_size(self.parameter_bytes - limit.usable)} more than its "
+                f"{format_size(limit.usable)}. No batch size helps: shard the model (FSDP), use a smaller precision, or "
+                "a larger device."
             )
         over = self.shortfall(self.capacity)
         how = f"{format_size(over)} too little at the peak" if over else "too fragmented at the peak"
