@@ -5,51 +5,66 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _MOST = 2**31
+_NEAR = 0.01
+_LEAP = 16
 
 
 def largest_batch(start: int, *, fits: Callable[[int], bool], peak: Callable[[int], int], limit: int) -> int:
     """Find a batch size that fits while one more does not. 0 where a batch of one does not fit.
 
-    Peaks grow almost linearly, so the line through two of them tells nearly where to look; bisection makes it exact.
+    Memory grows almost linearly with the batch, so the line through two peaks tells nearly where to look; bisection of
+    what is left makes it exact.
 
     Args:
         start: A size to start from.
         fits: Whether a size fits.
-        peak: The peak at a size, to guess from.
+        peak: The peak of allocated memory at a size that was tried, to guess from.
         limit: What the peak may be.
 
     Raises:
         ValueError: Memory does not grow with the batch.
     """
     low, high = 0, _MOST
-    other = start * 2 if fits(start) else max(1, start // 2)
-    if other == start:
-        other = 2
-    points = sorted({start, other})
-    slope = (peak(points[-1]) - peak(points[0])) / (points[-1] - points[0])
-    for size in points:
-        low, high = (max(low, size), high) if fits(size) else (low, min(high, size))
-    # Each guess is followed by a look at its neighbour; when the line is off, the next starts from what it taught.
-    while high - low > 1:
-        guess = _guess(low, high, start, peak, slope, limit)
-        if guess >= _MOST - 1:
+    tried: list[int] = []
+
+    def try_size(size: int) -> None:
+        nonlocal low, high
+        if low < size < high:
+            tried.append(size)
+            low, high = (size, high) if fits(size) else (low, size)
+
+    try_size(start)
+    try_size(2 * start if low else start // 2)
+    while high == _MOST:
+        guess = _on_line(sorted(tried), peak, limit)
+        if guess is None:
+            # Flat so far: a small batch hides behind what the optimizer takes.
+            guess = _LEAP * low
+        if guess >= _MOST:
             raise ValueError(
-                f"Memory does not grow with the batch: at {points[0]} and {points[-1]} the peaks are {peak(points[0])} and "
-                f"{peak(points[-1])} bytes. Check that the first dimension of the batch's tensors is the batch."
+                f"Memory does not grow with the batch: at {tried[0]} and {low} the peaks are {peak(tried[0])} and "
+                f"{peak(low)} bytes. Check that the first dimension of the batch's tensors is the batch."
             )
-        last = (low, high)
-        for size in (guess, guess + 1 if fits(guess) else guess - 1):
-            if low < size < high:
-                low, high = (size, high) if fits(size) else (low, size)
-        if high != _MOST and high - low > 1 and (high - low) > (last[1] - last[0]) // 2:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+        try_size(max(guess, low + 1))
+        # A little more, to have the answer between the two.
+        try_size(_further(low))
+    guess = _on_line(sorted(tried), peak, limit)
+    if guess is not None:
+        try_size(guess)
+        try_size(_further(low) if low == guess else guess - (_further(guess) - guess))
+    while high - low > 1:
+        try_size((low + high) // 2)
     return low
 
 
-def _guess(low: int, high: int, start: int, peak: Callable[[int], int], slope: float, limit: int) -> int:
-    known = low or start
-    if slope <= 0:
-        return min(known * 2, high - 1) if high != _MOST or known < _MOST // 4 else _MOST
-    guess = known + int((limit - peak(known)) / slope)
-    return min(max(guess, low + 1), high - 1)
+def _further(size: int) -> int:
+    return size + 1 + int(_NEAR * size)
+
+
+def _on_line(sizes: list[int], peak: Callable[[int], int], limit: int) -> int | None:
+    """Where the line through the smallest and the largest size meets the limit; None where it does not rise."""
+    first, last = sizes[0], sizes[-1]
+    rise = peak(last) - peak(first)
+    if first == last or rise <= 0:
+        return None
+    return last + (limit - peak(last)) * (last - first) // rise

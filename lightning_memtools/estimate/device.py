@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_memtools.estimate.kernels import KERNELS, Kernel
+from lightning_memtools.estimate.kernels import KERNELS, SIZED, Kernel
 from lightning_memtools.estimate.recording import Recorder, RecordingLedger
 from lightning_memtools.memory.allocator import CachingAllocator
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -23,7 +23,7 @@ class TracedDevice(VirtualDevice):
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
         cuda: Whether it stands for a GPU, or for the CPU.
         cublas_workspace: What cuBLAS takes at the first matrix product of forward, and again of backward.
-        kernels: Whether operators take what CUDA's kernels do; on real tensors they cannot.
+        kernels: Whether operators may be replaced: by CUDA's, and where fakes have no size. Real tensors need the originals.
 
     Attributes:
         recorder: The history.
@@ -35,7 +35,7 @@ class TracedDevice(VirtualDevice):
         super().__init__(
             allocator=allocator, cublas_workspace=cublas_workspace if cuda else "0MiB", cuda_like=cuda, record=True
         )
-        self._kernels = KERNELS if cuda and kernels else {}
+        self._kernels = {**SIZED, **(KERNELS if cuda else {})} if kernels else {}
         self.recorder = Recorder(self._allocator)
         self._ledger: RecordingLedger = RecordingLedger(self._allocator, self.recorder)
 

@@ -22,8 +22,8 @@ from lightning_memtools.estimate.result import MemoryEstimate
 from lightning_memtools.estimate.step import Recipe, batch_size_of
 from lightning_memtools.estimate.tracing import Settings, Subject, Traced, trace
 
-_SMALL = (2, 4)
-"""The batch sizes of the fallback. BatchNorm needs at least two samples."""
+_SMALL = (4, 16)
+"""The batch sizes of the fallback: small, and far enough apart that blocks of 512 bytes do not hide what a sample takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,9 @@ Kernel = Callable[[Mode, Run, Any, tuple[Any, ...], dict[str, Any]], Any]
 KERNELS: dict[Any, Kernel] = {}
 """The kernel of each operator that differs."""
 
+SIZED: dict[Any, Kernel] = {}
+"""Operators whose results have a size that depends on values, where another argument says it; on the CPU as well."""
+
 _ROWS_PER_THREAD = 10
 _FEW_INDICES = 3072
 
@@ -39,6 +42,18 @@ def instead_of(*operators: Any) -> Callable[[Kernel], Kernel]:
         return kernel
 
     return register
+
+
+def _bincount(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torchmetrics counts classes, and says how many there are."""
+    minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)  # noqa: PLR2004, its third argument
+    if minlength == 0:
+        return run(func, *args, **kwargs)
+    del mode
+    return run(aten.empty.memory_format, [minlength], dtype=torch.int64, device=torch.device("cpu"))
+
+
+SIZED[aten.bincount.default] = _bincount
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -131,7 +146,7 @@ def efficient_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], k
 
 @instead_of(aten.convolution.default)
 def convolution(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """cuDNN takes inputs in the order of their dimensions, or channels last; any other is copied (cudnn/ConvShared.cpp).
+    """Inputs are contiguous or channels last for cuDNN; any other is copied (cudnn/ConvShared.cpp).
 
     Its own workspace, which its heuristics choose by GPU and shape, is not known here and not counted.
     """

@@ -143,7 +143,7 @@ class MemoryEstimate:
         return largest_batch(
             self.batch_size,
             fits=lambda size: at(size).fits(capacity),
-            peak=lambda size: at(size).peak_reserved,
+            peak=lambda size: at(size).peak_allocated,
             limit=limit.usable,
         )
 

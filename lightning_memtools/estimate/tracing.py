@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -129,13 +131,14 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
         allocator=settings.allocator,
         cuda=settings.cuda,
         cublas_workspace=settings.cublas_workspace,
-        kernels=fakes_cuda,
+        kernels=not values,
     )
     result = Traced(device)
     dtype = recipe.precision.dtype
     model = unwrapped(subject.model)
     with ExitStack() as stack:
         stack.enter_context(_rng_untouched())
+        stack.enter_context(_quiet())
         stack.enter_context(torch.enable_grad())
         if fakes_cuda:
             stack.enter_context(cuda_autocast())
@@ -144,6 +147,8 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         exchange = RealExchange(dtype) if values else TensorExchange(dtype)
         stack.enter_context(borrowed([model], exchange))
+        if not values:
+            _skip_checks(model)
         stack.enter_context(device)
         if fakes_cuda:
             stack.enter_context(CudaFunctions())
@@ -186,6 +191,13 @@ def _make_optimizer(subject: Subject, exchange: TensorExchange) -> MakeOptimizer
     return make
 
 
+def _skip_checks(model: nn.Module) -> None:
+    """Metrics of torchmetrics look at values before they count; the checks keep nothing. Undone with `borrowed`."""
+    for part in model.modules():
+        if vars(part).get("validate_args") is True:
+            vars(part)["validate_args"] = False
+
+
 def _holds_tensors(model: nn.Module) -> bool:
     return next(model.parameters(), None) is not None or next(model.buffers(), None) is not None
 
@@ -209,11 +221,24 @@ def _noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...
 @contextmanager
 def _rng_untouched() -> Iterator[None]:
     # Fakes draw no numbers, but a step may seed a generator or draw from one on the host.
-    state = torch.get_rng_state()
+    states = torch.get_rng_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    # torch logs a traceback of its own for a wrong shape, above the user's error.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled = logger.disabled
+    logger.disabled = True
     try:
         with warnings.catch_warnings():
             # Advice on how the user trains (a scheduler that steps first, say) belongs into training.
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.set_rng_state(state)
+        logger.disabled = was_disabled

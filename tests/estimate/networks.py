@@ -131,7 +131,7 @@ class Classifier(pl.LightningModule):
     def __init__(self, *, logs=True):
         super().__init__()
         self.network = mlp(32, 256, 64, 4)
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(4, validate_args=False)
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(4)
         self.n_steps = 0
         self.logs = logs
 

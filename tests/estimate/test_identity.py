@@ -50,7 +50,7 @@ MODELS = {
     "gru cell": (lambda: nn.GRUCell(16, 32), torch.zeros(4, 16), total, ADAM),
     "alexnet": (vision("alexnet"), images(), classify, None),
     "resnet18": (vision("resnet18"), images(), classify, MOMENTUM),
-    "vgg11_bn": (vision("vgg11_bn"), images(2, 32), classify, None),
+    "mnasnet0_5": (vision("mnasnet0_5"), images(2, 32), classify, ADAM),
     "mobilenet_v3_small": (vision("mobilenet_v3_small"), images(), classify, ADAM),
     "squeezenet1_1": (vision("squeezenet1_1"), images(), classify, ADAM),
     "shufflenet_v2_x0_5": (vision("shufflenet_v2_x0_5"), images(), classify, MOMENTUM),
