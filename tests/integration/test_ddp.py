@@ -18,8 +18,8 @@ def run_under(tmp_path_factory):
     """Gives the folder that a run on two ranks under a strategy left behind; each is run once."""
 
     @functools.cache
-    def run(strategy: str) -> Path:
-        root: Path = tmp_path_factory.mktemp(strategy)
+    def run(strategy):
+        root = tmp_path_factory.mktemp(strategy)
         result = run_script(Path(__file__).with_name("ddp_run.py"), root, strategy)
         (root / "stdout").write_text(result.stdout)
         return root

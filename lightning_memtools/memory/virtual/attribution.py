@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.categories import Category, Composition, by_name
 from lightning_memtools.memory.virtual.ledger import Ledger
 from lightning_memtools.memory.virtual.names import ModuleNames
 from lightning_memtools.memory.virtual.parts import parts, storage_key, tensors_in
+from lightning_memtools.memory.virtual.place import OUTSIDE
 
 
 def attribute(ledger: Ledger, names: ModuleNames, optimizers: Iterable[Optimizer]) -> None:
@@ -32,6 +34,19 @@ def attribute(ledger: Ledger, names: ModuleNames, optimizers: Iterable[Optimizer
             _note_parameter(ledger, updated, owner)
             for tensor in tensors_in(optimizer.state.get(updated, {})):
                 _note(ledger, tensor, Category.OPTIMIZER, owner)
+
+
+def composition_of(ledger: Ledger) -> Composition:
+    """What the ledger holds, by category and by module."""
+    by_category = [0] * len(Category)
+    by_module: dict[str, list[int]] = defaultdict(lambda: [0] * len(Category))
+    held = [(entry.category, entry.module, entry.block.size) for entry in ledger.entries()]
+    if ledger.held:
+        held.append((Category.OTHER, OUTSIDE, ledger.held))
+    for category, module, size in held:
+        by_category[category] += size
+        by_module[module][category] += size
+    return Composition(by_name(by_category), {module: by_name(sizes) for module, sizes in by_module.items()})
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -9,30 +9,27 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, Trace
-from lightning_memtools.memory.capacity import parse_capacity
+from lightning_memtools.memory.capacity import find_gpu, parse_capacity
 from lightning_memtools.memory.sizes import format_size, parse_size
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.memory.virtual import surroundings
-from lightning_memtools.memory.virtual.attribution import attribute
-from lightning_memtools.memory.virtual.categories import Category, Composition, as_log_names, by_name
-from lightning_memtools.memory.virtual.compilation import EagerCompilation
+from lightning_memtools.memory.virtual.attribution import attribute, composition_of
+from lightning_memtools.memory.virtual.categories import Composition, as_log_names
 from lightning_memtools.memory.virtual.ledger import Ledger
-from lightning_memtools.memory.virtual.loaders import count_batch, watch_loaders
+from lightning_memtools.memory.virtual.loaders import count_batch
 from lightning_memtools.memory.virtual.mode import AccountingMode
 from lightning_memtools.memory.virtual.names import ModuleNames
 from lightning_memtools.memory.virtual.oom import cuda_error
-from lightning_memtools.memory.virtual.patches import Patches
-from lightning_memtools.memory.virtual.place import OUTSIDE
-from lightning_memtools.memory.virtual.substitutions import behave_like_cuda
 from lightning_memtools.memory.virtual.summary import summary_table
 from lightning_memtools.memory.virtual.tracking import enter_all, trackable
+from lightning_memtools.memory.virtual.watching import Watching
 
 OomObserver = Callable[[int, int, int, int], object]
 """Called, as torch's own for CUDA, with a device's index, the bytes asked for, its bytes in all, and its free bytes."""
@@ -112,10 +109,10 @@ class VirtualDevice:
         # Ordered, because handles refer to it weakly, which a plain dict does not allow.
         self._observers: OrderedDict[int, OomObserver] = OrderedDict()
         self._modes: list[AccountingMode] = []
-        self._patches = Patches()
-        self._hooks: list[RemovableHandle] = []
         self._thread: int | None = None
-        self._compilation = EagerCompilation()
+        self._watching = Watching(
+            _mode_here, seen=self._optimizers.add, run_counted=self._run_counted, cuda_like=cuda_like
+        )
 
     # --- entering and leaving
 
@@ -133,7 +130,7 @@ class VirtualDevice:
         _active.append(self)
         self._thread = threading.get_ident()
         try:
-            self._watch()
+            self._watching.begin()
         except BaseException:
             self._leave()
             raise
@@ -176,7 +173,7 @@ class VirtualDevice:
             TypeError: There is no module, optimizer or tensor in it to track.
         """
         before = self._allocator.allocated
-        mode = _mode_here() or self._new_mode()
+        mode = self._mode_or_new()
         with mode.silence():
             for thing in things:
                 found = list(trackable(thing))
@@ -199,7 +196,7 @@ class VirtualDevice:
         Raises:
             torch.OutOfMemoryError: The device has too little.
         """
-        count_batch(_mode_here() or self._new_mode(), batch, set(), from_workers=True)
+        count_batch(self._mode_or_new(), batch, set(), from_workers=True)
 
     def observe_oom(self, callback: OomObserver) -> RemovableHandle:
         """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error unwinds.
@@ -245,16 +242,7 @@ class VirtualDevice:
     def composition(self) -> Composition:
         """Every allocated byte by category and by module."""
         self._attribute()
-        by_category = [0] * len(Category)
-        by_module: dict[str, list[int]] = {}
-        for entry in self._ledger.entries():
-            by_category[entry.category] += entry.block.size
-            by_module.setdefault(entry.module, [0] * len(Category))[entry.category] += entry.block.size
-        held = self._ledger.held
-        if held:
-            by_category[Category.OTHER] += held
-            by_module.setdefault(OUTSIDE, [0] * len(Category))[Category.OTHER] += held
-        return Composition(by_name(by_category), {module: by_name(sizes) for module, sizes in by_module.items()})
+        return composition_of(self._ledger)
 
     def composition_at_peak(self) -> Mapping[str, int]:
         """Bytes per category when allocated was highest since the last `reset_peaks`: they add up to that peak.
@@ -283,27 +271,12 @@ class VirtualDevice:
 
     # --- how it is done
 
-    def _watch(self) -> None:
-        patches, find = self._patches, _mode_here
-        surroundings.watch_modules(patches, find, self._compilation.say)
-        surroundings.watch_storages(patches, find)
-        surroundings.watch_threads(patches, find, self._run_counted)
-        watch_loaders(patches, find)
-        self._compilation.begin(patches)
-        if self._cuda_like:
-            behave_like_cuda(patches)
-        self._hooks += surroundings.watch_registrations(find)
-        self._hooks += surroundings.watch_optimizers(find, self._optimizers.add)
-
     def _leave(self) -> None:
         # Threads that are still running keep their mode: it only stops to count.
         for mode in self._modes:
             mode.silent += 1
         self._modes.clear()
-        self._patches.undo()
-        self._compilation.end()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._watching.end()
         self._thread = None
         _active.remove(self)
 
@@ -316,10 +289,15 @@ class VirtualDevice:
         return AccountingMode(
             self._ledger,
             self._names,
-            fail=self._fail,
+            error_of=self._out_of_memory,
             cublas_workspace=self._cublas_workspace,
             cuda_like=self._cuda_like,
         )
+
+    def _mode_or_new(self) -> AccountingMode:
+        """This thread's mode, or one that was not entered, for what is done by hand outside of the with statement."""
+        mode = _mode_here()
+        return self._new_mode() if mode is None or VirtualDevice.current() is not self else mode
 
     def _enter_thread(self) -> AccountingMode:
         mode = self._new_mode()
@@ -345,14 +323,15 @@ class VirtualDevice:
         with self.host():
             attribute(self._ledger, self._names, list(self._optimizers))
 
-    def _fail(self, failure: SimulatedOutOfMemory) -> NoReturn:
+    def _out_of_memory(self, failure: SimulatedOutOfMemory) -> torch.OutOfMemoryError:
+        """The error to raise, after all observers have been told."""
         error = cuda_error(failure, context=self._context)
         for observe in list(self._observers.values()):
             try:
                 observe(0, failure.segment_size, failure.capacity or 0, max(failure.free or 0, 0))
             except Exception as problem:  # noqa: BLE001, whatever it is must not hide the out-of-memory error
                 error.add_note(f"An observer of this error failed: {problem!r}")
-        raise error
+        return error
 
 
 def _mode_here() -> AccountingMode | None:
@@ -361,13 +340,8 @@ def _mode_here() -> AccountingMode | None:
 
 
 def _default_context(capacity: str | None) -> int:
-    if capacity is None:
-        return 0
-    try:
-        parse_size(capacity)
-    except ValueError:
-        return parse_size(DEFAULT_CONTEXT)
-    return 0
+    by_name = capacity is not None and find_gpu(capacity) is not None
+    return parse_size(DEFAULT_CONTEXT) if by_name else 0
 
 
 def _fall_silent_in_fork() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from lightning_memtools.memory.allocator import SimulatedOutOfMemory
 from lightning_memtools.memory.virtual.accumulation import is_gradient_sum, references_of_autograd
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.kinds import Kind, compose, is_matmul, kind_of
-from lightning_memtools.memory.virtual.ledger import Ledger
+from lightning_memtools.memory.virtual.ledger import Entry, Ledger
 from lightning_memtools.memory.virtual.names import ModuleNames
 from lightning_memtools.memory.virtual.parts import flat, is_among, on_device, parts, storage_key, tensors_in
 from lightning_memtools.memory.virtual.place import OUTSIDE, Place, in_backward, stores_gradient
@@ -43,7 +43,7 @@ class AccountingMode(TorchDispatchMode):
         ledger: Ledger,
         names: ModuleNames,
         *,
-        fail: Callable[[SimulatedOutOfMemory], NoReturn],
+        error_of: Callable[[SimulatedOutOfMemory], torch.OutOfMemoryError],
         cublas_workspace: int = 0,
         cuda_like: bool = False,
     ) -> None:
@@ -54,7 +54,7 @@ class AccountingMode(TorchDispatchMode):
         self._made_silently: set[int] | None = None
         self._ledger = ledger
         self._names = names
-        self._fail = fail
+        self._error_of = error_of
         self._cublas_workspace = cublas_workspace
         self._cuda_like = cuda_like
         # cuBLAS keeps a workspace per thread, and autograd runs backward in a thread of its own.
@@ -142,14 +142,21 @@ class AccountingMode(TorchDispatchMode):
             elif category is not None:
                 self._ledger.assign(entry, category)
 
-    def enter_copy(self, tensor: torch.Tensor, category: Category) -> None:
-        """Enter a tensor as if it had been copied to the device: its own bytes, for as long as it lives.
+    def enter_copy(self, tensor: torch.Tensor, category: Category) -> Entry | None:
+        """Enter a tensor as if it had been copied to the device: its own bytes, until it dies or `drop` is called.
 
         Raises:
             torch.OutOfMemoryError: The device has too little.
         """
-        if on_device(tensor):
-            self._ask(self._ledger.add_copy, tensor, tensor.numel() * tensor.element_size(), category, OUTSIDE)
+        if not on_device(tensor):
+            return None
+        n_bytes = tensor.numel() * tensor.element_size()
+        entry: Entry | None = self._ask(self._ledger.add_copy, tensor, n_bytes, category, OUTSIDE)
+        return entry
+
+    def drop(self, entry: Entry) -> None:
+        """What this stood for has left the device."""
+        self._ledger.forget(entry)
 
     def enter_new(self, tensor: torch.Tensor) -> None:
         """A function that is no operator made this tensor.
@@ -182,11 +189,11 @@ class AccountingMode(TorchDispatchMode):
                 self._ledger.assign(entry, category, module)
 
     def leave_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are host memory, wherever they were made."""
+        """These are host memory, wherever they were made; what is known to be of use on the device stays there."""
         for tensor in tensors:
             for part in parts(tensor):
                 entry = self._ledger.find(storage_key(part))
-                if entry is not None:
+                if entry is not None and entry.category is Category.OTHER:
                     self._ledger.forget(entry)
 
     # --- what operators do
@@ -266,18 +273,16 @@ class AccountingMode(TorchDispatchMode):
             self._ask(self._ledger.hold, self._cublas_workspace)
             self._has_workspace[backward] = True
 
-    def _ask(self, request: Callable[..., object], *arguments: Any) -> None:
+    def _ask(self, request: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            request(*arguments)
+            return request(*arguments)
         except SimulatedOutOfMemory as error:
             # Without its frames: they hold the storage, which has to die when the caller's frames are cleared.
             failure = error.with_traceback(None)
-        else:
-            return
         # The error ends the optimizer's step whose own work this was.
         self.place.leave_step()
         # Raised here and not in the handler above: as the new error's context the old one would live as long.
-        self._fail(failure)
+        raise self._error_of(failure)
 
 
 def _storage_state(tensor: torch.Tensor) -> tuple[int, int] | None:

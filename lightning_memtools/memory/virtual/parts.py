@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _COMPRESSED_ROWS = {torch.sparse_csr, torch.sparse_bsr}
 _COMPRESSED_COLUMNS = {torch.sparse_csc, torch.sparse_bsc}
 _LONG = 1000
+_NO_CONTAINERS = (str, bytes, int, float, complex, type, torch.nn.Module)
 _not_counted: set[str] = set()
 
 
@@ -108,7 +110,8 @@ def _contents(thing: Any) -> Collection[Any]:
         return thing.values()
     if isinstance(thing, (list, tuple, set, frozenset, deque)):
         return thing
-    if isinstance(thing, (str, bytes, int, float, complex, type, torch.nn.Module)) or thing is None or callable(thing):
+    # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
+    if thing is None or callable(thing) or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
         return ()
     if is_dataclass(thing):
         return [getattr(thing, field.name, None) for field in fields(thing)]

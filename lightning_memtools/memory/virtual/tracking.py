@@ -18,8 +18,12 @@ Enter = Callable[[torch.Tensor, Category | None], object]
 def enter_all(thing: nn.Module | Optimizer | torch.Tensor, enter: Enter) -> None:
     """Enter a tensor, or each of a module (gradients too) or of an optimizer (parameters, gradients and state)."""
     if isinstance(thing, nn.Module):
-        _enter_parameters(thing.parameters(), enter)
-        for buffer in thing.buffers():
+        # In the order of `module.cuda()`, because blocks are placed in it: children first, a gradient after its
+        # parameter, buffers last.
+        for child in thing.children():
+            enter_all(child, enter)
+        _enter_parameters(thing.parameters(recurse=False), enter)
+        for buffer in thing.buffers(recurse=False):
             enter(buffer, Category.BUFFER)
     elif isinstance(thing, Optimizer):
         _enter_parameters(parameters_of(thing), enter)

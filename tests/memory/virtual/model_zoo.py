@@ -90,7 +90,7 @@ class Gru(nn.Module):
         self.cell = nn.GRUCell(10, 20)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state = torch.zeros(x.shape[0], 20)
+        state = x.new_zeros(x.shape[0], 20)
         for step in x.unbind(1):
             state = self.cell(step, state)
         return state
@@ -132,7 +132,7 @@ class HalfPrecision(nn.Module):
         self.layers = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
             out: torch.Tensor = self.layers(x).softmax(-1)
         return out
 

@@ -326,3 +326,16 @@ def test_module_first_seen_below_another_gets_its_path_there() -> None:
         net.first(torch.ones(1, 300))
         net(torch.ones(1, 300))
         assert set(device.composition().by_module) == {"Mlp.first", "Mlp.second"}
+
+
+def test_inputs_are_known_by_being_passed_in_any_way() -> None:
+    class Keywords(nn.Module):
+        def forward(self, x: torch.Tensor, *, batch: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+            return x + batch["more"][0]
+
+    with VirtualDevice() as device:
+        x, more, other = torch.ones(1000), torch.ones(1000), torch.ones(1000)
+        assert of(device) == {"other": 3 * 4096}
+        Keywords()(x, batch={"more": [more]})
+        assert of(device) == {"input": 2 * 4096, "other": 4096}
+        del x, more, other

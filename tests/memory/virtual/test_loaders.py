@@ -189,3 +189,44 @@ def test_long_lists_of_tensors_are_found() -> None:
         assert allocated(device) == 1100 * 4096
         next(iter(DataLoader(data)))
         assert allocated(device) == 0
+
+
+class Ready(Dataset[torch.Tensor]):
+    """Holds its batches ready-made, and, as some do, the optimizer of the run."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.batches = [torch.ones(1000) for _ in range(5)]
+        self.optimizer = optimizer
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.batches[index]
+
+
+def test_batches_that_the_dataset_keeps_leave_the_device_with_the_loop() -> None:
+    with VirtualDevice() as device:
+        data = Ready()
+        for epoch in range(2):
+            for batch in DataLoader(data, batch_size=None):
+                assert allocated(device) == 4096, epoch
+                assert device.composition().by_category["input"] == 4096
+                del batch
+            assert allocated(device) == 0
+        # The next batch was there before the last one went.
+        device.reset_peaks()
+        for _ in DataLoader(data, batch_size=None):
+            pass
+        assert peak(device) == 2 * 4096
+
+
+def test_weights_reached_from_a_dataset_stay_on_the_device() -> None:
+    with VirtualDevice() as device:
+        net = nn.Linear(1000, 1, bias=False)
+        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+        net(torch.ones(1, 1000)).sum().backward()
+        optimizer.step()
+        next(iter(DataLoader(Ready(optimizer), batch_size=None)))
+        found = device.composition().by_category
+        assert (found["parameter"], found["gradient"], found["optimizer"]) == (4096, 4096, 4096)

@@ -33,8 +33,9 @@ def test_the_words_are_cudas() -> None:
         "is free. Process 0 has 5.00 MiB memory in use. Including non-PyTorch memory, this process has 36.00 MiB "
         "memory in use. Of the allocated memory 30.00 MiB is allocated by PyTorch, and 2.00 MiB is reserved by PyTorch "
         "but unallocated. If reserved but unallocated memory is large try setting "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  "
-        "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables) "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory "
+        "Management  "
+        "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf) "
         "(simulated by lightning_memtools.VirtualDevice)"
     )
 
