@@ -58,7 +58,7 @@ class TracedDevice(VirtualDevice):
         return _TracedMode(
             self._ledger,
             self._names,
-            fail=self._fail,
+            error_of=self._out_of_memory,
             cublas_workspace=self._cublas_workspace,
             cuda_like=self._cuda_like,
             recorder=self.recorder,
