@@ -71,6 +71,11 @@ def references_of_autograd() -> tuple[int, int, int]:
 class _Probe(TorchDispatchMode):
     seen = (0, 0, 0)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As in AccountingMode; and otherwise torch would load its compiler for this.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
             self.seen = _references(args)
