@@ -116,7 +116,15 @@ def mobilenet() -> nn.Module:
     """MobileNetV2."""
     layers = conv(3, 32, stride=2)
     n_in = 32
-    settings = [(1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)]
+    settings = [
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    ]
     for widening, n_out, n_blocks, first_stride in settings:
         for j in range(n_blocks):
             stride = first_stride if j == 0 else 1
@@ -136,10 +144,14 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class ConvNextBlock(nn.Module):
+    """Depthwise convolution, then a perceptron over the channels."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.scale = nn.Parameter(torch.full((width, 1, 1), 1e-6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,6 +170,8 @@ def convnext() -> nn.Module:
 
 
 class UNet(nn.Module):
+    """Three levels down and up again, with skips."""
+
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         widths = [width, 2 * width, 4 * width, 8 * width]
@@ -185,6 +199,8 @@ class UNet(nn.Module):
 
 
 class Attention(nn.Module):
+    """Self-attention by torch's fused function."""
+
     def __init__(self, width: int, n_heads: int, *, causal: bool, dropout: float) -> None:
         super().__init__()
         self.n_heads, self.causal, self.dropout = n_heads, causal, dropout
@@ -198,11 +214,15 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """A pre-norm transformer block."""
+
     def __init__(self, width: int, n_heads: int, *, causal: bool, dropout: float = 0.1) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.attention = Attention(width, n_heads, causal=causal, dropout=dropout)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x))
@@ -227,10 +247,14 @@ class LanguageModel(nn.Module):
 
 
 class Vit(nn.Module):
+    """A vision transformer with mean pooling."""
+
     def __init__(self, n_blocks: int = 12, width: int = 384, n_heads: int = 6) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 16, 16)
-        self.blocks = nn.Sequential(*(Block(width, n_heads, causal=False) for _ in range(n_blocks)), nn.LayerNorm(width))
+        self.blocks = nn.Sequential(
+            *(Block(width, n_heads, causal=False) for _ in range(n_blocks)), nn.LayerNorm(width)
+        )
         self.head = nn.Linear(width, 1000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -239,6 +263,8 @@ class Vit(nn.Module):
 
 
 class Recurrent(nn.Module):
+    """A language model over two recurrent layers."""
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10_000, 256)
@@ -259,7 +285,10 @@ def perceptron() -> nn.Module:
 
 
 def images(n: int, size: int = 224) -> Callable[[str], list[torch.Tensor]]:
-    return lambda device: [torch.zeros(n, 3, size, size, device=device), torch.zeros(n, dtype=torch.long, device=device)]
+    return lambda device: [
+        torch.zeros(n, 3, size, size, device=device),
+        torch.zeros(n, dtype=torch.long, device=device),
+    ]
 
 
 def maps(n: int, size: int) -> Callable[[str], list[torch.Tensor]]:
@@ -299,11 +328,18 @@ def _cases() -> Iterator[Case]:
     resnet18, resnet50 = partial(resnet, (2, 2, 2, 2), bottleneck=False), partial(resnet, (3, 4, 6, 3), bottleneck=True)
     precisions: tuple[Precision, ...] = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
     for precision in precisions:
-        yield vision(name=f"mlp, {precision}", build=perceptron, batch=rows(4096, 2048), optimizer=ADAM, precision=precision)
-        yield vision(name=f"resnet50, {precision}", build=resnet50, batch=images(32), optimizer=MOMENTUM, precision=precision)
-        yield text(name=f"gpt2, {precision}", build=LanguageModel, batch=texts(4, 512), optimizer=ADAMW, precision=precision)
+        yield vision(
+            name=f"mlp, {precision}", build=perceptron, batch=rows(4096, 2048), optimizer=ADAM, precision=precision
+        )
+        yield vision(
+            name=f"resnet50, {precision}", build=resnet50, batch=images(32), optimizer=MOMENTUM, precision=precision
+        )
+        yield text(
+            name=f"gpt2, {precision}", build=LanguageModel, batch=texts(4, 512), optimizer=ADAMW, precision=precision
+        )
         yield vision(name=f"vit, {precision}", build=Vit, batch=images(32), optimizer=ADAMW, precision=precision)
-    for name, optimizer in {"sgd": SGD, "momentum": MOMENTUM, "adam": ADAM, "fused adamw": FUSED}.items():
+    optimizers: dict[str, MakeOptimizer] = {"sgd": SGD, "momentum": MOMENTUM, "adam": ADAM, "fused adamw": FUSED}
+    for name, optimizer in optimizers.items():
         yield vision(name=f"alexnet, {name}", build=alexnet, batch=images(64), optimizer=optimizer)
         yield vision(name=f"resnet18, {name}, clipped", build=resnet18, batch=images(64), optimizer=optimizer, clip=1.0)
     yield vision(name="vgg16", build=vgg16, batch=images(16), optimizer=SGD)
@@ -313,9 +349,15 @@ def _cases() -> Iterator[Case]:
         yield vision(name=f"convnext, batch {n}", build=convnext, batch=images(n), optimizer=ADAMW)
     for n in (2, 8, 16):
         yield vision(name=f"u-net, batch {n}", build=UNet, batch=maps(n, 256), optimizer=ADAM)
-    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+    kernels = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
     for name, kernel in kernels.items():
-        gpt = text(name=f"gpt2, {name} attention, bf16-true", build=LanguageModel, batch=texts(4, 1024), optimizer=ADAMW)
+        gpt = text(
+            name=f"gpt2, {name} attention, bf16-true", build=LanguageModel, batch=texts(4, 1024), optimizer=ADAMW
+        )
         yield Case(**{**vars(gpt), "precision": "bf16-true", "kernel": kernel})
     efficient = vision(name="vit, efficient attention", build=Vit, batch=images(64), optimizer=SGD)
     yield Case(**{**vars(efficient), "kernel": SDPBackend.EFFICIENT_ATTENTION})

@@ -108,7 +108,8 @@ def compare(case: Case, capacity: str) -> dict[str, Any]:
     torch.manual_seed(0)
     real, predicted = real_peaks(case), predicted_peaks(case, capacity)
     errors = {
-        f"{name}_error_pct": round(100 * (predicted[name] - real[name]) / real[name], 3) for name in ("allocated", "reserved")
+        f"{name}_error_pct": round(100 * (predicted[name] - real[name]) / real[name], 3)
+        for name in ("allocated", "reserved")
     }
     return {"real": real, "predicted": predicted, **errors}
 
@@ -154,7 +155,9 @@ def main() -> int:
                 print(case.name, predicted_peaks(case, "H100 80GB"), flush=True)
         return 0
     if not torch.cuda.is_available():
-        print("benchmarks/gpu_estimates.py compares with a real GPU, and there is no CUDA device here: nothing measured.")
+        print(
+            "benchmarks/gpu_estimates.py compares with a real GPU, and there is no CUDA device here: nothing measured."
+        )
         return 1
     save("gpu_estimates", measure(chosen.only, minutes=chosen.minutes))
     return 0

@@ -48,7 +48,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.set_defaults(run=run)
 
 
-def run(chosen: argparse.Namespace) -> None:
+def run(chosen: argparse.Namespace) -> None:  # noqa: C901, one branch per option
     """Estimate, and print what came out.
 
     Raises:
@@ -99,7 +99,7 @@ def load(target: str) -> Callable[[], Any]:
     """
     module_name, colon, name = target.partition(":")
     if not colon or not name:
-        raise UsageError(f"{target!r} names no callable: write MODULE:CALLABLE, such as my_project.train:model_and_batch.")
+        raise UsageError(f"{target!r} names no callable: write MODULE:CALLABLE, such as my_project:model_and_batch.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -130,8 +130,8 @@ def arguments_of(returned: Any, target: str) -> dict[str, Any]:
     if isinstance(returned, tuple) and len(returned) in {2, 3}:
         return dict(zip(("model", "batch", "step"), returned, strict=False))
     raise UsageError(
-        f"{target} returned a {type(returned).__name__}. Return (model, batch), (model, batch, step), or a dict with the "
-        "arguments of estimate_memory."
+        f"{target} returned a {type(returned).__name__}. Return (model, batch), (model, batch, step), or a dict with "
+        "the arguments of estimate_memory."
     )
 
 

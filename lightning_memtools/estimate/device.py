@@ -23,7 +23,8 @@ class TracedDevice(VirtualDevice):
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
         cuda: Whether it stands for a GPU, or for the CPU.
         cublas_workspace: What cuBLAS takes at the first matrix product of forward, and again of backward.
-        kernels: Whether operators may be replaced: by CUDA's, and where fakes have no size. Real tensors need the originals.
+        kernels: Whether operators may be replaced: by CUDA's, and where fakes have no size. On real tensors they may
+            not.
 
     Attributes:
         recorder: The history.
@@ -66,12 +67,12 @@ class TracedDevice(VirtualDevice):
         )
 
 
-class _TracedMode(AccountingMode):
+class _TracedMode(AccountingMode):  # type: ignore[no-untyped-call]
     """Counts what operators make, and notes which operator runs."""
 
     def __init__(
         self, ledger: RecordingLedger, *args: Any, recorder: Recorder, kernels: dict[Any, Kernel], **options: Any
-    ):
+    ) -> None:
         super().__init__(ledger, *args, **options)
         self.place = _NotedPlace(ledger, recorder)
         self._recorder = recorder

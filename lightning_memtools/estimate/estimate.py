@@ -128,7 +128,7 @@ def _check(
     if step is None and not is_lightning_module(model):
         raise ValueError(
             f"{type(model).__name__} is no LightningModule, so estimate_memory does not know its step. Pass "
-            "step=lambda model, batch: loss, such as step=lambda model, batch: cross_entropy(model(batch[0]), batch[1])."
+            "step=lambda model, batch: loss, such as step=lambda model, batch: mse_loss(model(batch[0]), batch[1])."
         )
     name = STEP_NAMES[stage]
     if step is None and getattr(model, name, None) is None:

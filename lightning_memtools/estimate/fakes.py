@@ -5,6 +5,8 @@ tensors among it are exchanged for fake ones of the same size. Whatever the step
 by putting the noted references back.
 """
 
+# ruff: noqa: SLF001, which storage a tensor has is private in torch
+
 from __future__ import annotations
 
 import threading
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 # Objects that are looked at but never into: they belong to the program, not to the model.
@@ -60,10 +63,10 @@ class TensorExchange:
         return made
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise ValueError(
-                f"A parameter of the model has no shape yet ({type(tensor).__name__}): its module is lazy. Run the model "
-                "once, on a small batch, before you estimate its memory."
+                f"A parameter of the model has no shape yet ({type(tensor).__name__}): its module is lazy. Run the "
+                "model once, on a small batch, before you estimate its memory."
             )
         data = self._data(tensor)
         if not isinstance(tensor, nn.Parameter):

@@ -20,10 +20,10 @@ from lightning_memtools.estimate.reading import read_estimate
 from lightning_memtools.estimate.resizing import first_rows
 from lightning_memtools.estimate.result import MemoryEstimate
 from lightning_memtools.estimate.step import Recipe, batch_size_of
-from lightning_memtools.estimate.tracing import Settings, Subject, Traced, trace
+from lightning_memtools.estimate.tracing import Settings, Subject, trace
 
 _SMALL = (4, 16)
-"""The batch sizes of the fallback: small, and far enough apart that blocks of 512 bytes do not hide what a sample takes."""
+"""The batch sizes of the fallback: small, and far enough apart that blocks of 512 bytes hide little of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,16 @@ def estimate_on_cpu(
     *,
     capacity: str | None,
 ) -> MemoryEstimate:
-    """Run the step on copies of the real tensors, on the CPU at two small batch sizes, and draw a line through the peaks.
+    """Run the step on copies of the real tensors at two small batch sizes, and draw a line through their peaks.
 
     Raises:
         RuntimeError: The model or the batch has no values either.
     """
     size = batch_size_of(batch)
-    sizes = [size] if size is None or size <= _SMALL[-1] else list(_SMALL)
-    runs = [_run(subject, batch, recipe, settings, obstacle, n) for n in sizes]
+    is_small = size is None or size <= _SMALL[-1]
+    parts = [batch] if is_small else [first_rows(batch, n) for n in _SMALL]
+    _check_values(subject, batch, obstacle)
+    runs = [trace(subject, part, recipe, settings, values=True) for part in parts]
     own = "" if not settings.cuda else " Attention, recurrent layers and autocast took the CPU's ways."
     if size is None or len(runs) == 1:
         note = f"{obstacle.why} So the step ran on real CPU tensors.{own}"
@@ -78,10 +80,11 @@ def estimate_on_cpu(
         read_estimate(run, subject.model, batch, settings, capacity=capacity, retrace=_cannot_retrace) for run in runs
     )
     note = (
-        f"{obstacle.why} So the step ran on real CPU tensors at batch sizes {sizes[0]} and {sizes[1]}, and a straight line "
-        f"through the two gives the figures for {size}; modules and timeline are those of batch size {sizes[1]}.{own}"
+        f"{obstacle.why} So the step ran on real CPU tensors at batch sizes {_SMALL[0]} and {_SMALL[1]}, and a "
+        f"straight line through the two gives the figures for {size}; modules and timeline are those of "
+        f"{_SMALL[1]}.{own}"
     )
-    return _Line(small, large, sizes[0], sizes[1], note).at(size)
+    return _Line(small, large, *_SMALL, note).at(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +117,19 @@ class _Line:
         )
 
 
-def _run(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, obstacle: Obstacle, n: int | None) -> Traced:
-    if any(
-        tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*tensors_of(batch), *subject.model.parameters())
-    ):
+def _check_values(subject: Subject, batch: Any, obstacle: Obstacle) -> None:
+    tensors = (*tensors_of(batch), *subject.model.parameters())
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
         raise RuntimeError(
             f"{obstacle.why} The step could run on real CPU tensors instead, but the model or the batch has no values. "
             "Pass a real model and a real batch (a few samples are enough), or a step that reads no values."
         )
-    part = batch if n is None else first_rows(batch, n)
-    return trace(subject, part, recipe, settings, values=True)
 
 
 def _cannot_retrace(size: int) -> MemoryEstimate:
     raise ValueError(
-        f"A step that reads values cannot be estimated at batch size {size} from a batch this small: pass a batch of more "
-        f"than {_SMALL[-1]} samples."
+        f"A step that reads values cannot be estimated at batch size {size} from a batch this small: pass a batch of "
+        f"more than {_SMALL[-1]} samples."
     )
 
 

@@ -1,5 +1,7 @@
 """Functions that choose their kernels by device: while entered they choose as for CUDA."""
 
+# ruff: noqa: SLF001, attention's kernels have no public names
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -50,7 +52,7 @@ def attention_backend(
     # Causal attention of different lengths aligns its mask otherwise than flash does.
     square = not is_causal or query.shape[2] == key.shape[2]
     if (
-        backends.flash_sdp_enabled()
+        backends.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         and mask is None
         and query.dtype in _HALF
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD
@@ -62,7 +64,7 @@ def attention_backend(
         return "flash"
     aligned = 8 if query.dtype in _HALF else 4
     if (
-        backends.mem_efficient_sdp_enabled()
+        backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
         and query.dtype in {*_HALF, torch.float32}
         and query.shape[-1] == key.shape[-1]
         and query.shape[-1] % aligned == 0
@@ -75,7 +77,7 @@ def attention_backend(
     return "math"
 
 
-def attention(
+def attention(  # noqa: PLR0917, the arguments are those of torch
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -104,7 +106,7 @@ def attention(
     return out
 
 
-def _flash(
+def _flash(  # noqa: PLR0917, as torch's
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
     head = query.shape[-1]
@@ -118,7 +120,7 @@ def _flash(
     return out[..., :head] if padding else out
 
 
-def _efficient(
+def _efficient(  # noqa: PLR0917, as torch's
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -5,6 +5,8 @@ moment (`mode.work_with`), or replaces results of another size. docs/estimate-me
 their sources; tests/estimate/test_kernels.py checks each on its own.
 """
 
+# ruff: noqa: SLF001, attention's kernels have no public names
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -45,7 +47,7 @@ def instead_of(*operators: Any) -> Callable[[Kernel], Kernel]:
 
 
 def _bincount(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torchmetrics counts classes, and says how many there are."""
+    """Torchmetrics counts classes, and says how many there are."""
     minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)  # noqa: PLR2004, its third argument
     if minlength == 0:
         return run(func, *args, **kwargs)
@@ -137,7 +139,7 @@ def flash_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwarg
 
 @instead_of(aten._scaled_dot_product_efficient_attention_backward.default)
 def efficient_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Half inputs sum the query's gradient in float32; float32 ones multiply gradient and output (attention_backward.cu)."""
+    """Sums the query's gradient in float32, or multiplies gradient and output (cuda/attention_backward.cu)."""
     out = run(func, *args, **kwargs)
     query = args[1]
     mode.work_with(4 * query.numel() + 4 * query.numel() // query.shape[-1])
@@ -165,12 +167,14 @@ def convolution_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...],
 
 def _copy_for_convolution(mode: Mode, tensor: torch.Tensor, weight: torch.Tensor) -> None:
     if tensor.dim() == 4:  # noqa: PLR2004, images
-        wants_last = any(
-            one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous() for one in (tensor, weight)
-        )
+        wants_last = any(_is_last_only(one) for one in (tensor, weight))
         wanted = torch.channels_last if wants_last else torch.contiguous_format
         if tensor.is_contiguous(memory_format=wanted):
             return
     elif tensor.is_contiguous():
         return
     mode.work_with(nbytes(tensor))
+
+
+def _is_last_only(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()

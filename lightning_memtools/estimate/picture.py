@@ -24,6 +24,9 @@ _COLOURS = {
 }
 _SHORT = {"inputs": "", "setup": "", "outputs": "", "clip": "clip", "optimizer": "optim."}
 
+_SIZE = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+_DASHED = 'stroke="black" stroke-width="1.5" stroke-dasharray="5 3"'
+
 
 def draw(timeline: Timeline, *, title: str, peak: str) -> str:
     """Draw a timeline as SVG.
@@ -37,8 +40,7 @@ def draw(timeline: Timeline, *, title: str, peak: str) -> str:
     top = max([*timeline.reserved, 1])
     scale = _Scale(n_columns=max(len(columns), 1), n_events=max(len(timeline.allocated), 1), top=top)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {_SIZE} font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="20" font-size="15">{escape(title)}</text>',
         *_grid(scale),
@@ -90,7 +92,7 @@ def _areas(timeline: Timeline, columns: Sequence[int], scale: _Scale) -> Iterato
 
 def _reserved(timeline: Timeline, columns: Sequence[int], scale: _Scale) -> Iterator[str]:
     points = " ".join(f"{scale.x(event):.1f},{scale.y(timeline.reserved[event]):.1f}" for event in columns)
-    yield f'<polyline points="{points}" fill="none" stroke="black" stroke-width="1.5" stroke-dasharray="5 3"/>'
+    yield f'<polyline points="{points}" fill="none" {_DASHED}/>'
 
 
 def _grid(scale: _Scale) -> Iterator[str]:
@@ -122,15 +124,20 @@ def _phases(timeline: Timeline, scale: _Scale) -> Iterator[str]:
         x = scale.x(event)
         if step > last_step:
             last_step = step
-            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{scale.bottom + 30}" stroke="#333"/>'
+            yield _vertical(x, scale.bottom + 30, 'stroke="#333"')
             yield f'<text x="{x + 4:.1f}" y="{scale.bottom + 32:.1f}" font-weight="bold">step {step}</text>'
         elif end > event:
-            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{scale.bottom}" stroke="#999" stroke-dasharray="2 3"/>'
+            yield _vertical(x, scale.bottom, 'stroke="#999" stroke-dasharray="2 3"')
         word = _SHORT.get(phase, phase)
         # Only where there is room: 7 pixels a letter.
         if word and scale.x(end) - x > 7 * len(word) and x >= free_from:
-            yield f'<text x="{(x + scale.x(end)) / 2:.1f}" y="{scale.bottom + 16:.1f}" text-anchor="middle">{word}</text>'
+            middle = (x + scale.x(end)) / 2
+            yield f'<text x="{middle:.1f}" y="{scale.bottom + 16:.1f}" text-anchor="middle">{word}</text>'
             free_from = scale.x(end)
+
+
+def _vertical(x: float, bottom: float, style: str) -> str:
+    return f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}" {style}/>'
 
 
 def _peak(timeline: Timeline, scale: _Scale, words: str) -> Iterator[str]:
@@ -149,7 +156,7 @@ def _legend(timeline: Timeline) -> Iterator[str]:
         if name != "reserved" and not any(timeline.parts[name]):
             continue
         if name == "reserved":
-            yield f'<line x1="{x}" x2="{x + 14}" y1="53" y2="53" stroke="black" stroke-width="1.5" stroke-dasharray="5 3"/>'
+            yield f'<line x1="{x}" x2="{x + 14}" y1="53" y2="53" {_DASHED}/>'
         else:
             yield f'<rect x="{x}" y="47" width="12" height="12" fill="{_COLOURS[name]}"/>'
         yield f'<text x="{x + 18}" y="57">{name}</text>'

@@ -101,7 +101,7 @@ def _saved_bytes(recorder: Recorder, timeline: Timeline) -> dict[str, int]:
     begins = [event for event, step, phase in timeline.marks if (step, phase) == (last, "forward")]
     if not begins:
         return {}
-    begin = begins[-1] if len(begins) == 1 else begins[0]
+    begin = begins[0]
     end = next(
         (
             event
@@ -112,9 +112,9 @@ def _saved_bytes(recorder: Recorder, timeline: Timeline) -> dict[str, int]:
     )
     saved: dict[str, int] = {}
     for allocation in recorder.allocations.values():
-        if begin <= allocation.born < end and (allocation.died is None or allocation.died >= end):
-            if part_of(allocation) == "activations":
-                saved[allocation.module] = saved.get(allocation.module, 0) + allocation.size
+        outlives = begin <= allocation.born < end and (allocation.died is None or allocation.died >= end)
+        if outlives and part_of(allocation) == "activations":
+            saved[allocation.module] = saved.get(allocation.module, 0) + allocation.size
     return saved
 
 

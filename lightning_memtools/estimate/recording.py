@@ -1,5 +1,7 @@
 """Everything that was allocated and freed during a step: what for, by whom, and when."""
 
+# ruff: noqa: SLF001, which node autograd runs is private in torch
+
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -155,7 +157,7 @@ class RecordingLedger(Ledger):
             self._recorder.born(block, kind, label)
 
     def finish(self) -> None:
-        """Write down what is known of the blocks that are alive. From then on nothing is counted, not even their end."""
+        """Write down what is known of the blocks that are alive. Their end is not counted any more."""
         for entry in self.entries():
             allocation = self._recorder.allocations[entry.block.id]
             allocation.kind, allocation.module = entry.category, entry.module

@@ -1,7 +1,7 @@
 """Recurrent layers as cuDNN runs them: all time steps in one kernel, with one space that backward needs.
 
-The size of that space is cuDNN's own affair (cudnnGetRNNTempSpaceSizes). Here it is what an LSTM, a GRU or a plain layer
-has to keep for its gradients, per time step: the activated gates and the states. This was not checked on a GPU.
+The size of that space is cuDNN's own affair (cudnnGetRNNTempSpaceSizes). Here it is what an LSTM, a GRU or a plain
+layer has to keep for its gradients, per time step: the activated gates and the states. This was not checked on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _CudnnRnn(torch.autograd.Function):
     """Allocates what a recurrent layer takes in cuDNN; without values, so for fake tensors only."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(  # noqa: PLR0917, autograd gives all by position
         ctx: Any,
         kind: str,
         layout: tuple[int, int, bool, bool],
@@ -47,7 +47,7 @@ class _CudnnRnn(torch.autograd.Function):
         return out, *states
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
         saved = ctx.saved_tensors
         source, hx, cx = ctx.shapes
         weights = saved[len(saved) - 2 - ctx.n_weights : -2]
@@ -84,7 +84,7 @@ def _other(kind: str) -> Callable[..., Any]:
     return run
 
 
-def _run(
+def _run(  # noqa: PLR0917, as torch's
     kind: str,
     source: torch.Tensor,
     hx: torch.Tensor,
@@ -106,7 +106,9 @@ def _run(
         weights = [weight.to(dtype) for weight in weights]
     hidden = weights[1].shape[1]
     layout = (hidden, num_layers, bidirectional, batch_first)
-    return _CudnnRnn.apply(kind, layout, dropout, train, source, hx, cx, *weights)
+    return _CudnnRnn.apply(  # type: ignore[no-untyped-call]
+        kind, layout, dropout, train, source, hx, cx, *weights
+    )
 
 
 RECURRENT: dict[Any, Callable[..., Any]] = {

@@ -182,7 +182,7 @@ class MemoryEstimate:
         return Table(("estimate (simulated)", "value"), rows)
 
     def module_table(self, top: int | None = None) -> Table:
-        """One row per module: what it returns, its parameters, and the activations its own operators leave for backward.
+        """One row per module: what it returns, its parameters, and the activations that it leaves for backward.
 
         Args:
             top: Only so many, those that keep most; None for all, in the model's order.
@@ -224,11 +224,11 @@ class MemoryEstimate:
         if self.fits(self.capacity):
             return f"It fits in {self.capacity}."
         if self.parameter_bytes > limit.usable:
+            excess = format_size(self.parameter_bytes - limit.usable)
             return (
                 f"It does not fit in {self.capacity}: the parameters and buffers alone take "
-                f"{format_size(self.parameter_bytes)}, {format_size(self.parameter_bytes - limit.usable)} more than its "
-                f"{format_size(limit.usable)}. No batch size helps: shard the model (FSDP), use a smaller precision, or "
-                "a larger device."
+                f"{format_size(self.parameter_bytes)}, {excess} more than its {format_size(limit.usable)}. No batch "
+                "size helps: shard the model (FSDP), use a smaller precision, or a larger device."
             )
         over = self.shortfall(self.capacity)
         how = f"{format_size(over)} too little at the peak" if over else "too fragmented at the peak"

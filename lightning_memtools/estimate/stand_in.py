@@ -42,7 +42,8 @@ class TrainerStandIn:
         self.logger = self.datamodule = None
         self.loggers: list[Any] = []
         self.callbacks: list[Any] = []
-        self.callback_metrics = self.logged_metrics = self.progress_bar_metrics = {}
+        self.callback_metrics: dict[str, Any] = {}
+        self.logged_metrics = self.progress_bar_metrics = self.callback_metrics
         # As Lightning's results, these keep what was logged last, detached.
         self._logged: dict[str, Any] = {}
 
@@ -57,8 +58,8 @@ class TrainerStandIn:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"The step asked its Trainer for {name!r}, which the stand-in for the Trainer in estimate_memory does not have. Guard it with "
-            "`if self._trainer`, or pass step=lambda model, batch: loss to estimate the step without it."
+            f"The step asked its Trainer for {name!r}, which the stand-in for the Trainer in estimate_memory does not "
+            "have. Pass step=lambda model, batch: loss to estimate a step without it."
         )
 
 
@@ -107,7 +108,7 @@ def is_lightning_module(model: object) -> bool:
     )
 
 
-def configured_optimizers(module: Any) -> tuple[list[Optimizer], list[Any]]:
+def configured_optimizers(module: Any) -> tuple[list[Optimizer], list[Any]]:  # noqa: C901, one branch per form
     """The optimizers and schedulers that a LightningModule configures, in any of the forms that Lightning accepts.
 
     Raises:
@@ -134,7 +135,8 @@ def configured_optimizers(module: Any) -> tuple[list[Optimizer], list[Any]]:
         elif thing is not None:
             raise TypeError(
                 f"configure_optimizers of {type(module).__name__} returned a {type(thing).__name__} that is no "
-                "optimizer. Return an optimizer, a list of them, a dict with the key 'optimizer', or (optimizers, schedulers)."
+                "optimizer. Return an optimizer, a list of them, a dict with the key 'optimizer', or (optimizers, "
+                "schedulers)."
             )
 
     def read_scheduler(thing: Any) -> None:

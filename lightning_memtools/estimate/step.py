@@ -93,7 +93,7 @@ def run_lightning(module: Any, make_optimizer: MakeOptimizer | None, recipe: Rec
 
     def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         watch.begin("backward")
-        (scaler.scale(loss) if scaler else loss).backward(*args, **kwargs)
+        (scaler.scale(loss) if scaler else loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         watch.begin("forward")
 
     trainer = TrainerStandIn([], [], backward, recipe.stage)
@@ -142,7 +142,7 @@ def _train(
                 _zero_grad(model, optimizers)
             watch.begin("backward")
             scaled = loss / recipe.accumulate if recipe.accumulate > 1 else loss
-            (scaler.scale(scaled) if scaler else scaled).backward()
+            (scaler.scale(scaled) if scaler else scaled).backward()  # type: ignore[no-untyped-call]
             del scaled
             loss = loss.detach()
             del batch

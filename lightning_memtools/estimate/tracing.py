@@ -185,9 +185,7 @@ def _make_optimizer(subject: Subject, exchange: TensorExchange) -> MakeOptimizer
     if isinstance(given, Optimizer):
         return lambda _parameters: stand_in_optimizer(given, exchange)
 
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        return given(parameters)
-
+    make: MakeOptimizer = given
     return make
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_memtools.cli.main import main
 
-TARGET = '''
+TARGET = """
 import torch
 from torch import nn
 
@@ -22,7 +22,7 @@ def nothing():
     return 3
 
 number = 4
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,17 @@ def target(tmp_path, monkeypatch):
 
 
 def test_it_prints_figures_and_gpus(capsys):
-    arguments = ["--optimizer", "Adam", "--capacity", "1GiB", "--max-batch", "--snapshot", "s.pickle", "--picture", "m.svg"]
+    arguments = [
+        "--optimizer",
+        "Adam",
+        "--capacity",
+        "1GiB",
+        "--max-batch",
+        "--snapshot",
+        "s.pickle",
+        "--picture",
+        "m.svg",
+    ]
     assert main(["estimate", "my_target:model_and_batch", *arguments]) == 0
     out = capsys.readouterr().out
     assert "1,049,600" in out  # parameters

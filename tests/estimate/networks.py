@@ -60,7 +60,9 @@ class UNet(nn.Module):
 
     def __init__(self, width=8):
         super().__init__()
-        self.down = nn.ModuleList([self.block(3, width), self.block(width, 2 * width), self.block(2 * width, 4 * width)])
+        self.down = nn.ModuleList(
+            [self.block(3, width), self.block(width, 2 * width), self.block(2 * width, 4 * width)]
+        )
         self.up = nn.ModuleList([self.block(6 * width, 2 * width), self.block(3 * width, width)])
         self.out = nn.ConvTranspose2d(width, 3, 2, stride=1)
 

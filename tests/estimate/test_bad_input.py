@@ -45,7 +45,8 @@ def test_the_fallback_extrapolates_what_grows_with_the_batch():
             self.layer = nn.Linear(32, 512)
 
     estimates = [
-        estimate_memory(Wide(), torch.ones(n, 32), step=total, device="cpu").composition["activations"] for n in (32, 64, 96)
+        estimate_memory(Wide(), torch.ones(n, 32), step=total, device="cpu").composition["activations"]
+        for n in (32, 64, 96)
     ]
     assert estimates[2] - estimates[1] == estimates[1] - estimates[0] > 0
 
@@ -63,7 +64,10 @@ def test_an_operator_without_a_fake_kernel_is_named():
     library.impl("scale", lambda x: x * 2, "CPU")
     try:
         made = estimate_memory(
-            mlp(8, 8, 8), torch.ones(4, 8), step=lambda m, b: torch.ops.memtools_test.scale(b).sum() + m(b).sum(), device="cpu"
+            mlp(8, 8, 8),
+            torch.ones(4, 8),
+            step=lambda m, b: torch.ops.memtools_test.scale(b).sum() + m(b).sum(),
+            device="cpu",
         )
     finally:
         library._destroy()
@@ -134,14 +138,14 @@ def test_a_step_without_a_loss_is_told_what_to_return():
 
 
 def test_a_stage_that_the_module_lacks_is_named():
+    module = Classifier()
+    module.test_step = None
     with pytest.raises(ValueError, match="has no test_step, which stage='test' runs"):
-        module = Classifier()
-        module.test_step = None
         estimate_memory(module, (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long)), stage="test")
 
 
 def test_a_lazy_module_is_to_be_run_first():
-    with pytest.raises(ValueError, match="has no shape yet.*Run the model once"):
+    with pytest.raises(ValueError, match=r"has no shape yet.*Run the model once"):
         estimate_memory(nn.LazyLinear(3), torch.ones(2, 4), step=total)
 
 

@@ -6,8 +6,8 @@ from statistics import fmean
 
 from tests.estimate.published import predicted_reserved, runs
 
-# One constant for all runs, for what NVML counts beside the allocator. Zero follows them best, which is less than a CUDA
-# context takes: either these totals leave it out, or reserved memory comes out too high by about as much.
+# One constant for all runs, for what NVML counts beside the allocator. Zero follows them best, less than a CUDA context
+# takes: either these totals leave it out, or reserved memory comes out too high by about as much.
 CONTEXT_BYTES = 0
 
 

@@ -126,7 +126,9 @@ def test_the_picture_shows_every_part_at_its_height(estimate, tmp_path):
     # The mark of the peak stands on the highest point of the topmost area.
     circle = picture.find(f"{space}circle")
     heights = [
-        float(point.split(",")[1]) for polygon in picture.iter(f"{space}polygon") for point in polygon.get("points").split()
+        float(point.split(",")[1])
+        for polygon in picture.iter(f"{space}polygon")
+        for point in polygon.get("points").split()
     ]
     assert float(circle.get("cy")) == pytest.approx(min(heights), abs=0.11)
 

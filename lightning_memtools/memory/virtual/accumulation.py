@@ -60,15 +60,15 @@ def references_of_autograd() -> tuple[int, int, int]:
 
     Found by a small backward, so it has to be called before any operator is handled, where autograd is off.
     """
-    probe = _Probe()
+    probe = _Probe()  # type: ignore[no-untyped-call]
     with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad(), probe:
         x = torch.ones(1, requires_grad=True, device="cpu")
         twice = x * 2
-        (twice.sin() * twice.cos()).backward()
+        (twice.sin() * twice.cos()).backward()  # type: ignore[no-untyped-call]
     return probe.seen
 
 
-class _Probe(TorchDispatchMode):
+class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     seen = (0, 0, 0)
 
     @classmethod

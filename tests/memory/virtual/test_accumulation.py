@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.virtual import mode
 
+
 def blocks_of_backward(loss_of, make):
     device = VirtualDevice(record=True)
     with device:
