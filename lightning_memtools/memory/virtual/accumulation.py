@@ -15,13 +15,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+_ADD = torch.ops.aten.add.Tensor
+# Without these counts, which are private in torch, sums take a new tensor each.
+_CAN_TELL = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
 
 def is_gradient_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     """Whether this operator is autograd's sum of two gradients, and the first one is held by autograd alone.
 
     A formula of backward that adds to a tensor which it alone holds looks the same, and is taken for it.
     """
-    if func is not torch.ops.aten.add.Tensor or kwargs or torch._C._current_graph_task_id() == -1:
+    if func is not _ADD or kwargs or torch._C._current_graph_task_id() == -1 or not _CAN_TELL:
         return False
     return not torch.is_grad_enabled() and _fits(*args) and _references(args) == references_of_autograd()
 
@@ -60,6 +64,8 @@ def references_of_autograd() -> tuple[int, int, int]:
 
     Found by a small backward, so it has to be called before any operator is handled, where autograd is off.
     """
+    if not _CAN_TELL:
+        return 0, 0, 0
     probe = _Probe()  # type: ignore[no-untyped-call]
     with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad(), probe:
         x = torch.ones(1, requires_grad=True, device="cpu")
