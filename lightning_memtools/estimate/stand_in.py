@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ class TrainerStandIn:
         optimizers: Given to ``self.optimizers()``.
         schedulers: Given to ``self.lr_schedulers()``.
         backward: Runs backward of a loss, for ``self.manual_backward``.
+        stage: What the Trainer is said to do.
     """
 
     def __init__(
@@ -70,22 +72,11 @@ class OptimizerStandIn:
         self.optimizer = optimizer
 
     def toggle_model(self, *_args: Any, **_kwargs: Any) -> Any:
-        """A context that keeps gradients of other parameters from being asked for, as Lightning's."""
-        return _Toggled(self.optimizer)
+        """Lightning's context for accumulating; here nothing has to be kept from other ranks."""
+        return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
-
-
-class _Toggled:
-    def __init__(self, optimizer: Optimizer) -> None:
-        del optimizer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_error: object) -> None:
-        pass
 
 
 def attach(module: nn.Module, trainer: TrainerStandIn) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,10 +17,10 @@ RESULTS = sorted((BENCHMARKS / "results").glob("gpu_estimates*.json"))
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
-    import gpu_estimates  # type: ignore[import-not-found]  # noqa: PLC0415, a script beside the package
+    import gpu_estimates  # noqa: PLC0415, a script beside the package
 
     yield gpu_estimates
     for name in set(sys.modules) - before:
@@ -30,7 +32,7 @@ def test_predictions_are_within_two_percent_of_allocated_and_four_of_reserved(be
     if not RESULTS:
         pytest.skip("no benchmarks/results/gpu_estimates*.json is committed: run benchmarks/gpu_estimates.py on a GPU")
     cases = {case.name: case for case in benchmark.CASES}
-    errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
+    errors = {"allocated": [], "reserved": []}
     for path in RESULTS:
         measured = json.loads(path.read_text())
         capacity = "H100 80GB" if float(measured["gpu"]["compute_capability"]) >= 9 else "A100 80GB"
