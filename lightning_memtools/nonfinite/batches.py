@@ -1,0 +1,121 @@
+"""The batches of the steps whose verdict is still out, and whether they hold NaN or Inf themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memtools.nonfinite.detect import floats_of
+
+MAX_SAMPLES = 8  # of the bad ones, how many are listed
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """A batch of the present step.
+
+    Attributes:
+        index: Its batch index within the epoch.
+        batch: The batch as training_step got it; None once it was let go.
+        losses: The losses that were sent backward for it, as 0-dim tensors, as training_step returned them.
+        keep: Its loss is known to be bad: it is not let go.
+    """
+
+    index: int
+    batch: Any
+    losses: list[Tensor] = field(default_factory=list)
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BadInput:
+    """A tensor of a batch that holds NaN or Inf.
+
+    Attributes:
+        name: Where it is in the batch, such as ``batch["x"]``.
+        batch_idx: Which batch.
+        n_nan: How many elements are NaN.
+        n_inf: How many are Inf or -Inf.
+        n_elements: How many there are.
+        samples: The first positions along dimension 0 that are affected.
+        is_mask: It holds 0 and -inf only, as attention masks do.
+    """
+
+    name: str
+    batch_idx: int
+    n_nan: int
+    n_inf: int
+    n_elements: int
+    samples: tuple[int, ...]
+    is_mask: bool
+
+    def __str__(self) -> str:
+        kinds = " and ".join(f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n)
+        listed = ", ".join(map(str, self.samples)) + (", ..." if len(self.samples) == MAX_SAMPLES else "")
+        where = f", in sample{'s' if len(self.samples) > 1 else ''} {listed}" if self.samples else ""
+        return f"{self.name} of batch {self.batch_idx} holds {kinds} in {self.n_elements} elements{where}"
+
+
+def named_tensors(collection: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested mappings, sequences and dataclasses, each with the expression that leads to it."""
+    if isinstance(collection, Tensor):
+        yield name, collection
+    elif isinstance(collection, Mapping):
+        for key, value in collection.items():
+            yield from named_tensors(value, f'{name}["{key}"]' if isinstance(key, str) else f"{name}[{key!r}]")
+    elif isinstance(collection, tuple) and hasattr(collection, "_fields"):
+        for key in collection._fields:
+            yield from named_tensors(getattr(collection, key), f"{name}.{key}")
+    elif isinstance(collection, Sequence) and not isinstance(collection, str | bytes):
+        for index, value in enumerate(collection):
+            yield from named_tensors(value, f"{name}[{index}]")
+    elif dataclasses.is_dataclass(collection) and not isinstance(collection, type):
+        for each in dataclasses.fields(collection):
+            yield from named_tensors(getattr(collection, each.name), f"{name}.{each.name}")
+
+
+def bad_inputs(micro: MicroBatch) -> list[BadInput]:
+    """The tensors of the batch that hold NaN or Inf. Waits for the device: for use after a trip."""
+    found = []
+    for name, tensor in named_tensors(micro.batch, "batch"):
+        floats = floats_of(tensor)
+        if floats is None:
+            continue
+        bad = ~torch.isfinite(floats)
+        if not bad.any():
+            continue
+        has_samples = floats.dim() > 0 and tensor.layout == torch.strided
+        samples = bad.flatten(1).any(1) if has_samples and floats.dim() > 1 else bad
+        positions = samples.nonzero()[:MAX_SAMPLES, 0].tolist() if has_samples else []
+        n_nan = int(floats.isnan().sum())
+        found.append(
+            BadInput(
+                name=name,
+                batch_idx=micro.index,
+                n_nan=n_nan,
+                n_inf=int(bad.sum()) - n_nan,
+                n_elements=floats.numel(),
+                samples=tuple(positions),
+                is_mask=bool(((floats == 0) | (floats == -torch.inf)).all()),
+            )
+        )
+    return found
+
+
+def let_go(held: Sequence[MicroBatch], budget_bytes: int) -> None:
+    """Drop the oldest batches. `held`: newest first.
+
+    The newest is alive anyway. One more is kept, and of those before it what fits the budget.
+    """
+    spent = 0
+    for micro in held[2:]:
+        if micro.batch is None or micro.keep:
+            continue
+        spent += sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(micro.batch, ""))
+        if spent > budget_bytes:
+            micro.batch = None

@@ -1,0 +1,103 @@
+"""One fused pass over gradients and losses: a few numbers that are NaN or Inf if anything is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def floats_of(tensor: Tensor) -> Tensor | None:
+    """The floating point numbers that a tensor stores on this rank; None where there are none.
+
+    Sparse tensors store their values, distributed tensors their local shard, complex ones pairs of real numbers.
+    """
+    if type(tensor) is not Tensor and hasattr(tensor, "to_local"):  # a missing attribute is slow to find out
+        tensor = tensor.to_local()
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()  # noqa: SLF001, values() refuses gradients that are not coalesced yet
+    elif tensor.layout != torch.strided:
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
+        return None
+    return tensor if tensor.dtype.itemsize > 1 else tensor.float()  # there are no norms of 8-bit floats
+
+
+def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that the optimizer is about to move, and the floats of their gradients."""
+    parameters, gradients = [], []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and (floats := floats_of(parameter.grad)) is not None:
+                parameters.append(parameter)
+                gradients.append(floats)
+    return parameters, gradients
+
+
+@torch.no_grad()
+def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
+    """The L2 norm of each tensor, as 0-dim tensors in the order given, with one fused kernel per device and dtype.
+
+    A norm is NaN or Inf if an element is. The reverse holds only with `exact`, which squares in float64: in float32,
+    100 values of 1e20 have an infinite norm.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        groups[tensor.device, tensor.dtype].append(index)
+    norms: list[Tensor] = [torch.empty(0)] * len(tensors)
+    for (_, dtype), indices in groups.items():
+        # A norm of float16 values would overflow above 65504.
+        wider = torch.float64 if exact else torch.float32 if dtype == torch.float16 else None
+        group = [tensors[index] for index in indices]
+        for index, norm in zip(indices, _norms_of_one_kind(group, wider), strict=True):
+            norms[index] = norm
+    return norms
+
+
+def _norms_of_one_kind(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
+    first = tensors[0]
+    if first.device.type != "cpu" or first.dtype != torch.float32 or dtype is not None:
+        found: Sequence[Tensor] = torch._foreach_norm(tensors, 2, dtype=dtype)  # noqa: SLF001, torch's own clip_grad_norm_ is built on it
+        return found
+    # Nothing is fused on the CPU, and there BLAS takes two thirds of the time: 2.4 instead of 3.7 ms for 25 million.
+    return torch.stack([_square(tensor) for tensor in tensors]).sqrt().unbind()
+
+
+def _square(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        square: Tensor = torch.linalg.vector_norm(tensor).square()
+        return square
+    flat = tensor.view(-1)
+    return torch.dot(flat, flat)
+
+
+@torch.no_grad()
+def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: bool = False) -> Tensor | None:
+    """The norm over all gradients, each loss, each gradient's norm, on the first gradient's device.
+
+    Returns:
+        Shape [1 + losses + gradients], or None where there is neither a gradient nor a loss.
+    """
+    if not gradients and not losses:
+        return None
+    device = (gradients or losses)[0].device
+    # MPS has no float64. Elsewhere the combined norm should not overflow where none of the norms does.
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    numbers = [number.to(device, dtype, non_blocking=True) for number in (*losses, *norms_of(gradients, exact=exact))]
+    stacked = torch.stack(numbers)
+    return torch.cat([torch.linalg.vector_norm(stacked[len(losses) :], keepdim=True), stacked])
+
+
+def measure_exactly(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | None:
+    """As `measure`, but a number is NaN or Inf only if an element or loss is. Waits for nothing but the CPU."""
+    if gradients and gradients[0].device.type == "cpu":
+        # Squares in float64 take many times as long here, and looking first waits for no device.
+        numbers = measure(gradients, losses)
+        if numbers is not None and torch.isfinite(numbers).all():
+            return numbers
+    return measure(gradients, losses, exact=True)

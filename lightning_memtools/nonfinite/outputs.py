@@ -1,0 +1,73 @@
+"""Watches the outputs of an evaluation run on the device, and reads the result once, at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memtools.nonfinite.batches import named_tensors
+from lightning_memtools.nonfinite.detect import floats_of, norms_of
+
+_NEVER = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BadOutput:
+    """An output or metric of an evaluation run that is NaN or Inf.
+
+    Attributes:
+        name: Such as ``outputs["loss"]``, or the metric's name.
+        batch: The first batch where it was bad, counted over all loaders of the run; None for a metric.
+        value: The metric's value; None for an output.
+    """
+
+    name: str
+    batch: int | None
+    value: float | None
+
+    def __str__(self) -> str:
+        if self.batch is None:
+            return f"metric {self.name} = {self.value}"
+        return f"{self.name} from batch {self.batch} on"
+
+
+class OutputWatch:
+    """Remembers on the device which outputs were bad first, and where.
+
+    A single number must be finite. A larger tensor must hold no NaN; infinities are let through, because logits are
+    masked with -inf by right.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, Tensor] = {}
+        self._n_batches = 0
+
+    @torch.no_grad()
+    def look(self, outputs: Any) -> None:
+        """Check a batch's outputs. Does not wait for the device."""
+        named = [
+            (name, floats)
+            for name, tensor in named_tensors(outputs, "outputs")
+            if (floats := floats_of(tensor)) is not None
+        ]
+        for (name, floats), norm in zip(named, norms_of([floats for _, floats in named]), strict=True):
+            bad = ~torch.isfinite(floats).all() if floats.numel() == 1 else torch.isnan(norm)
+            here = torch.where(bad, self._n_batches, _NEVER)
+            before = self._first.get(name)
+            self._first[name] = here if before is None else torch.minimum(before, here.to(before.device))
+        self._n_batches += 1
+
+    def bad_outputs(self) -> list[BadOutput]:
+        """What was bad, by name. Waits for the device, once per output of the evaluation step."""
+        first = {name: int(batch) for name, batch in self._first.items()}
+        return [BadOutput(name, batch, None) for name, batch in first.items() if batch != _NEVER]
+
+
+def bad_metrics(metrics: Mapping[str, Tensor]) -> list[BadOutput]:
+    """The metrics that are NaN or Inf. Waits for the device."""
+    values = {name: float(value) for name, value in metrics.items() if value.numel() == 1 and not value.is_complex()}
+    return [BadOutput(name, None, value) for name, value in values.items() if not torch.isfinite(torch.tensor(value))]

@@ -1,0 +1,682 @@
+"""HaltOnNaN in whole runs of the Trainer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.diagnose import Cause
+from lightning_memtools.nonfinite.error import NonFiniteError
+from tests.event_files import scalars
+from tests.lightning_models import trainer
+from tests.nonfinite.observe import Observer, differences, state_bits
+
+BAD = 9  # this batch holds one NaN
+
+
+def batches(*bad: int, n: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(8, 4, generator=generator) for _ in range(n)]
+    for index in bad:
+        made[index][3, 2] = torch.nan
+    return made
+
+
+def loader(*bad: int, n: int = 16) -> DataLoader[Any]:
+    dataset: Any = batches(*bad, n=n)
+    return DataLoader(dataset, batch_size=None)
+
+
+OPTIMIZERS = {
+    "sgd": lambda ps, fused: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.1, fused=fused),
+    "adamw": lambda ps, fused: torch.optim.AdamW(ps, lr=0.05, fused=fused),
+    "adagrad": lambda ps, fused: torch.optim.Adagrad(ps, lr=0.05, weight_decay=0.1, fused=fused),
+}
+
+
+class Net(L.LightningModule):
+    """Linear layers and BatchNorm, a learning rate that falls in every step, a loss that is logged."""
+
+    def __init__(self, optimizer: str = "adamw", *, fused: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer, self.fused = optimizer, fused
+
+    def loss(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.net(x), x.sum(1, keepdim=True))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.optimizer](self.parameters(), self.fused)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def halted(run: L.Trainer, model: L.LightningModule, *data: Any) -> NonFiniteError:
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(model, *data)
+    return caught.value
+
+
+def assert_finite(path: Path) -> dict[str, Any]:
+    """Every number of weights, buffers and optimizer state in the file is finite."""
+    saved: dict[str, Any] = torch.load(path, weights_only=False)
+    values = list(saved["state_dict"].values())
+    for optimizer in saved.get("optimizer_states", ()):
+        values += [v for state in optimizer["state"].values() for v in state.values()]
+    assert all(torch.isfinite(value).all() for value in values), path
+    return saved
+
+
+fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@fused_or_not
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("bad", [0, BAD])
+def test_state_is_bitwise_that_before_the_bad_step_and_checkpoints_are_finite(
+    bad, optimizer, fused, accumulate, tmp_path
+):
+    ends = []
+    for callback in (Observer(), HaltOnNaN()):
+        L.seed_everything(0, verbose=False)
+        model = Net(optimizer, fused=fused)
+        savers = [
+            ModelCheckpoint(tmp_path / "every", every_n_train_steps=1, save_top_k=-1, save_last=True,
+                            save_on_exception=True),
+            ModelCheckpoint(tmp_path / "best", monitor="train_loss", save_top_k=2, every_n_train_steps=1,
+                            filename="{step}", save_on_exception=True),
+        ]  # fmt: skip
+        is_guarded = isinstance(callback, HaltOnNaN)
+        run = trainer(
+            tmp_path,
+            callback,
+            *(savers if is_guarded else ()),
+            logger=False,
+            accumulate_grad_batches=accumulate,
+            enable_checkpointing=is_guarded,
+            gradient_clip_val=1.0,
+        )
+        if is_guarded:
+            error = halted(run, model, loader(bad))
+        else:
+            run.fit(model, loader(bad))
+        ends.append((callback, model, run))
+    observer, _, _ = ends[0]
+    _, model, run = ends[1]
+    assert error.step == observer.first_bad == bad // accumulate
+    assert error.batch_idx == bad
+    assert error.cause == Cause.DIRTY_DATA
+    assert differences(observer.before, state_bits(model, run.optimizers)) == []
+    assert run.global_step == bad // accumulate
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == bad // accumulate
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.9 ** (bad // accumulate))
+    files = [*tmp_path.rglob("*.ckpt")]
+    assert len(files) >= 1 + (bad // accumulate > 0)
+    for file in files:
+        assert_finite(file)
+    assert error.checkpoint_path is not None
+    last_good = assert_finite(error.checkpoint_path)
+    assert last_good["global_step"] == bad // accumulate
+    before = {name.removeprefix("model."): v for name, v in observer.before.items() if name.startswith("model.")}
+    assert differences(before, last_good["state_dict"]) == []
+
+
+@fused_or_not
+def test_checkpoints_of_weights_alone_are_finite_too(fused, tmp_path):
+    saver = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=1, save_top_k=-1, save_weights_only=True)
+    halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), Net("sgd", fused=fused), loader(BAD))
+    files = [*(tmp_path / "weights").glob("*.ckpt")]
+    assert len(files) == BAD
+    for file in files:
+        assert_finite(file)
+
+
+@fused_or_not
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("every_n_train_steps", [1, 100])
+def test_skipped_steps_leave_no_trace(every_n_train_steps, optimizer, fused, tmp_path):
+    """The end is bit for bit that of a plain loop which leaves the bad batches out, the first of all among them."""
+    bad = (0, 5, 6)
+    L.seed_everything(0, verbose=False)
+    model = Net(optimizer, fused=fused)
+    callback = HaltOnNaN(max_skips=3)
+    saver = ModelCheckpoint(tmp_path / "every", every_n_train_steps=every_n_train_steps, save_top_k=-1)
+    run = trainer(tmp_path, callback, saver, logger=TensorBoardLogger(tmp_path), enable_checkpointing=True)
+    run.fit(model, loader(*bad))
+    for file in (tmp_path / "every").glob("*.ckpt"):
+        assert_finite(file)
+
+    L.seed_everything(0, verbose=False)
+    plain = Net(optimizer, fused=fused)
+    configured = plain.configure_optimizers()
+    reference, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    for index, batch in enumerate(batches(*bad)):
+        if index not in bad:
+            reference.zero_grad()
+            plain.loss(batch).backward()
+            reference.step()
+        else:
+            reference._opt_called = True  # else the scheduler warns
+        scheduler.step()
+    assert differences(state_bits(plain, [reference]), state_bits(model, run.optimizers)) == []
+    assert run.global_step == 16
+    assert scalars(run.logger.log_dir)["nonfinite/skipped"] == [(0, 1.0), (5, 2.0), (6, 3.0)]
+
+
+@fused_or_not
+def test_one_bad_step_more_than_max_skips_halts(fused, tmp_path):
+    model = Net(fused=fused)
+    error = halted(trainer(tmp_path, HaltOnNaN(max_skips=2)), model, loader(1, 2, 7))
+    assert (error.step, error.batch_idx) == (7, 7)
+    assert "Bad steps skipped before: 1, 2" in str(error)
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+# Lightning warns of every loader without a state.
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@fused_or_not
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_training_goes_on_from_the_last_good_checkpoint(fused, accumulate, tmp_path):
+    def run(callback, data, resume=None):
+        L.seed_everything(0, verbose=False)
+        model = Net("adamw", fused=fused)
+        fit = trainer(tmp_path, callback, accumulate_grad_batches=accumulate)
+        try:
+            fit.fit(model, data, ckpt_path=resume, weights_only=False)
+        except NonFiniteError as error:
+            fit.checkpoint = error.checkpoint_path
+        return fit, model
+
+    stopped, _ = run(HaltOnNaN(), loader(BAD))
+    n_done = BAD // accumulate * accumulate
+    resumed, model = run(HaltOnNaN(), DataLoader(Skipping(batches(), n_done), batch_size=None), stopped.checkpoint)
+    straight, reference = run(HaltOnNaN(), loader())
+    assert resumed.global_step == straight.global_step == 16 // accumulate
+    assert differences(state_bits(reference, straight.optimizers), state_bits(model, resumed.optimizers)) == []
+    assert resumed.fit_loop.epoch_loop._batches_that_stepped == straight.fit_loop.epoch_loop._batches_that_stepped
+
+
+class Skipping(torch.utils.data.Dataset[Tensor]):
+    """Resumed in the middle of an epoch, Lightning counts on but begins the loader anew: give it the rest first."""
+
+    def __init__(self, made: list[Tensor], n_done: int) -> None:
+        self.made, self.n_done = made, n_done
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.made[(index + self.n_done) % len(self.made)]
+
+
+def test_the_message_names_everything(tmp_path):
+    model = Net()
+    run = trainer(tmp_path, HaltOnNaN(), accumulate_grad_batches=4, logger=CSVLogger(tmp_path))
+    error = halted(run, model, loader(BAD))
+    text = str(error)
+    first, *_, last = text.splitlines()
+    assert first == "loss is nan at step 2 (batch 9 of batches 8 to 11, rank 0)."
+    assert "Cause: dirty data: batch of batch 9 holds 1 NaN in 32 elements, in sample 3." in text
+    with torch.no_grad():  # on the weights before the step, which are those of now
+        loss = float(copy.deepcopy(model).train().loss(batches()[8]))
+    assert f"Losses of the step: {loss:.6g} (batch 8), nan (batch 9), " in text
+    assert "net.0.weight (32 NaN of 32, 100%)" in text
+    assert "Bad weights before the step: none" in text
+    assert f"Learning rate: {0.05 * 0.9**2:g}" in text
+    assert last == "Next: look at those samples in the data set and repair or drop them."
+    assert len(error.losses) == len(error.norms) == 3
+    assert [str(bad).split()[0] for bad in error.parameters] == [name for name, _ in model.named_parameters()]
+    assert error.path is not None
+    report = error.path.read_text()
+    assert error.path.parent == Path(run.log_dir) / "memtools"
+    for name, _ in model.named_parameters():
+        assert f"| {name} |" in report
+
+
+def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_path):
+    class Recorder(L.Callback):
+        def __init__(self):
+            self.losses, self.norms = [], []
+
+        def on_before_backward(self, trainer, pl_module, loss):
+            self.losses.append(loss.item())
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            self.norms.append(float(nn.utils.get_total_norm([p.grad for p in pl_module.parameters()])))
+
+    for fused in (False, True):
+        recorder = Recorder()
+        error = halted(trainer(tmp_path, recorder, HaltOnNaN()), Net(fused=fused), loader(30, n=40))
+        assert len(error.losses) == len(error.norms) == 20
+        assert error.losses[:19] == pytest.approx(recorder.losses[11:30])
+        assert error.norms[:19] == pytest.approx(recorder.norms[11:30])
+        assert error.losses[19] != error.losses[19]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_bf16(precision, tmp_path):
+    error = halted(trainer(tmp_path, HaltOnNaN(), precision=precision), Net(), loader(BAD))
+    assert (error.step, error.cause) == (BAD, Cause.DIRTY_DATA)
+
+
+def half(scale: float) -> MixedPrecision:
+    """16-mixed on the CPU, which Lightning offers only by hand."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+
+
+class Big(Net):
+    """Gradients near 1000: beyond float16 once they are scaled by 2**16."""
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).float().mean() * 1000
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6, fused=self.fused)
+
+
+@fused_or_not
+def test_skips_of_the_gradient_scaler_are_normal_at_first(fused, tmp_path):
+    scaler = half(2.0**14)
+    run = trainer(tmp_path, HaltOnNaN(), plugins=scaler)
+    run.fit(Big(fused=fused), loader())
+    assert run.global_step == 16
+    assert 1 <= scaler.scaler.get_scale() < 2.0**14, "some steps were skipped"
+
+
+@fused_or_not
+def test_too_many_skips_in_a_row_are_not(fused, tmp_path):
+    model = Big(fused=fused)
+    before = state_bits(model, [])
+    run = trainer(tmp_path, HaltOnNaN(amp_patience=3), plugins=half(2.0**24))
+    error = halted(run, model, loader())
+    assert error.step == 2
+    assert error.cause == Cause.LOW_PRECISION
+    assert "the gradient scaler skipped 3 steps in a row and is at a scale of 4.1943e+06" in str(error)
+    weights = [name for name in before if name.endswith(("weight", "bias"))]
+    assert not set(weights) & set(differences(before, state_bits(model, [])))
+
+
+@fused_or_not
+def test_a_bad_loss_is_never_a_normal_skip(fused, tmp_path):
+    error = halted(trainer(tmp_path, HaltOnNaN(), plugins=half(2.0**4)), Net(fused=fused), loader(BAD))
+    assert (error.step, error.cause) == (BAD, Cause.DIRTY_DATA)
+
+
+@fused_or_not
+def test_a_skip_at_a_scale_below_one_is_not_normal(fused, tmp_path):
+    class Worse(Big):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (1e8 if batch_idx == 4 else 1)
+
+    error = halted(trainer(tmp_path, HaltOnNaN(), plugins=half(0.5)), Worse(fused=fused), loader())
+    assert (error.step, error.cause) == (4, Cause.LOW_PRECISION)
+    assert "is at a scale of 0.5" in str(error)
+
+
+class Evaluated(Net):
+    """Validation and test give what they are told to."""
+
+    outputs: Any = None
+    metric: Any = None
+
+    def validation_step(self, batch, batch_idx):
+        if self.metric is not None:
+            self.log("val_metric", torch.tensor(self.metric if batch_idx == 2 else 1.0))
+        return self.outputs if batch_idx == 2 else torch.zeros(())
+
+    test_step = validation_step
+
+
+@pytest.mark.parametrize(
+    ("outputs", "metric", "named"),
+    [
+        (torch.tensor(torch.nan), None, "outputs from batch 2 on"),
+        ({"loss": torch.tensor(torch.inf)}, None, 'outputs["loss"] from batch 2 on'),
+        ({"all": [torch.tensor([1.0, torch.nan])]}, None, 'outputs["all"][0] from batch 2 on'),
+        (None, torch.nan, "metric val_metric = nan"),
+    ],
+)
+def test_bad_outputs_and_metrics_of_an_evaluation_run_halt(outputs, metric, named, tmp_path):
+    model = Evaluated()
+    model.outputs, model.metric = outputs, metric
+    saver = ModelCheckpoint(tmp_path / "best", every_n_epochs=1)
+    run = trainer(tmp_path, HaltOnNaN(), saver, num_sanity_val_steps=0, enable_checkpointing=True)
+    error = halted(run, model, loader(), loader(n=4))
+    assert named in str(error)
+    assert error.stage == "val"
+    assert run.global_step == 16
+    assert not [*(tmp_path / "best").glob("*.ckpt")], "what is bad is not the best"
+    with pytest.raises(NonFiniteError) as caught:
+        run.test(model, loader(n=4), verbose=False)
+    assert caught.value.stage == "test"
+    assert error.path is not None
+    assert named in error.path.read_text()
+    quiet = trainer(tmp_path, HaltOnNaN(check_outputs=False), num_sanity_val_steps=0)
+    quiet.fit(model.train(), loader(), loader(n=4))
+    assert quiet.global_step == 16
+
+
+def test_infinite_entries_of_larger_outputs_are_let_through(tmp_path):
+    model = Evaluated()
+    model.outputs = {"logits": torch.tensor([0.0, -torch.inf])}
+    run = trainer(tmp_path, HaltOnNaN())
+    run.fit(model, loader(), loader(n=4))
+    assert run.global_step == 16
+
+
+@fused_or_not
+def test_a_bad_last_step_is_found_before_the_evaluation_and_the_end_of_the_epoch(fused, tmp_path):
+    seen = []
+
+    class Watch(L.Callback):
+        def on_validation_batch_start(self, *args):
+            seen.append("validation")
+
+        def on_train_end(self, *args):
+            seen.append("end")
+
+    for data in ((loader(15), loader(n=2)), (loader(15),)):
+        run = trainer(tmp_path, Watch(), HaltOnNaN(), num_sanity_val_steps=0)
+        assert halted(run, Evaluated(fused=fused), *data).step == 15
+        assert (seen, run.global_step) == ([], 15)
+
+
+def test_an_update_that_overflows_by_itself_reaches_no_checkpoint(tmp_path):
+    """Loss and gradients are finite; the learning rate times the gradient is not."""
+
+    class Huge(Net):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).mean() * (1e25 if batch_idx == 3 else 1e-30)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e20)
+
+    saver = ModelCheckpoint(tmp_path / "every", every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
+    run = trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True)
+    error = halted(run, Huge(), loader())
+    assert error.step == 3
+    assert error.cause == Cause.EXPLODING
+    assert "is not finite after the update of step 3" in str(error)
+    files = [*(tmp_path / "every").glob("*.ckpt")]
+    assert len(files) == 3
+    for file in files:
+        assert_finite(file)
+
+
+def test_weights_that_were_bad_already_reach_no_checkpoint_on_exception(tmp_path):
+    model = Net()
+    with torch.no_grad():
+        model.net[3].weight[0, 1] = torch.nan
+    saver = ModelCheckpoint(tmp_path / "last", every_n_epochs=1, save_on_exception=True)
+    error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model, loader())
+    assert error.cause == Cause.BAD_PARAMETER
+    assert "net.3.weight (1 NaN of 8, 12.5%) held NaN or Inf before this step" in str(error)
+    assert "not written: weights or buffers were bad" in str(error)
+    assert error.checkpoint_path is None
+    assert not [*tmp_path.rglob("*.ckpt")]
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "XLAStrategy"])
+def test_strategies_that_hide_gradients_are_refused_at_setup(name, tmp_path):
+    strategy = type(name, (SingleDeviceStrategy,), {})(device="cpu")
+    run = trainer(tmp_path, HaltOnNaN(), strategy=strategy)
+    with pytest.raises(ValueError, match=f"HaltOnNaN cannot guard a run under {name}: .*gradients"):
+        run.fit(Net(), loader())
+    assert run.global_step == 0
+
+
+def test_an_unwritable_directory_does_not_stop_the_halt(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    model = Net()
+    error = halted(trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "file" / "reports"))), model, loader(BAD))
+    assert error.step == BAD
+    assert (error.path, error.checkpoint_path) == (None, None)
+    text = str(error)
+    assert text.count("could not be written") == 2
+    assert "Cause: dirty data: batch of batch 9 holds 1 NaN" in text
+    assert "Next: look at those samples" in text
+
+
+def test_directory_takes_the_place_of_the_log_directory(tmp_path):
+    error = halted(trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "here"))), Net(), loader(BAD))
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [
+        "nonfinite-step9-last-good.ckpt",
+        "nonfinite-step9-report.md",
+    ]
+    assert error.path == tmp_path / "here" / "nonfinite-step9-report.md"
+
+
+@pytest.mark.parametrize("arguments", [{"max_skips": -1}, {"amp_patience": 0}])
+def test_bad_arguments_fail_with_their_value(arguments):
+    ((name, value),) = arguments.items()
+    with pytest.raises(ValueError, match=f"{name}={value} is not a number of steps"):
+        HaltOnNaN(**arguments)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "csv", "both", "none", "fast_dev_run"])
+@fused_or_not
+def test_every_logger(kind, fused, tmp_path, capsys):
+    loggers: dict[str, Any] = {
+        "tensorboard": TensorBoardLogger(tmp_path),
+        "csv": CSVLogger(tmp_path),
+        "both": [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)],
+    }
+    options = {"fast_dev_run": 12} if kind == "fast_dev_run" else {"logger": loggers.get(kind, False)}
+    run = trainer(tmp_path, HaltOnNaN(), **options)
+    error = halted(run, Net(fused=fused), loader(BAD))
+    assert error.step == BAD
+    if kind == "fast_dev_run":
+        assert error.path is None
+        assert not [*tmp_path.rglob("*.ckpt")]
+    else:
+        assert error.path is not None
+        assert "dirty data" in error.path.read_text()
+    out = capsys.readouterr().out
+    assert "loss is nan at step 9" in out
+    assert len(out.splitlines()) <= 6
+    if kind in {"tensorboard", "both"}:
+        events = b"".join(file.read_bytes() for file in tmp_path.rglob("*.tfevents.*"))
+        assert b"memtools/nonfinite_report" in events
+        assert b"dirty data" in events
+
+
+PRECISIONS: dict[str, Any] = {
+    "float32": dict,
+    "accumulation": lambda: {"accumulate_grad_batches": 4},
+    "clipping": lambda: {"gradient_clip_val": 0.1},
+    "scaler": lambda: {"plugins": half(2.0**14)},
+}
+
+
+@pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@fused_or_not
+def test_a_healthy_run_ends_in_the_same_bits_with_and_without(fused, optimizer, options, tmp_path):
+    """Weights, buffers, optimizer state, gradients and random numbers."""
+    if fused and options is PRECISIONS["clipping"]:
+        options = dict
+    ends = []
+    for callbacks in ((), (HaltOnNaN(),), (HaltOnNaN(max_skips=2),)):
+        L.seed_everything(0, verbose=False)
+        model = Net(optimizer, fused=fused)
+        model.net.insert(3, nn.Dropout(0.2))
+        run = trainer(tmp_path, *callbacks, logger=False, **options())
+        run.fit(model, loader())
+        gradients = {f"gradient.{name}": p.grad.clone() for name, p in model.named_parameters()}
+        ends.append(state_bits(model, run.optimizers) | gradients | {"rng": torch.get_rng_state()})
+    assert differences(ends[0], ends[1]) == []
+    assert differences(ends[0], ends[2]) == []
+
+
+class Convolutions(L.LightningModule):
+    """Large enough for half a percent to mean something."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.BatchNorm2d(64),
+            nn.ReLU(), nn.Flatten(), nn.Linear(64 * 14 * 14, 64),
+        )  # fmt: skip
+        self.fused = fused
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=self.fused)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@fused_or_not
+def test_it_adds_at_most_half_a_percent_and_one_batch_to_the_peak(fused, accumulate, tmp_path):
+    class Images(torch.utils.data.Dataset[Tensor]):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            return torch.full((16, 3, 32, 32), 0.1)  # a batch of its own each time, as a loader makes it
+
+    peaks = []
+    for callbacks in ((), (HaltOnNaN(),)):
+        with VirtualDevice() as device:
+            model = Convolutions(fused=fused)
+            run = trainer(tmp_path, *callbacks, logger=False, accumulate_grad_batches=accumulate)
+            run.fit(model, DataLoader(Images(), batch_size=None))
+        peaks.append(device.stats().peak_allocated)
+    without, with_it = peaks
+    assert with_it - without <= 0.005 * without + 16 * 3 * 32 * 32 * 4
+    if not fused and accumulate == 1:
+        assert with_it - without <= 0.0005 * without, "no batch is held there, and buffers are small"
+
+
+@fused_or_not
+def test_nothing_is_left_behind(fused, tmp_path):
+    class Fails(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 3:
+                raise KeyError("of the user")
+
+    for model, data, error in ((Net, loader(), None), (Net, loader(BAD), NonFiniteError), (Fails, loader(), KeyError)):
+        made, callback = model(fused=fused), HaltOnNaN()
+        run = trainer(tmp_path, callback)
+        if error is None:
+            run.fit(made, data)
+        else:
+            with pytest.raises(error):
+                run.fit(made, data)
+        assert "save_checkpoint" not in vars(run)
+        assert not hasattr(run.optimizers[0], "found_inf")
+        fresh = vars(HaltOnNaN())
+        assert {name: vars(callback)[name] for name in fresh} == fresh
+        pickle.dumps(callback)
+        callback.on_exception(run, made, KeyError())  # undoing twice
+        callback.teardown(run, made, "fit")
+
+
+def test_another_error_right_after_a_vetoed_step_leaves_a_clean_checkpoint(tmp_path):
+    class Fails(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == BAD:
+                raise KeyError("of the user")
+
+    observer = Observer()
+    L.seed_everything(0, verbose=False)
+    trainer(tmp_path, observer).fit(Net("sgd", fused=True), loader(BAD))
+    L.seed_everything(0, verbose=False)
+    model = Fails("sgd", fused=True)
+    saver = ModelCheckpoint(tmp_path / "last", every_n_epochs=1, save_on_exception=True)
+    run = trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True)
+    with pytest.raises(KeyError), pytest.warns(UserWarning, match=f"Step {BAD} was NaN or Inf too; it was undone"):
+        run.fit(model, loader(BAD))
+    (file,) = (tmp_path / "last").glob("*.ckpt")
+    assert assert_finite(file)["global_step"] == BAD
+    assert differences(observer.before, state_bits(model, run.optimizers)) == []
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_modules_without_parameters_or_losses_do_not_matter(tmp_path):
+    class Empty(L.LightningModule):
+        def training_step(self, batch, batch_idx):
+            return None
+
+        def configure_optimizers(self):
+            return None
+
+    run = trainer(tmp_path, HaltOnNaN())
+    with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
+        run.fit(Empty(), loader())
+    assert run.global_step == 16
+
+
+def test_manual_optimization_past_lightning_is_named(tmp_path):
+    class PastLightning(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.loss(batch).backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="saw no gradient in this epoch.*manual_backward"):
+        trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(PastLightning(), loader())
+
+
+@fused_or_not
+def test_gradients_kept_elsewhere_are_named(fused, tmp_path):
+    class Elsewhere(Net):
+        def on_after_backward(self):
+            for parameter in self.parameters():
+                parameter.grad = None
+
+    with pytest.warns(UserWarning, match=r"saw no gradient in this epoch.*elsewhere than in p\.grad"):
+        trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(Elsewhere(fused=fused), loader())
+
+
+def test_an_optimizer_that_evaluates_several_times_in_a_step(tmp_path):
+    class Searching(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=4)
+
+    run = trainer(tmp_path, HaltOnNaN())
+    run.fit(Searching(), loader())
+    assert run.global_step == 16
+    model = Searching()
+    assert halted(trainer(tmp_path, HaltOnNaN()), model, loader(BAD)).step == BAD
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+@fused_or_not
+def test_a_compiled_module(fused, tmp_path):
+    model = Net(fused=fused)
+    model.net = torch.compile(model.net, backend="aot_eager")
+    error = halted(trainer(tmp_path, HaltOnNaN()), model, loader(BAD))
+    assert (error.step, error.cause) == (BAD, Cause.DIRTY_DATA)
+    assert error.parameters[0].name == "net.0.weight"
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def test_two_of_them_have_different_state_keys():
+    assert HaltOnNaN().state_key != HaltOnNaN(max_skips=1).state_key

@@ -1,0 +1,119 @@
+"""Two real processes on the CPU: whatever goes wrong on one rank ends the run on both, at the same step."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memtools.nonfinite.diagnose import Cause
+from tests.integration import halt_on_ranks
+from tests.integration.halt_on_ranks import BAD, SCENARIOS
+
+Seen = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def seen(folder) -> Seen:
+    """Scenario to what ranks 0 and 1 saw."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    root = Path(halt_on_ranks.__file__).parents[2]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, halt_on_ranks.__file__, str(folder)],
+            env=environment | {"LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return {one["scenario"]: [one, other] for one, other in zip(*by_rank, strict=True)}
+
+
+HALTING = [name for name in SCENARIOS if not name.startswith("skipped")]
+
+
+@pytest.mark.parametrize("name", HALTING)
+def test_both_ranks_halt_at_the_same_step_within_thirty_seconds(name, seen):
+    zero, one = seen[name]
+    assert zero["seconds"] < 30
+    assert one["seconds"] < 30
+    expected = {"validation": 7, "accumulation": 1}.get(name, BAD)
+    assert zero["step"] == one["step"] == expected
+    assert zero["message"] == one["message"]
+    assert zero["digest"] == one["digest"]
+    assert zero["global_step"] == one["global_step"] == expected + (name == "validation")  # its step was a good one
+    assert zero["finite"]
+    assert one["finite"]
+
+
+@pytest.mark.parametrize("name", [name for name in HALTING if name != "backward"])
+def test_the_culprit_rank_is_named(name, seen):
+    for rank in seen[name]:
+        assert rank["rank"] == 1
+        assert "rank 1" in rank["message"]
+        if name != "validation":
+            assert rank["batch_idx"] == BAD
+
+
+def test_the_cause_is_that_of_the_culprit_rank(seen):
+    for name in HALTING:
+        if SCENARIOS[name][0] == "sample":
+            assert {rank["cause"] for rank in seen[name]} == {Cause.DIRTY_DATA}
+            assert "batch of batch 5 holds 1 NaN in 32 elements, in sample 2" in seen[name][0]["message"]
+
+
+def test_a_bad_gradient_with_good_losses_cannot_be_traced_to_a_rank_and_says_so(seen):
+    for rank in seen["backward"]:
+        assert rank["rank"] is None
+        assert "rank unknown: every rank's own loss and batch were finite" in rank["message"]
+
+
+@pytest.mark.parametrize("name", ["skipped", "skipped_fused"])
+def test_both_ranks_leave_the_same_step_out(name, seen):
+    zero, one = seen[name]
+    assert "step" not in zero
+    assert "step" not in one
+    assert zero["global_step"] == one["global_step"] == 8
+    assert zero["digest"] == one["digest"]
+
+
+def test_every_checkpoint_is_finite(seen, folder):
+    files = [path for path in folder.rglob("*.ckpt") if path.is_file()]
+    assert len(files) > 5 * len(HALTING) - 5
+    for path in files:
+        saved = torch.load(path, weights_only=False)
+        values = [*saved["state_dict"].values()]
+        assert all(torch.isfinite(value).all() for value in values), path
+
+
+@pytest.mark.parametrize("name", ["sample", "sample_fused", "sharded"])
+def test_the_last_good_checkpoint_is_written_once(name, seen):
+    paths = {rank["checkpoint"] for rank in seen[name]}
+    assert len(paths) == 1
+    assert torch.load(paths.pop(), weights_only=False)["global_step"] == BAD

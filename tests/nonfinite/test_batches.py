@@ -1,0 +1,68 @@
+"""Batches: what is in them, and which samples are bad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lightning_memtools.nonfinite.batches import MAX_SAMPLES, MicroBatch, bad_inputs, let_go, named_tensors
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    label: int
+
+
+@dataclass
+class Sample:
+    text: str
+    tokens: torch.Tensor
+
+
+def test_tensors_are_named_by_the_expression_that_leads_to_them():
+    batch = {
+        "x": [torch.zeros(1), (torch.zeros(1), "text")],
+        3: Pair(torch.zeros(1), 1),
+        "s": Sample("", torch.ones(1)),
+    }
+    names = [name for name, _ in named_tensors(batch, "batch")]
+    assert names == ['batch["x"][0]', 'batch["x"][1][0]', "batch[3].image", 'batch["s"].tokens']
+    for name, tensor in named_tensors(batch, "batch"):
+        assert eval(name, {"batch": batch}) is tensor  # noqa: S307, that is what the name promises
+
+
+def test_bad_samples_are_counted_and_listed():
+    x = torch.zeros(20, 3, 2)
+    x[4, 1, 0] = torch.nan
+    x[4, 1, 1] = torch.inf
+    x[7, 0, 0] = -torch.inf
+    (bad,) = bad_inputs(MicroBatch(5, {"x": x, "y": torch.arange(20)}))
+    assert (bad.n_nan, bad.n_inf, bad.n_elements, bad.samples, bad.is_mask) == (1, 2, 120, (4, 7), False)
+    assert str(bad) == 'batch["x"] of batch 5 holds 1 NaN and 2 Inf in 120 elements, in samples 4, 7'
+
+
+def test_long_lists_end():
+    (bad,) = bad_inputs(MicroBatch(0, torch.full((30,), torch.nan)))
+    assert len(bad.samples) == MAX_SAMPLES
+    assert str(bad).endswith("in samples 0, 1, 2, 3, 4, 5, 6, 7, ...")
+
+
+def test_masks_scalars_and_sparse_tensors():
+    mask, number, sparse = bad_inputs(
+        MicroBatch(
+            0, [torch.tensor([0.0, -torch.inf]), torch.tensor(torch.nan), torch.tensor([[torch.nan]]).to_sparse()]
+        )
+    )
+    assert mask.is_mask
+    assert (number.samples, number.is_mask) == ((), False)
+    assert (sparse.n_nan, sparse.samples) == (1, ())
+    assert bad_inputs(MicroBatch(0, None)) == []
+
+
+def test_let_go_keeps_the_newest_two_and_what_fits():
+    held = [MicroBatch(i, torch.zeros(10)) for i in range(6)]  # 40 bytes each, newest first
+    held[5].keep = True
+    let_go(held, 85)
+    assert [micro.batch is not None for micro in held] == [True, True, True, True, False, True]

@@ -1,0 +1,73 @@
+"""Detection: the numbers are NaN or Inf exactly if something is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools.nonfinite.detect import floats_of, gradients_of, measure, norms_of
+
+
+def test_norms_are_those_of_torch_for_every_type_in_one_call():
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(3, 4),
+        torch.randn(5).to(torch.float16) * 30000,
+        torch.randn(5, dtype=torch.float64),
+        torch.randn(2, 2).to(torch.bfloat16),
+        torch.randn(7),
+    ]
+    for tensor, norm in zip(tensors, norms_of(tensors), strict=True):
+        assert norm.shape == ()
+        assert float(norm) == pytest.approx(float(torch.linalg.vector_norm(tensor.double())), rel=1e-2)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("exact", [False, True])
+def test_one_bad_element_among_many_makes_the_measure_bad(bad, dtype, exact):
+    gradients = [torch.zeros(1000, dtype=dtype), torch.zeros(3, dtype=dtype)]
+    assert measure(gradients, [], exact=exact).tolist() == [0, 0, 0]
+    gradients[0][617] = bad
+    total, first, second = measure(gradients, [], exact=exact).tolist()
+    assert not math.isfinite(total)
+    assert not math.isfinite(first)
+    assert second == 0
+
+
+def test_finite_values_whose_squares_overflow_are_finite_where_it_is_asked():
+    gradients = [torch.full((100,), 1e20)]
+    assert measure(gradients, []).tolist() == [math.inf, math.inf]
+    assert measure(gradients, [], exact=True).tolist() == pytest.approx([1e21, 1e21], rel=1e-6)
+    half = [torch.full((100,), 6e4, dtype=torch.float16)]
+    assert measure(half, [])[0].item() == pytest.approx(6e5, rel=1e-3)
+
+
+def test_measure_lists_total_losses_and_norms():
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
+    assert measure(gradients, [torch.tensor(0.5), torch.tensor(0.25)]).tolist() == [5, 0.5, 0.25, 3, 4]
+    assert measure([], [torch.tensor(0.5)]).tolist() == [0, 0.5]
+    assert measure([], []) is None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR tensor support|invariant checks)")
+def test_sparse_complex_and_empty_gradients():
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([[1.0], [torch.nan]]), (4, 1))
+    assert torch.isnan(norms_of([floats_of(sparse)])[0])
+    rows = torch.eye(3).to_sparse_csr()
+    assert floats_of(rows).tolist() == [1, 1, 1]
+    assert floats_of(torch.tensor([3 + 4j])).tolist() == [[3, 4]]
+    assert floats_of(torch.zeros(0)) is None
+    assert floats_of(torch.zeros(3, dtype=torch.long)) is None
+    assert floats_of(torch.zeros(3, device="meta")) is None
+
+
+def test_only_parameters_with_a_gradient_are_listed():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0](torch.ones(1, 2)).sum().backward()
+    parameters, gradients = gradients_of(torch.optim.SGD(net.parameters()))
+    assert [id(p) for p in parameters] == [id(p) for p in net[0].parameters()]
+    assert [g.tolist() for g in gradients] == [[[1, 1], [1, 1]], [1, 1]]

@@ -1,0 +1,89 @@
+"""From evidence to cause: each rule, and the order of the rules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_memtools.nonfinite.batches import BadInput
+from lightning_memtools.nonfinite.confirm import BadTensor
+from lightning_memtools.nonfinite.diagnose import Cause, diagnose
+from lightning_memtools.nonfinite.history import Past, growth
+from lightning_memtools.nonfinite.step import Evidence
+
+CALM = [1.0, 1.1, 0.9, 1.0, math.nan]
+GROWN = [1.0, 1.1, 4.0, 30.0, math.inf]
+DIRTY = BadInput("batch", 4, 1, 0, 8, (2,), is_mask=False)
+MASK = BadInput("batch", 4, 0, 4, 8, (2,), is_mask=True)
+WEIGHT = BadTensor("weight", 1, 0, 4)
+
+
+def evidence(rank: int = 0, *, loss: float = math.nan, **other: Any) -> Evidence:
+    values: dict[str, Any] = {
+        "rank": rank, "step": 4, "batches": (4,), "losses": ((4, loss),), "norm": math.nan, "gradients": (),
+        "parameters": (), "inputs": (), "unseen": (), "learning_rates": (0.1,), "weight_norm": 1.0,
+        "plain_sgd": False, "float16": False,
+    }  # fmt: skip
+    return Evidence(**(values | other))
+
+
+def past(norms: list[float]) -> list[Past]:
+    return [Past(step, 1.0, norm) for step, norm in enumerate(norms)]
+
+
+@pytest.mark.parametrize(
+    ("seen", "norms", "cause"),
+    [
+        (evidence(), CALM, Cause.DOMAIN),
+        (evidence(), [math.nan], Cause.DOMAIN),
+        (evidence(inputs=(DIRTY,)), CALM, Cause.DIRTY_DATA),
+        (evidence(inputs=(DIRTY,), parameters=(WEIGHT,)), GROWN, Cause.DIRTY_DATA),
+        (evidence(inputs=(MASK,)), CALM, Cause.DOMAIN),
+        (evidence(parameters=(WEIGHT,)), CALM, Cause.BAD_PARAMETER),
+        (evidence(parameters=(WEIGHT,)), GROWN, Cause.EXPLODING),
+        (evidence(), GROWN, Cause.EXPLODING),
+        (evidence(float16=True), GROWN, Cause.EXPLODING),
+        (evidence(float16=True), CALM, Cause.LOW_PRECISION),
+        (evidence(plain_sgd=True, learning_rates=(1e4,)), CALM, Cause.EXPLODING),
+        (evidence(plain_sgd=True, learning_rates=(1e4,), weight_norm=1e5), CALM, Cause.DOMAIN),
+        (evidence(plain_sgd=False, learning_rates=(1e4,)), CALM, Cause.DOMAIN),
+        (evidence(plain_sgd=True, learning_rates=(0.5,), weight_norm=0.0), CALM, Cause.DOMAIN),
+    ],
+)
+def test_causes(seen, norms, cause):
+    assert diagnose([seen], {0: past(norms)}).cause == cause
+
+
+def test_a_loss_that_grows_is_an_explosion_too():
+    history = [Past(step, loss, 1.0) for step, loss in enumerate([1.0, 1.0, 20.0, 300.0, math.inf])]
+    diagnosis = diagnose([evidence()], {0: history})
+    assert diagnosis.cause == Cause.EXPLODING
+    assert "the loss had grown 300-fold over the 4 steps before" in diagnosis.because
+    assert "learning rate (now 0.1)" in diagnosis.advice
+
+
+def test_the_rank_with_the_bad_loss_and_batch_is_the_culprit():
+    calm = {rank: past(CALM) for rank in range(3)}
+    good, bad, dirty = evidence(0, loss=1.0), evidence(1), evidence(2, inputs=(DIRTY,))
+    assert diagnose([good, bad], calm).rank == 1
+    assert diagnose([good, bad, dirty], calm).rank == 2
+    assert diagnose([good, evidence(1, loss=1.0, inputs=(DIRTY,))], calm).rank == 1
+    assert diagnose([good, evidence(1, loss=1.0, inputs=(MASK,))], calm).rank is None
+    assert diagnose([good], calm).rank == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], None),
+        ([3.0], None),
+        ([2.0, 6.0], 3.0),
+        ([2.0, 4.0, 5.0, 30.0], 10.0),
+        ([2.0, math.inf, math.nan, -6.0], 3.0),
+        ([0.0, 1.0], None),
+    ],
+)
+def test_growth(values, expected):
+    assert growth(values) == (expected if expected is None else pytest.approx(expected))

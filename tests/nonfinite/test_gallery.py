@@ -1,0 +1,77 @@
+"""The gallery: each failing model halts at its first bad step with the right cause; the healthy ones are left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.error import NonFiniteError
+from tests.lightning_models import trainer
+from tests.nonfinite.gallery import FAILING, HEALTHY, Case
+from tests.nonfinite.observe import Observer, differences, state_bits
+
+FUSABLE = [name for name, case in FAILING.items() if hasattr(case.make, "fused")]
+
+
+def observed(case: Case, root: Path, *, fused: bool) -> Observer:
+    L.seed_everything(0, verbose=False)
+    model: Any = case.make()
+    model.fused = fused
+    observer = Observer()
+    run = trainer(root, observer, logger=False, **case.options)
+    run.fit(model, case.loader())
+    return observer
+
+
+@pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in FAILING), *((name, True) for name in FUSABLE)])
+def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, fused, tmp_path):
+    case = FAILING[name]
+    observer = observed(case, tmp_path, fused=fused)
+    assert observer.first_bad is not None, "the gallery's model must fail"
+    if case.bad_batch is not None:
+        assert observer.batch_idx == case.bad_batch
+
+    L.seed_everything(0, verbose=False)
+    model = case.make()
+    model.fused = fused
+    run = trainer(tmp_path, HaltOnNaN(), logger=False, **case.options)
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(model, case.loader())
+    error = caught.value
+    assert error.step == observer.first_bad
+    assert error.batch_idx == observer.batch_idx
+    assert error.cause == case.cause
+    assert (error.rank, error.stage) == (0, "train")
+    assert differences(observer.before, state_bits(model, run.optimizers)) == []
+    assert run.global_step == observer.first_bad * len(run.optimizers) + (name == "manual")
+    if case.cause is not None and name != "bad_parameter":
+        assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_model_runs_two_hundred_steps(name, fused, tmp_path, recwarn):
+    case = HEALTHY[name]
+    if fused and not hasattr(case.make, "fused"):
+        pytest.skip("its optimizer has no fused kernel for it")
+    L.seed_everything(0, verbose=False)
+    model = case.make()
+    model.fused = fused and name != "sparse_and_unused"
+    run = trainer(tmp_path, HaltOnNaN(), logger=False, max_epochs=None, max_steps=200, **case.options)
+    run.fit(model, case.loader(), case.loader() if name == "forbidden_class" else None)
+    assert run.global_step == 200
+    assert not [warning for warning in recwarn if "HaltOnNaN" in str(warning.message)]
+
+
+def test_the_overflowing_norm_does_overflow(tmp_path):
+    """Else the healthy model that has it would show nothing."""
+    model = HEALTHY["overflowing_norm"].make()
+    trainer(tmp_path, logger=False, max_epochs=None, max_steps=1).fit(model, HEALTHY["overflowing_norm"].loader())
+    gradient = model.first.weight.grad
+    assert torch.isfinite(gradient).all()
+    assert torch.linalg.vector_norm(gradient) == torch.inf

@@ -1,0 +1,193 @@
+"""The guard in a plain training loop, without a Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools.nonfinite.diagnose import Cause, diagnose
+from lightning_memtools.nonfinite.examine import examine
+from lightning_memtools.nonfinite.guard import Guard
+from lightning_memtools.nonfinite.step import Trip
+from tests.nonfinite.observe import differences
+
+
+class Loop:
+    """A plain loop: model, optimizer, guard."""
+
+    def __init__(self, *, fused: bool, **guard: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        self.guard = Guard(self.model, **guard)
+        self.n = 0
+
+    def step(self, *micro: Tensor) -> Trip | None:
+        for position, batch in enumerate(micro):
+            self.guard.begin(batch, self.n, self.n, first=position == 0)
+            loss = self.model(batch).square().mean() / len(micro)
+            self.guard.loss(loss, divided_by=len(micro))
+            if position == 0:
+                self.optimizer.zero_grad()
+            loss.backward()
+        self.n += 1
+        trip = self.guard.check(self.optimizer)
+        if trip is None:
+            self.optimizer.step()
+        return trip
+
+    def bits(self) -> dict[str, Tensor]:
+        state = {name: value.clone() for name, value in self.model.state_dict().items()}
+        for index, entries in self.optimizer.state_dict()["state"].items():
+            state |= {f"{index}.{name}": value.clone() for name, value in entries.items()}
+        return state
+
+
+def good() -> Tensor:
+    return torch.randn(5, 3)
+
+
+def dirty() -> Tensor:
+    return torch.tensor([[1.0, torch.nan, 1.0]]).expand(5, 3)
+
+
+def test_without_a_fused_kernel_the_step_trips_before_its_update():
+    loop = Loop(fused=False)
+    assert loop.step(good()) is None
+    before = loop.bits()
+    trip = loop.step(dirty())
+    assert trip is not None
+    assert (trip.step.number, trip.late) == (1, False)
+    loop.guard.undo(trip)
+    assert differences(before, loop.bits()) == []
+
+
+def test_with_a_fused_kernel_it_trips_one_step_late_and_nothing_has_moved():
+    loop = Loop(fused=True)
+    for _ in range(3):
+        assert loop.step(good()) is None
+    before = loop.bits()
+    assert loop.step(dirty()) is None, "not known yet"
+    trip = loop.step(good())
+    assert trip is not None
+    assert (trip.step.number, trip.late) == (3, True)
+    loop.guard.undo(trip)
+    assert differences(before, loop.bits()) == []
+
+
+def test_however_late_it_is_read_nothing_has_moved(monkeypatch):
+    """As on a GPU that is far behind the host: nothing arrives for some steps."""
+    loop = Loop(fused=True)
+    loop.step(good())
+    loop.step(good())
+    before = loop.bits()
+    assert loop.guard._veto is not None
+    monkeypatch.setattr(loop.guard._veto, "read", lambda *, wait: [])
+    for batch in (dirty(), good(), good(), dirty(), good()):
+        assert loop.step(batch) is None
+    monkeypatch.undo()
+    trip = loop.guard.drain()
+    assert trip is not None
+    assert trip.step.number == 2
+    loop.guard.undo(trip)
+    assert differences(before, loop.bits()) == []
+    assert [past.step for past in loop.guard.history] == [0, 1, 2]
+
+
+def test_drain_without_anything_out_does_nothing():
+    loop = Loop(fused=True)
+    assert loop.guard.drain() is None
+    loop.step(good())
+    assert loop.guard.drain() is None
+    assert loop.guard.drain() is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_counts_of_the_bad_elements_are_there_while_the_gradients_are(fused):
+    loop = Loop(fused=fused)
+    loop.step(good())
+    trip = loop.step(dirty()) or loop.guard.drain()
+    assert trip is not None
+    assert [(bad.name, bad.n_nan, bad.n_elements) for bad in trip.gradients] == [
+        ("0.weight", 12, 12), ("0.bias", 4, 4), ("1.weight", 4, 4), ("1.bias", 4, 4), ("2.weight", 4, 4),
+        ("2.bias", 1, 1),
+    ]  # fmt: skip
+
+
+def test_gradients_that_were_overwritten_are_named_by_their_norms():
+    loop = Loop(fused=True)
+    loop.step(good())
+    loop.step(dirty())
+    trip = loop.step(good())
+    assert trip is not None
+    assert [bad.name for bad in trip.gradients] == [name for name, _ in loop.model.named_parameters()]
+    assert {str(bad).split("(")[1] for bad in trip.gradients} == {"holds NaN, not counted)"}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_batch_and_loss_of_the_bad_micro_batch_are_in_the_evidence(fused):
+    loop = Loop(fused=fused, budget_bytes=10**6)
+    loop.step(good(), good())
+    trip = loop.step(good(), dirty(), good()) or loop.guard.drain()
+    assert trip is not None
+    loop.guard.undo(trip)
+    evidence = examine(loop.model, trip)
+    assert [torch.isfinite(torch.tensor(loss)).item() for _, loss in evidence.losses] == [True, False, True]
+    (bad,) = evidence.inputs
+    assert (bad.name, bad.n_nan, bad.samples) == ("batch", 5, (0, 1, 2, 3, 4))
+    diagnosis = diagnose([evidence], {0: tuple(loop.guard.history)})
+    assert diagnosis.cause == Cause.DIRTY_DATA
+
+
+def test_old_micro_batches_are_let_go_beyond_the_budget_but_not_the_bad_one():
+    loop = Loop(fused=False, budget_bytes=0)
+    trip = loop.step(good(), dirty(), good(), good(), good())
+    assert trip is not None
+    assert [micro.batch is not None for micro in trip.step.micro] == [False, True, False, True, True]
+    evidence = examine(loop.model, trip)
+    assert evidence.unseen == (0, 0)
+    assert len(evidence.inputs) == 1
+
+
+def test_of_earlier_steps_one_batch_is_held_until_they_are_read(monkeypatch):
+    loop = Loop(fused=True)
+    loop.step(good())
+    assert loop.guard._veto is not None
+    monkeypatch.setattr(loop.guard._veto, "read", lambda *, wait: [])
+    for _ in range(4):
+        loop.step(good())
+    held = [micro.batch is not None for step in loop.guard._veto.notes() for micro in step.micro]
+    assert held == [False, False, False, True, True]
+
+
+def test_close_takes_the_flag_off():
+    loop = Loop(fused=True)
+    loop.step(good())
+    assert hasattr(loop.optimizer, "found_inf")
+    loop.guard.close()
+    loop.guard.close()
+    assert not hasattr(loop.optimizer, "found_inf")
+
+
+def test_an_immediate_step_waits_for_the_fused_optimizer_before_it():
+    """Two optimizers, one of them fused: the other must not move once the first was held back."""
+    torch.manual_seed(0)
+    one, two = nn.Linear(3, 1), nn.Linear(3, 1)
+    guard = Guard(nn.ModuleList([one, two]))
+    fused, plain = torch.optim.SGD(one.parameters(), fused=True), torch.optim.SGD(two.parameters())
+    before = two.weight.clone()
+    guard.begin(None, 0, 0)
+    for net, optimizer, batch in ((one, fused, dirty()), (two, plain, good())):
+        loss = net(batch).mean()
+        guard.loss(loss)
+        loss.backward()
+        trip = guard.check(optimizer, reopen=True)
+        if trip is not None:
+            break
+        optimizer.step()
+    assert trip is not None
+    assert trip.step.optimizer is fused
+    assert torch.equal(two.weight, before)

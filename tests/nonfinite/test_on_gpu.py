@@ -1,0 +1,204 @@
+"""What only a GPU can show: nothing waits, the flag works there, the norms need no memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.detect import measure
+from lightning_memtools.nonfinite.diagnose import Cause
+from lightning_memtools.nonfinite.error import NonFiniteError
+from lightning_memtools.nonfinite.guard import Guard
+from tests.lightning_models import trainer
+from tests.nonfinite.gallery import FAILING, HEALTHY, Small, bad_data, good_data
+from tests.nonfinite.observe import Observer, differences, state_bits
+
+pytestmark = pytest.mark.gpu
+
+FUSED = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda ps: torch.optim.Adam(ps, fused=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, fused=True),
+}
+
+
+@contextlib.contextmanager
+def nothing_may_wait() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def made(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1)).cuda()
+    trial = nn.Parameter(torch.ones(2, device="cuda"))
+    trial.grad = torch.ones(2, device="cuda")
+    try:
+        FUSED[name]([trial]).step()
+    except RuntimeError as error:
+        pytest.skip(f"no fused kernel in this build: {error}")
+    return model, FUSED[name](model.parameters())
+
+
+def step(guard: Guard, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, number: int) -> object:
+    guard.begin(batch, number, number)
+    loss = model(batch).square().mean()
+    guard.loss(loss)
+    optimizer.zero_grad()
+    loss.backward()
+    trip = guard.check(optimizer)
+    if trip is None:
+        optimizer.step()
+    return trip
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("max_skips", [0, 3])
+def test_with_a_fused_kernel_no_step_waits_for_the_device(name, max_skips):
+    model, optimizer = made(name)
+    guard = Guard(model, max_skips=max_skips)
+    batches = [batch.cuda() for batch in good_data()]
+    for number in range(3):  # the first steps create state, and the second one waits for the first
+        assert step(guard, model, optimizer, batches[number], number) is None
+    torch.cuda.synchronize()
+    with nothing_may_wait():
+        for number in range(3, 8):
+            assert step(guard, model, optimizer, batches[number], number) is None
+    assert guard.drain() is None
+    assert [past.step for past in guard.history] == list(range(8))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
+    model, optimizer = made(name)
+    guard = Guard(model)
+    batches = [batch.cuda() for batch in good_data()]
+    for number in range(3):
+        step(guard, model, optimizer, batches[number], number)
+    assert guard.drain() is None
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = [{k: v.clone() for k, v in entries.items()} for entries in optimizer.state.values()]
+    dirty = batches[3].clone()
+    dirty[2, 1] = torch.nan
+    torch.cuda._sleep(2_000_000_000)  # the device is a second behind: nothing can have arrived
+    with nothing_may_wait():
+        for number, batch in enumerate((dirty, *batches[4:7]), start=3):
+            assert step(guard, model, optimizer, batch, number) is None
+    trip = guard.drain()
+    assert trip is not None
+    assert trip.step.number == 3
+    guard.undo(trip)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for entries, kept in zip(optimizer.state.values(), state, strict=True):
+        assert all(torch.equal(value, kept[name]) for name, value in entries.items())
+
+
+def test_exact_norms_are_exact_and_take_no_memory():
+    gradients = [torch.full((1000, 1000), 1e20, device="cuda"), torch.ones(10, device="cuda", dtype=torch.bfloat16)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    numbers = measure(gradients, [], exact=True)
+    assert torch.cuda.max_memory_allocated() - before < 2**16
+    assert numbers is not None
+    assert numbers.tolist() == pytest.approx([1e23, 1e23, 10**0.5], rel=1e-6)
+    gradients[0][617, 4] = torch.inf
+    assert measure(gradients, [], exact=True).isfinite().tolist() == [False, False, True]
+
+
+def test_without_a_fused_kernel_one_read_is_all():
+    """The read is the only thing that waits: with it taken out, nothing does."""
+    model, _ = made("adamw")
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = Guard(model)
+    batches = [batch.cuda() for batch in good_data()]
+    for number in range(3):
+        assert step(guard, model, optimizer, batches[number], number) is None
+    waits = []
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> object:
+        waits.append(tensor.numel())
+        torch.cuda.set_sync_debug_mode("default")
+        values = tolist(tensor)
+        torch.cuda.set_sync_debug_mode("error")
+        return values
+
+    with pytest.MonkeyPatch.context() as patch, nothing_may_wait():
+        patch.setattr(torch.Tensor, "tolist", counted)
+        for number in range(3, 6):
+            assert step(guard, model, optimizer, batches[number], number) is None
+    assert waits == [1 + 1 + 6] * 3  # total norm, loss, a norm for each of six gradients
+
+
+class OnGpu(Small):
+    """The gallery's simplest module."""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_whole_runs_end_in_the_bits_before_the_bad_step(fused, accumulate, tmp_path):
+    batches = bad_data(lambda batch: batch[3:4, 2:3].fill_(torch.nan))
+    loader = DataLoader(batches, batch_size=None)
+    ends = []
+    for callback in (Observer(), HaltOnNaN()):
+        L.seed_everything(0, verbose=False)
+        model = OnGpu()
+        model.fused = fused
+        run = trainer(
+            tmp_path, callback, accelerator="gpu", devices=1, logger=False, accumulate_grad_batches=accumulate
+        )
+        if isinstance(callback, HaltOnNaN):
+            with pytest.raises(NonFiniteError) as caught:
+                run.fit(model, loader)
+        else:
+            run.fit(model, loader)
+        ends.append((callback, state_bits(model.cpu(), run.optimizers)))
+    observer = ends[0][0]
+    assert isinstance(observer, Observer)
+    assert caught.value.step == observer.first_bad == 5 // accumulate
+    assert caught.value.cause == Cause.DIRTY_DATA
+    weights = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in observer.before.items()}
+    ours = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in ends[1][1].items()}
+    assert differences(weights, ours) == []
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_healthy_runs_in_every_precision(precision, fused, tmp_path):
+    model = OnGpu()
+    model.fused = fused
+    run = trainer(
+        tmp_path, HaltOnNaN(), accelerator="gpu", devices=1, logger=False, precision=precision, max_epochs=None,
+        max_steps=200,
+    )  # fmt: skip
+    run.fit(model, HEALTHY["causal_attention"].loader())
+    assert run.global_step == 200
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["log_of_zero", "sqrt_backward_at_zero", "nan_in_one_sample", "zero_deviation"])
+def test_the_gallery_with_the_gradient_scaler(name, fused, tmp_path):
+    case = FAILING[name]
+    model = case.make()
+    model.fused = fused
+    scaler = torch.amp.GradScaler(init_scale=4.0)
+    plugin = MixedPrecision("16-mixed", "cuda", scaler)
+    run = trainer(tmp_path, HaltOnNaN(amp_patience=1), accelerator="gpu", devices=1, logger=False, plugins=plugin)
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(model, case.loader())
+    assert caught.value.step == 5
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())

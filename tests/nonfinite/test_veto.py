@@ -1,0 +1,215 @@
+"""The veto: what the fused kernels do with the flag, and how it stays set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools.nonfinite.optimizers import (
+    StateKeys,
+    hide_gradients,
+    honours_found_inf,
+    put_settings_back,
+    settings_of,
+)
+from lightning_memtools.nonfinite.veto import Veto
+from tests.nonfinite.observe import differences
+
+FUSED = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, fused=True),
+    "sgd with momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.1, fused=True),
+    "adam": lambda ps: torch.optim.Adam(ps, weight_decay=0.1, fused=True),
+    "adamw amsgrad": lambda ps: torch.optim.AdamW(ps, amsgrad=True, fused=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr_decay=0.1, fused=True),
+}
+every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+
+
+def made(max_skips: int) -> Veto[Any]:
+    return Veto(torch.device("cpu"), max_skips)
+
+
+def with_gradients(parameters: list[nn.Parameter], bad: float | None = None) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    if bad is not None:
+        assert parameters[0].grad is not None
+        parameters[0].grad[1] = bad
+
+
+def bits(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = {f"{i}": p.detach().clone() for i, p in enumerate(parameters)}
+    for i, p in enumerate(parameters):
+        state |= {f"{i}.{k}": v.clone() for k, v in optimizer.state.get(p, {}).items() if v is not None}
+    return state
+
+
+def take(veto: Veto[Any], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: int) -> None:
+    numbers = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None])
+    veto.check(optimizer, numbers, len(parameters), note)
+    optimizer.step()
+
+
+@every_fused
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nothing_moves_in_the_bad_step_nor_in_any_after_it(make, bad):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 3))]
+    optimizer = make(parameters)
+    veto = made(max_skips=0)
+    for note in range(3):
+        with_gradients(parameters)
+        take(veto, optimizer, parameters, note)
+    before = bits(parameters, optimizer)
+    with_gradients(parameters, bad)
+    take(veto, optimizer, parameters, 3)
+    for note in (4, 5):
+        with_gradients(parameters)
+        take(veto, optimizer, parameters, note)  # healthy again, and yet
+    assert differences(before, bits(parameters, optimizer)) == []
+    readings = veto.read(wait=True)
+    assert [(r.note, r.bad, r.halts) for r in readings] == [
+        (0, False, False), (1, False, False), (2, False, False), (3, True, True), (4, False, True), (5, False, True),
+    ]  # fmt: skip
+
+
+@every_fused
+def test_up_to_max_skips_only_the_bad_steps_are_held_back(make):
+    torch.manual_seed(0)
+    guarded, plain = ([nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))] for _ in range(2))
+    optimizer, reference = make(guarded), make(plain)
+    veto = made(max_skips=2)
+    for note in range(6):
+        with_gradients(guarded, torch.nan if note in {1, 4} else None)
+        for ours, theirs in zip(guarded, plain, strict=True):
+            theirs.grad = None if note in {1, 4} else ours.grad.clone()
+        take(veto, optimizer, guarded, note)
+        reference.step()
+    assert differences(bits(plain, reference), bits(guarded, optimizer)) == []
+    assert [r.halts for r in veto.read(wait=True)] == [False] * 6
+    with_gradients(guarded, torch.nan)
+    take(veto, optimizer, guarded, 6)
+    assert [r.halts for r in veto.read(wait=True)] == [True]
+
+
+@every_fused
+def test_a_healthy_run_is_the_same_in_every_bit(make):
+    torch.manual_seed(0)
+    guarded, plain = ([nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))] for _ in range(2))
+    optimizer, reference = make(guarded), make(plain)
+    veto = made(max_skips=0)
+    for note in range(5):
+        with_gradients(guarded)
+        for ours, theirs in zip(guarded, plain, strict=True):
+            theirs.grad = ours.grad.clone()
+        take(veto, optimizer, guarded, note)
+        reference.step()
+    assert differences(bits(plain, reference), bits(guarded, optimizer)) == []
+
+
+@every_fused
+def test_state_that_a_vetoed_first_step_created_is_removed(make):
+    """Fused SGD leaves its momentum uninitialised then; the step after would use it."""
+    torch.manual_seed(0)
+    parameters, plain = ([nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))] for _ in range(2))
+    optimizer, reference = make(parameters), make(plain)
+    keys = StateKeys(optimizer)
+    before = bits(parameters, optimizer)
+    veto = made(max_skips=1)
+    with_gradients(parameters, torch.nan)
+    take(veto, optimizer, parameters, 0)
+    created = not keys.are_current()
+    assert keys.put_back() == created
+    assert keys.are_current()
+    assert differences(before, bits(parameters, optimizer)) == []
+    with_gradients(parameters)
+    for ours, theirs in zip(parameters, plain, strict=True):
+        theirs.grad = ours.grad.clone()
+    take(veto, optimizer, parameters, 1)
+    reference.step()
+    assert differences(bits(plain, reference), bits(parameters, optimizer)) == []
+
+
+def test_only_the_deciding_numbers_decide():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    veto = made(max_skips=0)
+    parameter.grad = torch.ones(2)
+    veto.check(optimizer, torch.tensor([1.0, torch.nan]), 1, "loss of this rank alone")
+    optimizer.step()
+    assert parameter.tolist() == [0, 0]
+    (reading,) = veto.read(wait=True)
+    assert (reading.bad, reading.numbers[0]) == (False, 1.0)
+
+
+def test_the_flag_is_taken_off_again_and_a_foreign_one_is_left():
+    ours, theirs = (torch.optim.SGD([nn.Parameter(torch.ones(2))], fused=True) for _ in range(2))
+    veto = made(max_skips=0)
+    for optimizer in (ours, theirs):
+        veto.check(optimizer, torch.ones(1), 1, None)
+    theirs.found_inf = foreign = torch.zeros(())
+    veto.close()
+    veto.close()
+    assert not hasattr(ours, "found_inf")
+    assert theirs.found_inf is foreign
+
+
+def test_which_optimizers_honour_the_flag():
+    def parameters(dtype=torch.float32):
+        return [nn.Parameter(torch.ones(2, dtype=dtype))]
+
+    assert all(honours_found_inf(make(parameters())) for make in FUSED.values())
+    assert not honours_found_inf(torch.optim.AdamW(parameters()))
+    assert not honours_found_inf(torch.optim.AdamW(parameters(), foreach=True))
+    assert not honours_found_inf(torch.optim.RMSprop(parameters()))
+    assert not honours_found_inf(torch.optim.AdamW(parameters(torch.float64), fused=True))
+
+    class Mine(torch.optim.AdamW):
+        """May do anything in its step."""
+
+    assert not honours_found_inf(Mine(parameters(), fused=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *FUSED.values(),
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        lambda ps: torch.optim.SGD(ps, momentum=0.9, weight_decay=0.1),
+    ],
+)
+def test_without_gradients_no_optimizer_moves_or_creates_anything(make):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 3))]
+    optimizer = make(parameters)
+    for _ in range(2):
+        before = bits(parameters, optimizer)
+        with_gradients(parameters, torch.nan)
+        hide_gradients(optimizer)
+        optimizer.step()
+        assert differences(before, bits(parameters, optimizer)) == []
+        with_gradients(parameters)
+        optimizer.step()
+
+
+def test_settings_come_back_also_where_they_are_tensors():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
+    rate = optimizer.param_groups[0]["lr"]
+    saved = settings_of(optimizer)
+    rate.fill_(0.1)
+    optimizer.param_groups[0]["betas"] = (0, 0)
+    put_settings_back(optimizer, saved)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.5
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
