@@ -27,6 +27,7 @@ from lightning_memtools.estimate import estimate_memory
 
 # 32 blocks of width 4096 and a head tied to 32,000 tokens: 6.6 billion parameters.
 SEVEN_BILLION = partial(LanguageModel, 32, 4096, 32, 32_000)
+LIMIT_SECONDS = 120
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, Any]] = {
     "ResNet-50, batch 8": (partial(resnet, (3, 4, 6, 3), bottleneck=True), images(8), classify, MOMENTUM),
     "GPT-2 small, 4 x 512": (LanguageModel, texts(4, 512), next_token, ADAMW),
@@ -91,9 +92,11 @@ def resident_bytes() -> int:
 
 
 def in_new_process(how: str, name: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", how, name], capture_output=True, text=True, check=False, env=os.environ
-    )
+    command = [sys.executable, __file__, "--one", how, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {LIMIT_SECONDS} seconds"}
     if done.returncode != 0:
         return {"error": done.stderr.strip().splitlines()[-1]}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
