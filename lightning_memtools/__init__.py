@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
     from lightning_memtools.callbacks.loss_curves import LossCurves
     from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
     from lightning_memtools.callbacks.presets import default_callbacks
@@ -19,14 +20,24 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
+    "BatchSizeTuner": "callbacks.batch_size_tuner",
     "LossCurves": "callbacks.loss_curves",
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
     "VirtualDevice": "memory.virtual",
     "default_callbacks": "callbacks.presets",
+    "tune_batch_size": "callbacks.batch_size_tuner",
 }
 
-__all__ = ["LossCurves", "MemoryMonitor", "MemoryStats", "VirtualDevice", "default_callbacks"]
+__all__ = [
+    "BatchSizeTuner",
+    "LossCurves",
+    "MemoryMonitor",
+    "MemoryStats",
+    "VirtualDevice",
+    "default_callbacks",
+    "tune_batch_size",
+]
 
 
 def __getattr__(name: str) -> object:
