@@ -12,6 +12,7 @@ Point = tuple[int, Reading]
 
 # A slope that grows by less than this over the measured range is taken for rounding and not for curvature.
 _BEND = 1.1
+_APART = 0.8
 
 
 def largest_under_limit(points: Sequence[Point]) -> float:
@@ -22,7 +23,7 @@ def largest_under_limit(points: Sequence[Point]) -> float:
     Args:
         points: Sizes that ran to the end, over the limit or not; at least one.
     """
-    points = sorted(points, key=lambda point: point[0])
+    points = _spread(points)
     limit = points[-1][1].limit
     if limit is None or any(reading.batch_allocated is None for _, reading in points):
         return math.inf
@@ -35,6 +36,15 @@ def largest_under_limit(points: Sequence[Point]) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if expected_peak(points, middle) <= limit else (low, middle)
     return low
+
+
+def _spread(points: Sequence[Point]) -> list[Point]:
+    """In order of size, the largest and those well below it: between neighbours rounding would make the slope."""
+    chosen: list[Point] = []
+    for point in sorted(points, key=lambda point: point[0], reverse=True):
+        if not chosen or point[0] <= _APART * chosen[-1][0]:
+            chosen.append(point)
+    return chosen[::-1]
 
 
 def expected_peak(points: Sequence[Point], size: float) -> float:

@@ -19,6 +19,12 @@ _AIM = 0.985
 # No more trials once what was run is this share of what is predicted, or of what is known to be too much.
 _ENOUGH = 0.985
 _CLOSE = 0.975
+# A prediction this many times over what failed is wrong, and not only imprecise.
+_OFF = 1.2
+# No jump goes farther than this many times what has run.
+_FARTHEST = 100
+# Segments of CUDA's caching allocator have 20 MiB (kLargeBuffer in c10/core/AllocatorConfig.h).
+_GRAIN = 20 * 2**20
 
 
 def find_largest(
@@ -65,18 +71,44 @@ def next_size(trials: Sequence[Trial], *, round_down: RoundDown, smallest: int, 
         # One size tells next to nothing of the slope.
         far = round_down(promised) if ceiling <= _ENOUGH * promised else round_down(_SECOND * promised)
         return min(ceiling, max(far, round_down(2 * lower), round_down(lower + 1))) if ceiling > lower else None
-    if lower >= round_down(promised) or lower >= _ENOUGH * promised:
+    settled = lower >= round_down(promised) or lower >= _ENOUGH * promised
+    if settled and _is_precise(trials):
         return None
+    if settled:  # step by step, until one fails
+        return _above(int(lower * 1.02), ceiling, round_down)
+    if upper == math.inf and promised != math.inf:
+        promised = min(promised, _FARTHEST * lower)
+    elif upper == math.inf and any(r.limit is not None for r in _ended(trials)[-1].readings):
+        promised = _FARTHEST * lower  # no growth was seen yet
     aim = promised if len(_ended(trials)) > 2 else max(_AIM * promised, promised - 1)  # noqa: PLR2004
     size = min(ceiling, max(round_down(aim), smallest))
     failures = sum(not trial.fits for trial in trials)
     if size == ceiling and upper != math.inf and failures:
-        # What ran out of memory at once tells nothing but that it is too much: step back, further each time.
-        back = round_down(upper * (1 - 0.015 * 2**failures))
+        # What ran out of memory at once tells nothing but that it is too much. Near the prediction, step back, further
+        # each time; where the prediction was far off, begin anew in the middle (of a scale of ratios).
+        near = promised <= _OFF * upper
+        back = round_down(upper * (1 - 0.015 * 2**failures) if near else math.sqrt(max(lower, 1) * upper))
         size = back if back > lower else ceiling
     if size <= lower or size in ran:
         size = _by_halves(lower, upper, round_down, smallest) or 0
     return size if lower < size <= ceiling else None
+
+
+def _is_precise(trials: Sequence[Trial]) -> bool:
+    """Whether the grain of the allocator is small beside what the batch may take: else a prediction decides nothing."""
+    for reading in _ended(trials)[-1].readings:
+        room = (reading.limit or 0) - (reading.base_allocated or 0)
+        if reading.limit is not None and room < _GRAIN / (1 - _ENOUGH):
+            return False
+    return True
+
+
+def _above(lower: int, ceiling: int, round_down: RoundDown) -> int:
+    """The next admitted size above one that is, but no more than the ceiling."""
+    size = lower + 1
+    while size < ceiling and round_down(size) <= lower:
+        size += 1
+    return min(round_down(size), ceiling)
 
 
 def _ended(trials: Sequence[Trial]) -> list[Trial]:

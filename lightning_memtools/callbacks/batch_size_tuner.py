@@ -271,23 +271,24 @@ class BatchSizeTuner(Callback):
             )  # fmt: skip
             cache = SizeCache.of(self.cache, trainer, reader, self._facts(wanted), self._names())
             known = cache.load()
-            for stage in wanted:
-                limits = self._limits(trainer, stage, per_rank)
-                mine = self._verify(runner, stage, limits, known.get(stage))
-                if best(mine) is None:
-                    mine += self._run_trials(runner, stage, limits, reader, self.max_trials - len(mine))
-                trials += mine
-                chosen = best(mine)
-                if chosen is None:
-                    self._sizes[stage] = before.get(stage)
-                    unwrap_sources(trainer)
-                    raise RuntimeError(nothing_fits(stage, mine))
-                found[stage] = chosen
-                self._sizes[stage] = chosen.size
-                _check_it_follows(mine, runner, places, stage)
-                cut = sorted(limits.cut - {"max_val"})
-                if limits.round_down(chosen.size + self.multiple_of) <= chosen.size and cut:
-                    notes.append(f"The size for {stage} is held down by {' and '.join(cut)}.")
+            with runner:
+                for stage in wanted:
+                    limits = self._limits(trainer, stage, per_rank)
+                    mine = self._verify(runner, stage, limits, known.get(stage))
+                    if best(mine) is None:
+                        mine += self._run_trials(runner, stage, limits, reader, self.max_trials - len(mine))
+                    trials += mine
+                    chosen = best(mine)
+                    if chosen is None:
+                        self._sizes[stage] = before.get(stage)
+                        unwrap_sources(trainer)
+                        raise RuntimeError(nothing_fits(stage, mine))
+                    found[stage] = chosen
+                    self._sizes[stage] = chosen.size
+                    _check_it_follows(mine, runner, places, stage)
+                    cut = sorted(limits.cut - {"max_val"})
+                    if limits.round_down(chosen.size + self.multiple_of) <= chosen.size and cut:
+                        notes.append(f"The size for {stage} is held down by {' and '.join(cut)}.")
         self._found = {stage: trial.size for stage, trial in found.items()}
         if "train" in found and per_rank is not None:
             self._accumulate = accumulate_for(found["train"].size)
