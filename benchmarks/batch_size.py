@@ -55,8 +55,6 @@ class Given(BatchSizeTuner):
         return [runner.run(stage, size, limits) for size in self.sizes]
 
 
-
-
 def run(kind: type[Sized], device: VirtualDevice, callback: L.Callback) -> dict[str, Any]:
     """Tune once; the steps are those of trials, counted in the model, without those of the fit that follows."""
     steps = 0

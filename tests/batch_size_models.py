@@ -1,4 +1,4 @@
-"""Models whose memory grows with the batch in different ways, each with a data set and a loader that reads batch_size."""
+"""Models whose memory grows with the batch in different ways, each with its data set."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ class Attention(Sized):
     def loss(self, batch: Any) -> Tensor:
         q, k, v = self.qkv(self.body(batch)).view(len(batch), -1, 3, 4, 8).permute(2, 0, 3, 1, 4)
         weights = (q @ k.transpose(-1, -2)).softmax(-1)
-        return (weights @ v).square().mean()
+        loss: Tensor = (weights @ v).square().mean()
+        return loss
 
 
 class Checkpointed(Sized):
@@ -131,7 +132,8 @@ class Checkpointed(Sized):
         x = batch.requires_grad_()
         for segment in self.body:
             x = checkpoint(segment, x, use_reentrant=False)
-        return x.square().mean()
+        loss: Tensor = x.square().mean()
+        return loss
 
 
 class Contrastive(Sized):

@@ -30,7 +30,7 @@ def largest_under_limit(points: Sequence[Point]) -> float:
     low, high = 0.0, 2.0 * points[-1][0]
     while expected_peak(points, high) <= limit:
         low, high = high, 2 * high
-        if high > 2.0**40:  # noqa: PLR2004, more samples than any data set has
+        if high > 2.0**40:
             return math.inf
     while high - low > 1e-3:  # noqa: PLR2004, a small part of one sample
         middle = (low + high) / 2
@@ -52,7 +52,7 @@ def expected_peak(points: Sequence[Point], size: float) -> float:
     last_size, last = points[-1]
     allocated = _polynomial(_known(points), size)
     # What the optimizer's own peak is above the batch's does not depend on the batch.
-    allocated = max(allocated, max(_optimizer_peak(reading) for _, reading in points))
+    allocated = max(allocated, *(_optimizer_peak(reading) for _, reading in points))
     # Reserved and not allocated, and all that is outside of the allocator. Where it grew from one size to the next it
     # goes on growing in proportion to the batch; it never shrinks.
     slack = _slack(last)

@@ -110,7 +110,7 @@ def normalizes_batches(model: nn.Module) -> bool:
 def samples_in_shared_memory(
     bytes_per_sample: float,
     loaders: Sequence[object],
-    free_bytes: Callable[[], int | None] = lambda: free_shared_memory(),
+    free_bytes: Callable[[], int | None] | None = None,
 ) -> int | None:
     """The most samples per batch for which all batches that workers hold ready fit in shared memory at once.
 
@@ -120,12 +120,12 @@ def samples_in_shared_memory(
     Args:
         bytes_per_sample: Of a batch as workers send it.
         loaders: The loaders that work at the same time.
-        free_bytes: Tells what is left of the shared memory.
+        free_bytes: Tells what is left of the shared memory; by default the system is asked.
     """
     ahead = sum(getattr(one, "num_workers", 0) * (getattr(one, "prefetch_factor", None) or 0) for one in loaders)
     if not ahead or bytes_per_sample <= 0:
         return None
-    free = free_bytes()
+    free = (free_bytes or free_shared_memory)()
     # One batch more: the one that is being worked on is freed only afterwards.
     return None if free is None else max(int(free / (bytes_per_sample * (ahead + 1))), 1)
 

@@ -14,7 +14,7 @@ WorstCase = Callable[[Any, int], Sequence[int]]
 """Given a data set and a number n, tells the indices of the n samples that take the most memory, worst first."""
 
 
-class CannotResize(ValueError):
+class CannotResize(ValueError):  # noqa: N818, named for what it says
     """A loader whose batch size cannot be set from outside; the message says why, and what to change."""
 
 

@@ -82,14 +82,15 @@ class Memento:
                 in_dataset.update(id(thing) for thing in found)
             waiting += found
 
-    def _note(self, one: Any, *, is_data: bool) -> list[Any]:
+    def _note(self, one: Any, *, is_data: bool) -> list[Any]:  # noqa: PLR0911, one kind of object each
         """Note one object's own state; returns what it refers to."""
         if isinstance(one, Tensor):
-            return [] if is_data else self._note_tensor(one)
+            return [] if is_data else self._note_tensor(one) + self._note_object(one)
+        # Of a class derived from a container both are state: Lightning's results are a dict with attributes.
         if isinstance(one, dict):
-            return self._note_dict(one)
+            return self._note_dict(one) + self._note_object(one)
         if isinstance(one, (list, set, deque, bytearray)):
-            return self._note_sequence(one)
+            return self._note_sequence(one) + self._note_object(one)
         if isinstance(one, (tuple, frozenset)):
             return list(one)
         if isinstance(one, types.MethodType):
@@ -158,7 +159,7 @@ class Memento:
         """Whether it is a stream of random numbers, which goes back to where it was."""
         if isinstance(one, torch.Generator):
             state = one.get_state()
-            self._undo.append(lambda: one.set_state(state) and None)
+            self._undo.append(lambda: _discard(one.set_state(state)))
         elif isinstance(one, random.Random):
             numbers = one.getstate()
             self._undo.append(lambda: one.setstate(numbers))
@@ -202,7 +203,8 @@ class RandomState:
     def __init__(self) -> None:
         self._python = random.getstate()
         self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        cuda: Any = torch.cuda
+        self._cuda = cuda.get_rng_state_all() if cuda.is_initialized() else None
         self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -229,6 +231,10 @@ class RandomState:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _discard(_: object) -> None:
+    """For an undo that returns something."""
 
 
 def _same_tensors(one: list[Tensor] | None, other: list[Tensor] | None) -> bool:

@@ -53,7 +53,9 @@ def best(trials: Sequence[Trial]) -> Trial | None:
     return max((trial for trial in trials if trial.fits), key=lambda trial: trial.size, default=None)
 
 
-def next_size(trials: Sequence[Trial], *, round_down: RoundDown, smallest: int, left: int) -> int | None:
+def next_size(  # noqa: C901, PLR0911, one decision after the other, each with its reason
+    trials: Sequence[Trial], *, round_down: RoundDown, smallest: int, left: int
+) -> int | None:
     """The size to run next; None when the search is over."""
     found = best(trials)
     lower = 0 if found is None else found.size

@@ -69,7 +69,7 @@ class SizeCache:
         if self._path is None or not self._writes:
             return
         try:
-            store_sizes(self._path, self._key, dict(sizes), self._facts)
+            store_sizes(self._path, self._key, {str(stage): size for stage, size in sizes.items()}, self._facts)
         except OSError as error:
             warnings.warn(f"The batch sizes could not be kept in {self._path}: {error}.", stacklevel=2)
 

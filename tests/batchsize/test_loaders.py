@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils.data import (
@@ -44,8 +46,8 @@ def test_only_the_size_changes():
     )  # fmt: skip
     new = resize_loader(old, 6)
     assert (old.batch_size, new.batch_size, new.batch_sampler.batch_size) == (4, 6, 6)
-    for name in ("dataset", "sampler", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout",
-                 "worker_init_fn", "generator", "prefetch_factor", "persistent_workers", "multiprocessing_context"):  # fmt: skip
+    for name in ("dataset", "sampler", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "generator",
+                 "worker_init_fn", "prefetch_factor", "persistent_workers", "multiprocessing_context"):  # fmt: skip
         assert getattr(new, name) is getattr(old, name), name
     assert new.sampler.generator is generator
 
@@ -84,7 +86,7 @@ def test_an_iterable_dataset():
     assert n_samples_of(new) is None
 
 
-class Pairs(Sampler):
+class Pairs(Sampler[list[int]]):
     """A batch sampler of one's own that reads its size when asked."""
 
     def __init__(self, sampler, batch_size, extra=1):
@@ -94,10 +96,10 @@ class Pairs(Sampler):
         return iter(BatchSampler(self.sampler, self.batch_size, drop_last=False))
 
     def __len__(self):
-        return -(-len(self.sampler) // self.batch_size)
+        return math.ceil(len(self.sampler) / self.batch_size)
 
 
-class Fixed(Sampler):
+class Fixed(Sampler[list[int]]):
     """Makes up its batches in the constructor, from data that it does not keep."""
 
     def __init__(self, n, batch_size):
@@ -126,7 +128,7 @@ def test_asking_a_batch_sampler_costs_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), of_all)
 
 
-class Whole(Dataset):
+class Whole(Dataset[torch.Tensor]):
     def __getitem__(self, index):
         return torch.zeros(4)
 
@@ -156,7 +158,7 @@ def test_what_loaders_tell():
     assert not drops_last(DataLoader(DATA, 3))
 
 
-class Lengths(Dataset):
+class Lengths(Dataset[torch.Tensor]):
     lengths = (3, 9, 1, 7, 5)
 
     def __len__(self):

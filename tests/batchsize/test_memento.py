@@ -23,14 +23,14 @@ class Owner:
         self.list, self.set, self.deque = [1, [2]], {1}, deque([1, 2], maxlen=2)
         self.ordered, self.counts = OrderedDict(a=1, b=2), defaultdict(int, x=1)
         self.progress, self.array, self.bytes = Progress(), np.arange(3.0), bytearray(b"abc")
-        self.own_random, self.generator = random.Random(3), torch.Generator().manual_seed(5)
+        self.own_random = random.Random(3)  # noqa: S311, no secret
+        self.generator = torch.Generator().manual_seed(5)
         self.numpy_random, self.tuple = np.random.default_rng(1), ([1], 2)
         self.circle = self
 
 
 def test_containers_and_attributes_go_back_in_place():
     owner = Owner()
-    kept = {name: value for name, value in vars(owner).items()}
     contents = {name: copy.deepcopy(getattr(owner, name))
                 for name in ("list", "set", "deque", "ordered", "counts", "progress", "tuple", "bytes")}  # fmt: skip
     draws = (owner.own_random.random(), torch.rand(2, generator=owner.generator), owner.numpy_random.random())
@@ -81,7 +81,7 @@ def test_a_model_and_its_optimizer_go_back_bit_for_bit():
     memento = Memento([model, optimizer])
     step()
     after = copy.deepcopy(model.state_dict())
-    model[0].weight.requires_grad_(False)
+    model[0].weight.requires_grad_(requires_grad=False)
     model.add_module("extra", nn.Linear(1, 1))
     model.eval()
     optimizer.param_groups[0]["lr"] = 7.0
@@ -150,3 +150,18 @@ def test_a_large_tensor_of_a_dataset_is_not_copied():
     data.tensors[0][0] = 5  # reading would not do this
     memento.restore()
     assert data.tensors[0][0] == 5
+
+
+class Table(dict):
+    """A container that has attributes as well."""
+
+
+def test_a_container_with_attributes_gives_back_both():
+    table = Table(a=1)
+    table.batch = None
+    memento = Memento([table])
+    table.batch = torch.zeros(3)
+    table["b"] = 2
+    memento.restore()
+    assert table.batch is None
+    assert table == {"a": 1}

@@ -145,7 +145,9 @@ def test_no_limit_goes_straight_to_the_largest():
     start=st.integers(1, 64),
     max_trials=st.integers(1, 12),
 )
-def test_what_is_returned_was_run_and_fits(base, per_sample, bend, lumps, multiple, start, max_trials):
+def test_what_is_returned_was_run_and_fits(  # noqa: PLR0917, hypothesis names them
+    base, per_sample, bend, lumps, multiple, start, max_trials
+):
     device = Device(
         lambda n: (base + per_sample * n + bend * n * n) * MIB,
         1000 * MIB,
