@@ -68,7 +68,7 @@ def no_collectives() -> Iterator[None]:
             raise CollectiveInTrial(
                 f"The collective {name!r} was called while BatchSizeTuner ran a batch size: by "
                 "self.log(..., sync_dist=True), by a metric that is synchronised in the step, or by torch.distributed "
-                "in your own code. A rank that runs out of memory would leave the others waiting in it. Next: log "
+                "in your own code. A rank that fails would leave the others waiting in it. Next: log "
                 "without sync_dist in the steps while tuning, or tune with devices=1 and set the size that is found."
             )
 

@@ -35,7 +35,7 @@ from lightning_memtools.batchsize.limits import Limits, samples_in_shared_memory
 from lightning_memtools.batchsize.loaders import WorstCase, batch_size_of, drops_last, n_samples_of, worst_first
 from lightning_memtools.batchsize.memento import Memento
 from lightning_memtools.batchsize.trials import Reading, Trial
-from lightning_memtools.callbacks._collectives import bucket_bytes, no_collectives
+from lightning_memtools.callbacks._collectives import CollectiveInTrial, bucket_bytes, no_collectives
 from lightning_memtools.callbacks._sized import Places, SizedSource
 from lightning_memtools.memory.oom import error_chain, is_killed_worker, is_out_of_memory
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
@@ -391,7 +391,7 @@ class TrialRunner:
         except BaseException as error:  # noqa: BLE001, it is judged, and raised again on all ranks if it is the user's
             for one in error_chain(error):
                 traceback.clear_frames(one.__traceback__)
-            if is_out_of_memory(error):
+            if not isinstance(error, CollectiveInTrial) and is_out_of_memory(error):
                 return _FAILURES.index("out of memory"), None
             if is_killed_worker(error):
                 return _FAILURES.index("a data-loader worker was killed"), None
@@ -407,8 +407,8 @@ class TrialRunner:
         retries = (stats.alloc_retries or 0) - (before.alloc_retries or 0)
         if not failure and (stats.ooms or 0) > (before.ooms or 0):
             failure = _FAILURES.index("out of memory")  # somebody's code caught it and went on
-        # Where validation follows training, the allocator may once give back what training has cached; what is cached is
-        # no need of validation's either, so only what tensors hold is held against the limit.
+        # Where validation follows training, the allocator may once give back what training has cached. What is cached
+        # is no need of validation's, so only what tensors hold is held against the limit.
         if not failure and retries and not after_training:
             failure = _FAILURES.index("allocation retry")
         others = max((stats.device_used or 0) - (stats.reserved or 0), 0)

@@ -426,12 +426,9 @@ class BatchSizeTuner(Callback):
             return []
         steps = trainer.accumulate_grad_batches * trainer.world_size
         rates = ", ".join(f"{rate:g}" for rate in sorted(set(learning_rates)))
-        return [
-            (
-                f"The effective batch went from {old * steps} to {new * steps} samples; the learning rate is still {rates}."
-                f" effective_batch_size={old * steps} would keep the old one."
-            )
-        ]
+        changed = f"The effective batch went from {old * steps} to {new * steps} samples"
+        advice = f"effective_batch_size={old * steps} would keep the old one."
+        return [f"{changed}; the learning rate is still {rates}. {advice}"]
 
     def _facts(self, stages: Sequence[Stage]) -> dict[str, Any]:
         return {"margin": self.margin, "max_val": self.max_val, "multiple_of": self.multiple_of,

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import BatchSizeTuner, VirtualDevice
@@ -39,8 +39,6 @@ class Model(L.LightningModule):
         loss: Tensor = self.norm(hidden.mean(1, keepdim=True)).square().mean() + hidden.square().mean()
         if self.case == "sync_dist":
             self.log("loss", loss, sync_dist=True)
-        if self.case == "own":
-            distributed.all_reduce(torch.zeros(1))
         if self.case == "error" and self.global_rank == 1:
             raise KeyError("from the step of rank 1")
         return loss
@@ -60,8 +58,7 @@ def main(root: Path, ranks: int, case: str) -> None:
     model = Model(case)
     found: dict[str, Any] = {}
     with VirtualDevice("48MiB" if rank == ranks - 1 else "128MiB"):
-        run = trainer(root, tuner, logger=False, strategy="ddp", devices=ranks, limit_val_batches=0,
-                      sync_batchnorm=case == "syncbn")  # fmt: skip
+        run = trainer(root, tuner, logger=False, strategy="ddp", devices=ranks, limit_val_batches=0)
         try:
             run.fit(model)
         except Exception as error:  # noqa: BLE001, what was raised is the result
