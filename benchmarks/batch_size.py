@@ -4,12 +4,13 @@ The truth is exhaustive: every size is run, and the largest whose peak keeps the
 once on a device without a limit; a device with one behaves the same until its limit is reached. That the maximum fits
 and the next size does not is then run on each device as well.
 
-    python benchmarks/batch_size.py
+    python benchmarks/batch_size.py [MODEL ...]
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
 import time
 import warnings
@@ -121,7 +122,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for name, kind in MODELS.items():
+    for name in sys.argv[1:] or list(MODELS):
+        kind = MODELS[name]
         peaks = curve(name, kind)
         devices = [(capacity, "0MiB") for capacity in CAPACITIES]
         devices += [(CAPACITIES[-1], OTHERS[name])] if name in OTHERS else []

@@ -151,7 +151,7 @@ class BatchSizeTuner(Callback):
             mine = trainer.callbacks.index(self)  # type: ignore[attr-defined]
             later = [callback for callback in trainer.callbacks[mine + 1 :] if takes_part(callback)]  # type: ignore[attr-defined]
             hooks: list[Callable[[], None]] = [
-                *(lambda c=callback: c.on_fit_start(trainer, pl_module) for callback in later),  # type: ignore[misc]
+                *(lambda c=callback: c.on_fit_start(trainer, pl_module) for callback in later),
                 pl_module.on_fit_start,
             ]
             self._search(trainer, stages, hooks, rebuild=True)

@@ -152,7 +152,7 @@ def test_a_large_tensor_of_a_dataset_is_not_copied():
     assert data.tensors[0][0] == 5
 
 
-class Table(dict):
+class Table(dict[str, int]):
     """A container that has attributes as well."""
 
 

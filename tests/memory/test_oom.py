@@ -94,7 +94,7 @@ def test_the_simulated_error_and_the_cpu_allocators_own():
     [
         "DataLoader worker (pid 4242) is killed by signal: Killed. ",
         "DataLoader worker (pid(s) 4242, 4243) exited unexpectedly",
-        "DataLoader worker (pid 1) is killed by signal: Bus error. It is possible that workers are out of shared memory.",
+        "DataLoader worker (pid 1) is killed by signal: Bus error. Workers may be out of shared memory.",
     ],
 )
 def test_a_killed_worker_is_known(text):
