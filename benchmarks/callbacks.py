@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 from machine import interleaved, save, spread
 
-from lightning_memtools import LossCurves, MemoryMonitor
+from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
 from lightning_memtools.callbacks import memory_monitor
 from lightning_memtools.memory.readers import CudaReader
 from lightning_memtools.reporting.loggers import log_scalars
@@ -140,7 +140,24 @@ class Measure(L.Callback):
         loop._batches_that_stepped = 0
 
 
+def fit_seconds(root: str, callbacks: list[L.Callback]) -> float:
+    """A fit of one step: what a callback adds here, it adds to the start and the end of every run."""
+    begin = time.perf_counter()
+    L.Trainer(accelerator="cpu", default_root_dir=root, max_steps=1, limit_val_batches=1,
+              enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+              callbacks=callbacks).fit(BoringModel())  # fmt: skip
+    return time.perf_counter() - begin
+
+
 def main() -> None:
+    with tempfile.TemporaryDirectory() as root, VirtualDevice("24GiB"):
+        fits = interleaved(
+            {
+                "without callbacks": lambda: fit_seconds(root, []),
+                "default_callbacks()": lambda: fit_seconds(root, default_callbacks()),
+            },
+            repeats=8,
+        )
     reader = FakeCudaReader()
     with (
         tempfile.TemporaryDirectory() as root,
@@ -163,6 +180,7 @@ def main() -> None:
             "logged_step_us": {name: spread(samples) for name, samples in measure.logged.items()},
             "unlogged_step_us": {name: spread(samples) for name, samples in measure.unlogged.items()},
             "MemoryMonitor_logged_over_bare": {**spread(ratios), "target": 1.5},
+            "fit_of_one_step_s": {**{name: spread(samples) for name, samples in fits.items()}, "target_added": 1.0},
             "n_statistics": len(flat_statistics()),
         },
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memtools.reporting._lightning import training_step, values_logged_in_evaluation, values_logged_in_step
@@ -89,7 +91,9 @@ class LossCurves(Callback):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradients:
             index = next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), 0)
-            self._norms.add(f"optimizer_{index}", torch.nn.utils.get_total_norm(gradients))
+            norm = torch.nn.utils.get_total_norm(gradients)
+            # FSDP 2 and tensor parallelism: the norm over all shards, which all ranks compute at the same step.
+            self._norms.add(f"optimizer_{index}", norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -115,6 +119,12 @@ class LossCurves(Callback):
         self._norms.drain()
         if trainer.is_global_zero:
             self._train.warn_of_missing("train", self._not_it)
+            if self.grad_norm and not self._norms.has_curves:
+                warnings.warn(
+                    "LossCurves(grad_norm=True): no optimizer step saw a gradient in p.grad: grad/norm has no curve. "
+                    "DeepSpeed keeps gradients elsewhere.",
+                    stacklevel=2,
+                )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a validation run."""

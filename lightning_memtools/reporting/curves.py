@@ -34,6 +34,11 @@ class Curves:
         self._ever_seen: set[str] = set()
         self._warned = False
 
+    @property
+    def has_curves(self) -> bool:
+        """Whether a point was sent on its way since the beginning."""
+        return bool(self._tag_of)
+
     def begin(self, gather: RankGather) -> None:
         """Forget a former run."""
         self._means.clear()

@@ -65,7 +65,9 @@ class MemorySummary:
             return None
         highest = max(known, key=lambda peak: peak.allocated or 0)
         parts = sorted((highest.composition or {}).items(), key=lambda part: -part[1])
-        rows = [[category, _size(n_bytes), _share(n_bytes, highest.allocated)] for category, n_bytes in parts]
+        rows = [
+            [category, _size(n_bytes), _share(n_bytes, highest.allocated)] for category, n_bytes in parts if n_bytes > 0
+        ]
         return Table(["at the highest peak", "size", "share"], rows)
 
     def remarks(self) -> list[str]:

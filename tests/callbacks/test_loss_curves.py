@@ -162,6 +162,18 @@ def test_the_gradient_norm_is_the_mean_before_clipping(tmp_path):
     assert scalars(fit.log_dir)["grad/norm"] == approx([(1, mean(norms[:2])), (3, mean(norms[2:]))])
 
 
+def test_gradients_that_cannot_be_seen_are_not_passed_over_in_silence(tmp_path):
+    class TakesGradientsAway(L.Callback):
+        """As DeepSpeed, which keeps them outside p.grad."""
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            for parameter in pl_module.parameters():
+                parameter.grad = None
+
+    with pytest.warns(UserWarning, match=r"no optimizer step saw a gradient in p\.grad"):
+        trainer(tmp_path, TakesGradientsAway(), LossCurves(grad_norm=True)).fit(Regression(), loader())
+
+
 def test_a_nan_loss_shows_as_nan(tmp_path):
     class Breaks(Regression):
         def training_step(self, batch, batch_idx):

@@ -13,6 +13,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice
 from lightning_memtools.memory.sizes import MIB
@@ -22,6 +24,11 @@ from tests.lightning_models import Regression, loader, trainer
 class Uneven(Regression):
     """Rank 1 takes 40 MiB more in a training step, rank 0 30 MiB more in a test step."""
 
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.net, FSDPModule):
+            assert self.device_mesh is not None
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         torch.empty(40 * MIB if self.global_rank == 1 else MIB, dtype=torch.uint8)
         return super().training_step(batch, batch_idx)
@@ -29,6 +36,10 @@ class Uneven(Regression):
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         torch.empty(30 * MIB if self.global_rank == 0 else MIB, dtype=torch.uint8)
         return super().test_step(batch, batch_idx)
+
+
+def sharded() -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
 
 class WriteLosses(L.Callback):
@@ -52,12 +63,12 @@ def main(root: Path, strategy: str) -> None:
         WriteLosses(root),
         LossCurves(every_n_steps=2, grad_norm=True),
         logger=[TensorBoardLogger(root, name="", version="board"), CSVLogger(root, name="", version="table")],
-        strategy=strategy,
+        strategy=sharded() if strategy == "fsdp2" else strategy,
         devices=2,
     )
     with VirtualDevice("1GiB"):
         run.fit(model, loader(48, 8), loader(32, 8))
-        if strategy == "ddp":
+        if strategy != "ddp_spawn":  # spawned ranks are gone, and with them what they learned
             run.test(model, loader(16, 8), verbose=False)
 
 

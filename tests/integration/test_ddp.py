@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 from pathlib import Path
 
@@ -12,13 +13,23 @@ from tests.event_files import scalars
 from tests.two_processes import run_script
 
 
-@pytest.fixture(scope="module", params=["ddp", "ddp_spawn"])
-def root(request, tmp_path_factory):
-    """The folder that a run on two ranks left behind."""
-    root = tmp_path_factory.mktemp(request.param)
-    result = run_script(Path(__file__).with_name("ddp_run.py"), root, request.param)
-    (root / "stdout").write_text(result.stdout)
-    return root
+@pytest.fixture(scope="module")
+def run_under(tmp_path_factory):
+    """Gives the folder that a run on two ranks under a strategy left behind; each is run once."""
+
+    @functools.cache
+    def run(strategy):
+        root = tmp_path_factory.mktemp(strategy)
+        result = run_script(Path(__file__).with_name("ddp_run.py"), root, strategy)
+        (root / "stdout").write_text(result.stdout)
+        return root
+
+    return run
+
+
+@pytest.fixture(params=["ddp", "ddp_spawn", "fsdp2"])
+def root(request, run_under):
+    return run_under(request.param)
 
 
 def ran_tests(root):
@@ -69,6 +80,13 @@ def test_losses_are_means_over_both_ranks(root):
     val = [loss for rank in ranks for loss in rank["val"]]
     assert curves["loss/val"] == [(2, pytest.approx(sum(val) / len(val), rel=1e-5))]
     assert len(curves["grad/norm"]) == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "fsdp2"])
+def test_the_gradient_norm_is_that_of_the_whole_gradient_under_every_strategy(strategy, run_under):
+    (_, first), (_, second) = scalars(run_under("ddp") / "board")["grad/norm"]
+    norms = scalars(run_under(strategy) / "board")["grad/norm"]
+    assert norms == [(1, pytest.approx(first, rel=1e-4)), (2, pytest.approx(second, rel=1e-4))]
 
 
 def test_the_other_logger_holds_the_same(root):

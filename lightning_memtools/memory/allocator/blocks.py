@@ -12,10 +12,9 @@ ALLOCATED = 1
 WAITING = 2  # freed, but another stream may still be using it
 UNMAPPED = 3  # a range of an expandable segment with no memory behind it
 
-# A free block is found by size and, among equals, by segment age and address (as since torch 2.13: see
-# BlockComparatorSizeCounterAddress in c10/cuda/CUDACachingAllocator.cpp). Simulated segments get rising addresses that
-# are not reused, so address order is age order, and one integer holds the whole key: a sorted list of plain integers
-# and `bisect` do the search.
+# A free block is found by size and, among equals, by the age of its segment and then its address (in torch since
+# pull request 183591; before, by address alone). Simulated segments get rising addresses that are not reused, so here
+# address order is age order. One integer holds the whole key: a sorted list of integers and `bisect` do the search.
 ADDRESS_BITS = 64
 
 

@@ -1,7 +1,7 @@
 """A simulation of PyTorch's CUDA caching allocator: which block serves a request, and what is asked of the device.
 
-Every rule was read in c10/cuda/CUDACachingAllocator.cpp, and the constants in c10/core/AllocatorConfig.h of torch 2.13.
-docs/caching-allocator.md says which versions that means, and what is not simulated.
+The rules were read in c10/cuda/CUDACachingAllocator.cpp, the constants in c10/core/AllocatorConfig.h of torch 2.13.
+docs/caching-allocator.md says in which versions, and what is not simulated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_memtools.memory.allocator.expandable import grow
 from lightning_memtools.memory.allocator.release import collect_garbage, reclaimable, release_cached, release_oversize
 from lightning_memtools.memory.allocator.reserve import Observer, Reserve
 from lightning_memtools.memory.allocator.rounding import MIN_BLOCK, SMALL_LIMIT, block_size, segment_size
-from lightning_memtools.memory.allocator.tally import Tally
+from lightning_memtools.memory.allocator.tally import Count, Tally
 from lightning_memtools.memory.allocator.trace import Kind, Trace
 from lightning_memtools.memory.stats import MemoryStats
 
@@ -28,6 +28,9 @@ class CachingAllocator:
 
     Nothing runs on the simulated device. So the events by which a block used on another stream becomes free complete
     only in `synchronize`, in `empty_cache`, and when a request finds no memory: then torch waits for them.
+
+    Calls must not overlap: with several threads, or where finalizers free blocks (they may run in the middle of another
+    call), the caller holds a lock, as VirtualDevice does.
 
     Args:
         config: The settings; torch's defaults when left out.
@@ -60,6 +63,7 @@ class CachingAllocator:
         self.alloc_retries = 0
         self.ooms = 0
         self._whole = Tally()
+        self._oversize = Count()
         self._reserve = Reserve(config, capacity, used_by_others, self._whole, observer)
         self._collects_garbage = self._reserve.allowed is not None and config.garbage_collection_threshold > 0
         self._cache = cache = BlockCache(config, self._whole, ages=self._collects_garbage)
@@ -107,6 +111,8 @@ class CachingAllocator:
         self._last_id = block.id = self._last_id + 1
         free_blocks.tally.add_block(block.size, n_bytes)
         self._whole.add_block(block.size, n_bytes)
+        if block.size >= self._cache.max_split:
+            self._oversize.add()
         if self.trace is not None:
             self.trace.add_malloc(n_bytes, stream, pool, label)
         if self._observer is not None:
@@ -128,6 +134,8 @@ class CachingAllocator:
             self.trace.add_free(block.id)
         if self._observer is not None:
             self._observer("free_requested", block.address, block.requested, block.free_blocks, block.label)
+        if block.size >= self._cache.max_split:
+            self._oversize.remove()
         tally = block.free_blocks.tally
         if block.stream_uses:
             block.state = WAITING
@@ -186,6 +194,8 @@ class CachingAllocator:
             self.trace.add(Kind.RESET_PEAKS)
         for tally in (self._cache.small, self._cache.large, self._whole):
             tally.reset_peaks()
+        for count in (self._oversize, self._reserve.oversize):
+            count.reset_peak()
 
     # --- what can be read
 
@@ -256,15 +266,20 @@ class CachingAllocator:
     def memory_stats(self) -> dict[str, int]:
         """Every counter under its name in ``torch.cuda.memory_stats``, such as "allocated_bytes.large_pool.peak".
 
-        The counters of oversize blocks and of private pools are left out.
+        Those of single private pools are left out, as is what can only be zero here ("num_oom_rejections").
         """
+        max_split = self.config.max_split_size
         stats = {
             "num_alloc_retries": self.alloc_retries,
             "num_ooms": self.ooms,
             "num_sync_all_streams": self._syncs,
             "num_device_alloc": self._reserve.device_allocs,
             "num_device_free": self._reserve.device_frees,
+            "max_split_size": -1 if max_split is None else max_split,  # torch: the largest size_t, as a signed number
         }
+        for metric, count in (("allocations", self._oversize), ("segments", self._reserve.oversize)):
+            for kind, value in count.as_torch_names().items():
+                stats[f"oversize_{metric}.{kind}"] = value
         pools = {"all": self._whole, "large_pool": self._cache.large, "small_pool": self._cache.small}
         for pool, tally in pools.items():
             for name, value in tally.as_torch_names().items():

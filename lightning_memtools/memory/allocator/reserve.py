@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lightning_memtools.memory.allocator.blocks import Block, FreeBlocks, Segment
 from lightning_memtools.memory.allocator.config import AllocatorConfig
 from lightning_memtools.memory.allocator.rounding import SEGMENT_STEP, round_up
-from lightning_memtools.memory.allocator.tally import Tally
+from lightning_memtools.memory.allocator.tally import Count, Tally
 
 # Where the simulated addresses begin: anything but zero, which a reader could take for a null pointer.
 _FIRST_ADDRESS = 1 << 40
@@ -28,6 +28,7 @@ class Reserve:
         whole: Counts over all pools.
         device_allocs: How often memory was asked of the device, and given.
         device_frees: How often memory went back.
+        oversize: Segments of at least ``max_split_size``.
         observer: Told of every segment taken and given back, and of every page mapped and unmapped.
     """
 
@@ -46,9 +47,11 @@ class Reserve:
         self.segments: dict[int, Segment] = {}
         self.device_allocs = 0
         self.device_frees = 0
+        self.oversize = Count()
         self.observer = observer
         fraction = config.per_process_memory_fraction
         self.allowed = None if capacity is None or fraction >= 1 else int(fraction * capacity)
+        self._max_split = config.max_split_size
         self._next_address = _FIRST_ADDRESS
         self._spare_ranges: dict[int, int] = {}
 
@@ -73,6 +76,8 @@ class Reserve:
             return None
         segment = Segment(self._new_addresses(size), size, free_blocks)
         self.segments[segment.address] = segment
+        if self._max_split is not None and size >= self._max_split:
+            self.oversize.add()
         self.count_taken("segment_alloc", segment.address, size, free_blocks)
         return segment.first
 
@@ -80,6 +85,8 @@ class Reserve:
         """Give the segment of its only block, which is free, back to the device (cudaFree)."""
         block.free_blocks.remove(block)
         del self.segments[block.segment.address]
+        if self._max_split is not None and block.size >= self._max_split:
+            self.oversize.remove()
         self.count_given_back("segment_free", block.address, block.size, block.free_blocks)
 
     def take_range(self, free_blocks: FreeBlocks, size: int, page_size: int) -> Segment:

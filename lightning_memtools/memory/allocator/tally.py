@@ -5,6 +5,38 @@
 from __future__ import annotations
 
 
+class Count:
+    """How many there are of one thing, the most there were, and how many there ever were."""
+
+    __slots__ = ("current", "peak", "total")
+
+    def __init__(self) -> None:
+        self.current = self.peak = self.total = 0
+
+    def add(self) -> None:
+        """One more."""
+        self.current += 1
+        self.total += 1
+        self.peak = max(self.peak, self.current)
+
+    def remove(self) -> None:
+        """One less."""
+        self.current -= 1
+
+    def reset_peak(self) -> None:
+        """Set the peak to the current value."""
+        self.peak = self.current
+
+    def as_torch_names(self) -> dict[str, int]:
+        """The values by their names in ``torch.cuda.memory_stats``."""
+        return {
+            "current": self.current,
+            "peak": self.peak,
+            "allocated": self.total,
+            "freed": self.total - self.current,
+        }
+
+
 class Tally:
     """What the small pools, the large pools, or all together hold. Sizes in bytes; ``blocks`` and ``segments`` count.
 

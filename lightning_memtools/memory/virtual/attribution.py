@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.categories import Category, Composition, by_name
 from lightning_memtools.memory.virtual.ledger import Ledger
 from lightning_memtools.memory.virtual.names import ModuleNames
-from lightning_memtools.memory.virtual.parts import parts, tensors_in
+from lightning_memtools.memory.virtual.parts import parts, storage_key, tensors_in
+from lightning_memtools.memory.virtual.place import OUTSIDE
 
 
 def attribute(ledger: Ledger, names: ModuleNames, optimizers: Iterable[Optimizer]) -> None:
@@ -20,33 +22,59 @@ def attribute(ledger: Ledger, names: ModuleNames, optimizers: Iterable[Optimizer
     Most is known when it is made. What this adds: gradients set by hand or as views of a bucket (DDP), storages that
     `module.to()` or a deepcopy put in place, and the modules that gradients and optimizer state belong to.
     """
-
-    def note(tensor: torch.Tensor, category: Category, module: str | None) -> None:
-        for part in parts(tensor):
-            entry = ledger.find(part.untyped_storage()._cdata)
-            if entry is not None:
-                ledger.assign(entry, category, module)
-
     owners: dict[int, str] = {}
     for module, name in _named_modules(names):
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), name)
-            note(parameter, Category.PARAMETER, owners[id(parameter)])
-            if parameter.is_leaf and parameter.grad is not None:
-                note(parameter.grad, Category.GRADIENT, owners[id(parameter)])
+            _note_parameter(ledger, parameter, owners.setdefault(id(parameter), name))
         for buffer in module.buffers(recurse=False):
-            note(buffer, Category.BUFFER, name)
+            _note(ledger, buffer, Category.BUFFER, name)
     for optimizer in optimizers:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            owner = owners.get(id(parameter))
-            note(parameter, Category.PARAMETER, owner)
-            if parameter.is_leaf and parameter.grad is not None:
-                note(parameter.grad, Category.GRADIENT, owner)
-            for tensor in tensors_in(optimizer.state.get(parameter, {})):
-                note(tensor, Category.OPTIMIZER, owner)
+        for updated in parameters_of(optimizer):
+            owner = owners.get(id(updated))
+            _note_parameter(ledger, updated, owner)
+            for tensor in tensors_in(optimizer.state.get(updated, {})):
+                _note(ledger, tensor, Category.OPTIMIZER, owner)
 
 
-def _named_modules(names: ModuleNames) -> Iterable[tuple[nn.Module, str]]:
+def composition_of(ledger: Ledger) -> Composition:
+    """What the ledger holds, by category and by module."""
+    by_category = [0] * len(Category)
+    by_module: dict[str, list[int]] = defaultdict(lambda: [0] * len(Category))
+    held = [(entry.category, entry.module, entry.block.size) for entry in ledger.entries()]
+    if ledger.held:
+        held.append((Category.OTHER, OUTSIDE, ledger.held))
+    for category, module, size in held:
+        by_category[category] += size
+        by_module[module][category] += size
+    return Composition(by_name(by_category), {module: by_name(sizes) for module, sizes in by_module.items()})
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors that an optimizer updates."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A leaf's gradient; None where there is none, and for what is no leaf (torch warns when asked)."""
+    return parameter.grad if parameter.is_leaf else None
+
+
+def _note_parameter(ledger: Ledger, parameter: torch.Tensor, owner: str | None) -> None:
+    _note(ledger, parameter, Category.PARAMETER, owner)
+    gradient = gradient_of(parameter)
+    if gradient is not None:
+        _note(ledger, gradient, Category.GRADIENT, owner)
+
+
+def _note(ledger: Ledger, tensor: torch.Tensor, category: Category, module: str | None) -> None:
+    for part in parts(tensor):
+        entry = ledger.find(storage_key(part))
+        if entry is not None:
+            ledger.assign(entry, category, module)
+
+
+def _named_modules(names: ModuleNames) -> Iterator[tuple[nn.Module, str]]:
     seen: set[int] = set()
     for root in names.roots():
         for module in root.modules():

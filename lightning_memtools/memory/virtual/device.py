@@ -6,10 +6,10 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -17,25 +17,22 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, Trace
-from lightning_memtools.memory.capacity import parse_capacity
+from lightning_memtools.memory.capacity import find_gpu, parse_capacity
 from lightning_memtools.memory.sizes import format_size, parse_size
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.memory.virtual import surroundings
-from lightning_memtools.memory.virtual.attribution import attribute
-from lightning_memtools.memory.virtual.categories import Category, Composition, as_log_names, by_name
-from lightning_memtools.memory.virtual.compilation import EagerCompilation
+from lightning_memtools.memory.virtual.attribution import attribute, composition_of
+from lightning_memtools.memory.virtual.categories import Composition, as_log_names
 from lightning_memtools.memory.virtual.ledger import Ledger
-from lightning_memtools.memory.virtual.loaders import count_batch, watch_loaders
-from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
+from lightning_memtools.memory.virtual.loaders import count_batch
+from lightning_memtools.memory.virtual.mode import AccountingMode
 from lightning_memtools.memory.virtual.names import ModuleNames
 from lightning_memtools.memory.virtual.oom import cuda_error
-from lightning_memtools.memory.virtual.parts import tensors_in
-from lightning_memtools.memory.virtual.patches import Patches
-from lightning_memtools.memory.virtual.substitutions import behave_like_cuda
 from lightning_memtools.memory.virtual.summary import summary_table
+from lightning_memtools.memory.virtual.tracking import enter_all, trackable
+from lightning_memtools.memory.virtual.watching import Watching
 
 OomObserver = Callable[[int, int, int, int], object]
-"""Called with device index, bytes asked for, the device's bytes in all, and its free bytes, as torch's CUDA observer."""
+"""Called, as torch's own for CUDA, with a device's index, the bytes asked for, its bytes in all, and its free bytes."""
 
 DEFAULT_CONTEXT = "500MiB"
 """What a CUDA context takes of a GPU given by name: 300 to 700 MB have been seen, by device and loading."""
@@ -112,10 +109,10 @@ class VirtualDevice:
         # Ordered, because handles refer to it weakly, which a plain dict does not allow.
         self._observers: OrderedDict[int, OomObserver] = OrderedDict()
         self._modes: list[AccountingMode] = []
-        self._patches = Patches()
-        self._hooks: list[RemovableHandle] = []
         self._thread: int | None = None
-        self._compilation = EagerCompilation()
+        self._watching = Watching(
+            _mode_here, seen=self._optimizers.add, run_counted=self._run_counted, cuda_like=cuda_like
+        )
 
     # --- entering and leaving
 
@@ -133,11 +130,11 @@ class VirtualDevice:
         _active.append(self)
         self._thread = threading.get_ident()
         try:
-            self._watch()
+            self._watching.begin()
         except BaseException:
             self._leave()
             raise
-        self._enter_thread().__enter__()
+        self._enter_thread().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -176,10 +173,21 @@ class VirtualDevice:
             TypeError: There is no module, optimizer or tensor in it to track.
         """
         before = self._allocator.allocated
-        mode = _mode_here() or self._new_mode()
+        mode = self._mode_or_new()
         with mode.silence():
             for thing in things:
-                self._track(mode, thing)
+                found = list(trackable(thing))
+                if not found:
+                    raise TypeError(
+                        f"Nothing to track in {type(thing).__name__} {thing!r:.80}. Pass modules, optimizers, tensors, "
+                        "or containers of these."
+                    )
+                for one in found:
+                    if isinstance(one, nn.Module):
+                        self._names.add_root(one)
+                    elif isinstance(one, Optimizer):
+                        self._optimizers.add(one)
+                    enter_all(one, mode.enter_tensor)
         return self._allocator.allocated - before
 
     def count_batch(self, batch: object) -> None:
@@ -188,7 +196,7 @@ class VirtualDevice:
         Raises:
             torch.OutOfMemoryError: The device has too little.
         """
-        count_batch(_mode_here() or self._new_mode(), batch, set(), from_workers=True)
+        count_batch(self._mode_or_new(), batch, set(), from_workers=True)
 
     def observe_oom(self, callback: OomObserver) -> RemovableHandle:
         """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error unwinds.
@@ -234,16 +242,7 @@ class VirtualDevice:
     def composition(self) -> Composition:
         """Every allocated byte by category and by module."""
         self._attribute()
-        by_category = [0] * len(Category)
-        by_module: dict[str, list[int]] = {}
-        for entry in self._ledger.entries():
-            by_category[entry.category] += entry.block.size
-            by_module.setdefault(entry.module, [0] * len(Category))[entry.category] += entry.block.size
-        held = self._ledger.held
-        if held:
-            by_category[Category.OTHER] += held
-            by_module.setdefault(OUTSIDE, [0] * len(Category))[Category.OTHER] += held
-        return Composition(by_name(by_category), {module: by_name(sizes) for module, sizes in by_module.items()})
+        return composition_of(self._ledger)
 
     def composition_at_peak(self) -> Mapping[str, int]:
         """Bytes per category when allocated was highest since the last `reset_peaks`: they add up to that peak.
@@ -266,32 +265,18 @@ class VirtualDevice:
         self.__init__(**options)  # type: ignore[misc]
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{key}={value!r}" for key, value in self._options.items() if value)
+        defaults = {"capacity": None, **(type(self).__init__.__kwdefaults__ or {})}
+        given = ", ".join(f"{key}={value!r}" for key, value in self._options.items() if value != defaults[key])
         return f"VirtualDevice({given})"
 
     # --- how it is done
-
-    def _watch(self) -> None:
-        patches, find = self._patches, _mode_here
-        surroundings.watch_modules(patches, find, self._compilation.say)
-        surroundings.watch_storages(patches, find)
-        surroundings.watch_threads(patches, find, self._run_counted)
-        watch_loaders(patches, find)
-        self._compilation.begin(patches)
-        if self._cuda_like:
-            behave_like_cuda(patches)
-        self._hooks += surroundings.watch_registrations(find)
-        self._hooks += surroundings.watch_optimizers(find, self._optimizers.add)
 
     def _leave(self) -> None:
         # Threads that are still running keep their mode: it only stops to count.
         for mode in self._modes:
             mode.silent += 1
         self._modes.clear()
-        self._patches.undo()
-        self._compilation.end()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._watching.end()
         self._thread = None
         _active.remove(self)
 
@@ -304,10 +289,15 @@ class VirtualDevice:
         return AccountingMode(
             self._ledger,
             self._names,
-            fail=self._fail,
+            error_of=self._out_of_memory,
             cublas_workspace=self._cublas_workspace,
             cuda_like=self._cuda_like,
         )
+
+    def _mode_or_new(self) -> AccountingMode:
+        """This thread's mode, or one that was not entered, for what is done by hand outside of the with statement."""
+        mode = _mode_here()
+        return self._new_mode() if mode is None or VirtualDevice.current() is not self else mode
 
     def _enter_thread(self) -> AccountingMode:
         mode = self._new_mode()
@@ -329,43 +319,19 @@ class VirtualDevice:
             if mode in self._modes:
                 self._modes.remove(mode)
 
-    def _track(self, mode: AccountingMode, thing: object) -> None:
-        found = list(_trackable(thing))
-        if not found:
-            raise TypeError(
-                f"Nothing to track in {type(thing).__name__} {thing!r:.80}. Pass modules, optimizers, tensors, or "
-                "containers of these."
-            )
-        for one in found:
-            if isinstance(one, nn.Module):
-                self._names.add_root(one)
-                for tensor in one.parameters():
-                    mode.enter_tensor(tensor, Category.PARAMETER, OUTSIDE)
-                    if tensor.is_leaf and tensor.grad is not None:
-                        mode.enter_tensor(tensor.grad, Category.GRADIENT, OUTSIDE)
-                for tensor in one.buffers():
-                    mode.enter_tensor(tensor, Category.BUFFER, OUTSIDE)
-            elif isinstance(one, Optimizer):
-                self._optimizers.add(one)
-                for tensor in (tensor for group in one.param_groups for tensor in group["params"]):
-                    mode.enter_tensor(tensor, Category.PARAMETER, OUTSIDE)
-                for tensor in tensors_in(dict(one.state)):
-                    mode.enter_tensor(tensor, Category.OPTIMIZER, OUTSIDE)
-            else:
-                mode.enter_tensor(one, None, OUTSIDE)
-
     def _attribute(self) -> None:
         with self.host():
             attribute(self._ledger, self._names, list(self._optimizers))
 
-    def _fail(self, failure: SimulatedOutOfMemory) -> NoReturn:
+    def _out_of_memory(self, failure: SimulatedOutOfMemory) -> torch.OutOfMemoryError:
+        """The error to raise, after all observers have been told."""
         error = cuda_error(failure, context=self._context)
         for observe in list(self._observers.values()):
             try:
                 observe(0, failure.segment_size, failure.capacity or 0, max(failure.free or 0, 0))
             except Exception as problem:  # noqa: BLE001, whatever it is must not hide the out-of-memory error
                 error.add_note(f"An observer of this error failed: {problem!r}")
-        raise error
+        return error
 
 
 def _mode_here() -> AccountingMode | None:
@@ -374,35 +340,14 @@ def _mode_here() -> AccountingMode | None:
 
 
 def _default_context(capacity: str | None) -> int:
-    if capacity is None:
-        return 0
-    try:
-        parse_size(capacity)
-    except ValueError:
-        return parse_size(DEFAULT_CONTEXT)
-    return 0
-
-
-def _trackable(thing: object) -> Iterator[nn.Module | Optimizer | torch.Tensor]:
-    """The modules, optimizers and tensors in a nesting of containers; a wrapper such as Lightning's gives its optimizer."""
-    if isinstance(thing, (nn.Module, Optimizer, torch.Tensor)):
-        yield thing
-    elif isinstance(getattr(thing, "optimizer", None), Optimizer):
-        yield thing.optimizer  # type: ignore[attr-defined]
-    elif isinstance(thing, Mapping):
-        for value in thing.values():
-            yield from _trackable(value)
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        for value in thing:
-            yield from _trackable(value)
-    elif hasattr(thing, "__dict__") and not callable(thing):
-        yield from tensors_in(thing)
+    by_name = capacity is not None and find_gpu(capacity) is not None
+    return parse_size(DEFAULT_CONTEXT) if by_name else 0
 
 
 def _fall_silent_in_fork() -> None:
     """A forked process inherits modes and patches, but its memory is not the device's: a worker only sends batches."""
-    for device in _active:
-        device._forget_everything()
+    while _active:
+        _active[0]._forget_everything()
     _here.mode = None
 
 

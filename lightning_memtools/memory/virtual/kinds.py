@@ -22,8 +22,15 @@ class Kind(Enum):
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_LIFTS = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
-_RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_output_", "aten::sparse_resize_"}
+_NAMED = {
+    "aten::lift_fresh": Kind.LIFTED,
+    "aten::lift": Kind.LIFTED,
+    "aten::detach": Kind.DETACHED,
+    "aten::resize_": Kind.RESIZED,
+    "aten::resize_as_": Kind.RESIZED,
+    "aten::_resize_output_": Kind.RESIZED,
+    "aten::set_": Kind.RESIZED,
+}
 # Namespaces of operators that make no tensors, and are called very often.
 _NO_TENSORS = {"prim", "profiler"}
 # The operators for which torch calls cuBLAS on a GPU.
@@ -35,14 +42,10 @@ def kind_of(func: Any) -> Kind:
     if not isinstance(func, OpOverload):
         return Kind.FRESH
     schema = func._schema
+    if schema.name in _NAMED:
+        return _NAMED[schema.name]
     if func.namespace in _NO_TENSORS:
         return Kind.NOTHING
-    if schema.name in _LIFTS:
-        return Kind.LIFTED
-    if schema.name in _RESIZES:
-        return Kind.RESIZED
-    if schema.name == "aten::detach":
-        return Kind.DETACHED
     if _is_composed(func):
         return Kind.COMPOSED
     if any(argument.is_out for argument in schema.arguments):
@@ -62,7 +65,7 @@ def compose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _is_composed(func: OpOverload) -> bool:
-    # Under inference_mode these arrive whole: their schemas promise aliases that reshape, contiguous and to do not keep.
+    # Under inference_mode these arrive whole: their schemas promise aliases that reshape, contiguous, to do not keep.
     # Only kernels in C++ count: the Python decompositions that `func.decompose` prefers compute other roundings.
     name = func._schema.name if not func._schema.overload_name else f"{func._schema.name}.{func._schema.overload_name}"
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

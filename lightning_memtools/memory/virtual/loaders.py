@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.mode import OUTSIDE, AccountingMode
-from lightning_memtools.memory.virtual.parts import parts, tensors_in
+from lightning_memtools.memory.virtual.ledger import Entry
+from lightning_memtools.memory.virtual.mode import AccountingMode
+from lightning_memtools.memory.virtual.parts import parts, storage_key, tensors_in
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.memory.virtual.surroundings import Find
 
 
 def watch_loaders(patches: Patches, find: Find) -> None:
     """Count the batches that data loaders yield, and nothing else of theirs."""
+    copies: weakref.WeakKeyDictionary[_BaseDataLoaderIter, list[Entry]] = weakref.WeakKeyDictionary()
 
     def make_iter(original: Any) -> Any:
         def iterate(self: DataLoader[Any]) -> Any:
@@ -36,9 +39,20 @@ def watch_loaders(patches: Patches, find: Find) -> None:
             if mode is None or mode.silent:
                 return original(self)
             made: set[int] = set()
-            with mode.silence(made):
-                batch = original(self)
-            count_batch(mode, batch, made, from_workers=isinstance(self, _MultiProcessingDataLoaderIter))
+            before = copies.pop(self, [])
+            now: list[Entry] = []
+            try:
+                with mode.silence(made):
+                    batch = original(self)
+                now = count_batch(mode, batch, made, from_workers=isinstance(self, _MultiProcessingDataLoaderIter))
+            finally:
+                # A loop lets go of a batch when it has the next one, or none. The dataset may hold these tensors for
+                # good, but not their copies on the device.
+                for entry in before:
+                    # By identity: weak references are equal where what they refer to is.
+                    if all(entry is not kept for kept in now):
+                        mode.drop(entry)
+            copies[self] = now
             return batch
 
         return fetch
@@ -47,7 +61,7 @@ def watch_loaders(patches: Patches, find: Find) -> None:
     patches.replace(_BaseDataLoaderIter, "__next__", make_next)
 
 
-def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> None:
+def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> list[Entry]:
     """Enter a batch as moving it to a GPU would: a storage where the batch has its own, or else a copy per tensor.
 
     Args:
@@ -56,15 +70,19 @@ def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_worker
         made: The storages made while it was fetched.
         from_workers: Whether worker processes sent it: then all its storages are its own.
 
+    Returns:
+        The copies.
+
     Raises:
         torch.OutOfMemoryError: The device has too little.
     """
+    copies = []
     for tensor in tensors_in(batch):
         for part in parts(tensor):
-            storage = part.untyped_storage()
-            is_own = from_workers or storage._cdata in made
+            is_own = from_workers or storage_key(part) in made
             # A view of the dataset, or one of several views of one storage: a GPU would get a copy of just that.
-            if is_own and part.numel() * part.element_size() == storage.nbytes():
-                mode.enter_tensor(part, Category.INPUT, OUTSIDE)
+            if is_own and part.numel() * part.element_size() == part.untyped_storage().nbytes():
+                mode.enter_tensor(part, Category.INPUT)
             else:
-                mode.enter_copy(part, Category.INPUT)
+                copies.append(mode.enter_copy(part, Category.INPUT))
+    return [copy for copy in copies if copy is not None]

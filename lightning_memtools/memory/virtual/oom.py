@@ -19,7 +19,8 @@ def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMem
             process's own.
     """
     others = failure.used_by_others - context
-    # The text of CUDACachingAllocator.cpp, piece by piece; two spaces where it has two.
+    # The text of CUDACachingAllocator.cpp, piece by piece, as the strings of torch 2.13's libc10_cuda.so (and 2.11's)
+    # have it; two spaces where it has two.
     pieces = [
         f"CUDA out of memory. Tried to allocate {cuda_size(failure.segment_size)}.",
         f" GPU 0 has a total capacity of {cuda_size(failure.capacity or 0)}",
@@ -30,9 +31,9 @@ def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMem
         f" {cuda_size(failure.allowed)} allowed;" if failure.allowed is not None else "",
         f" Of the allocated memory {cuda_size(failure.allocated)} is allocated by PyTorch,",
         f" and {cuda_size(failure.reserved - failure.allocated)} is reserved by PyTorch but unallocated.",
-        " If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid",
-        " fragmentation.  See documentation for Memory Management ",
-        " (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)",
+        " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to",
+        " avoid fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/",
+        "cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)",
         f" {MARK}",
     ]
     return torch.OutOfMemoryError("".join(pieces))

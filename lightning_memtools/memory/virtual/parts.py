@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _COMPRESSED_ROWS = {torch.sparse_csr, torch.sparse_bsr}
 _COMPRESSED_COLUMNS = {torch.sparse_csc, torch.sparse_bsc}
 _LONG = 1000
+_NO_CONTAINERS = (str, bytes, int, float, complex, type, torch.nn.Module)
 _not_counted: set[str] = set()
 
 
@@ -33,7 +35,9 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from parts(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # a DTensor also names its device mesh
+                yield from parts(part)
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
@@ -44,6 +48,42 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
         _say_not_counted(f"{type(tensor).__name__} with layout {tensor.layout}")
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, for one that has a storage of its own (see `parts`)."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def flat(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results: there are lists of them, but nothing deeper."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (tuple, list)):
+                yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+def is_among(key: int, args: Any, kwargs: Any) -> bool:
+    """Whether a storage is that of one of an operator's arguments."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            if _has_storage(value, key):
+                return True
+        elif isinstance(value, (tuple, list)) and any(_has_storage(tensor, key) for tensor in flat(value)):
+            return True
+    return bool(kwargs) and any(_has_storage(tensor, key) for tensor in flat(tuple(kwargs.values())))
+
+
+def _has_storage(tensor: torch.Tensor, key: int) -> bool:
+    try:
+        return storage_key(tensor) == key
+    except NotImplementedError:
+        return any(storage_key(part) == key for part in parts(tensor))
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
@@ -70,7 +110,8 @@ def _contents(thing: Any) -> Collection[Any]:
         return thing.values()
     if isinstance(thing, (list, tuple, set, frozenset, deque)):
         return thing
-    if isinstance(thing, (str, bytes, int, float, complex, type, torch.nn.Module)) or thing is None or callable(thing):
+    # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
+    if thing is None or callable(thing) or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
         return ()
     if is_dataclass(thing):
         return [getattr(thing, field.name, None) for field in fields(thing)]

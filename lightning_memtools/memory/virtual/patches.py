@@ -25,7 +25,7 @@ class Patches:
         self._done.append((owner, name, own, new))
 
     def undo(self) -> None:
-        """Put everything back. What somebody else has replaced since is left: their original is ours, which then only calls on."""
+        """Put everything back, but for what somebody else has replaced since: our function stays below theirs."""
         while self._done:
             owner, name, own, new = self._done.pop()
             if vars(owner).get(name) is not new:

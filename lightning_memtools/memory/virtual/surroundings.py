@@ -17,8 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.mode import OPTIMIZER, OUTSIDE, AccountingMode
+from lightning_memtools.memory.virtual.mode import AccountingMode
 from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.memory.virtual.place import OPTIMIZER, OUTSIDE, Place
 
 Find = Callable[[], AccountingMode | None]
 """Finds the accounting mode of the thread it is called in."""
@@ -38,7 +39,7 @@ def watch_modules(patches: Patches, find: Find, say_eager: Callable[[], None]) -
             try:
                 return original(self, *args, **kwargs)
             finally:
-                mode.leave_to(depth)
+                mode.place.leave_to(depth)
 
         return call
 
@@ -53,7 +54,7 @@ def watch_registrations(find: Find) -> list[RemovableHandle]:
             del name
             mode = find()
             if mode is not None and isinstance(tensor, torch.Tensor):
-                mode.note_known(tensor, category, type(module).__name__)
+                mode.note(tensor, category, type(module).__name__)
 
         return hook
 
@@ -71,34 +72,35 @@ def watch_optimizers(find: Find, seen: Callable[[Optimizer], None]) -> list[Remo
         if mode is None:
             return None
         seen(optimizer)
-        depth = len(mode.scopes)
-        mode.scopes.append(OPTIMIZER)
+        place = mode.place
+        depth = len(place.scopes)
+        place.scopes.append(OPTIMIZER)
         # args[0] is the optimizer itself.
         if len(args) > 1 and callable(args[1]):
-            return (args[0], _outside(mode, depth, args[1]), *args[2:]), kwargs
+            return (args[0], _outside(place, depth, args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": _outside(mode, depth, kwargs["closure"])}
+            return args, {**kwargs, "closure": _outside(place, depth, kwargs["closure"])}
         return None
 
     def end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del optimizer, args, kwargs
         mode = find()
-        if mode is not None and mode.scopes and mode.scopes[-1] is OPTIMIZER:
-            mode.scopes.pop()
+        if mode is not None:
+            mode.place.leave_step()
 
     return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
 
 
-def _outside(mode: AccountingMode, depth: int, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _outside(place: Place, depth: int, closure: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> Any:
-        mode.scopes.append(OUTSIDE)
+        place.scopes.append(OUTSIDE)
         try:
             out = closure()
         except BaseException:
             # The error ends the step as well, and its end hook will not be called.
-            mode.leave_to(depth)
+            place.leave_to(depth)
             raise
-        mode.leave_to(depth + 1)
+        place.leave_to(depth + 1)
         return out
 
     return run
@@ -112,7 +114,7 @@ def watch_storages(patches: Patches, find: Find) -> None:
             out = original(self, *args, **kwargs)
             mode = find()
             if mode is not None:
-                mode.enter_storage(self)
+                mode.enter_resized(self)
             return out
 
         return resize_
@@ -156,7 +158,7 @@ def watch_threads(patches: Patches, find: Find, run_counted: Callable[[Callable[
                 run = self.run
 
                 def run_once() -> None:
-                    del self.run  # type: ignore[method-assign]
+                    del self.run
                     run_counted(run)
 
                 self.run = run_once  # type: ignore[method-assign]

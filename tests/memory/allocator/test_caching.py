@@ -310,7 +310,7 @@ def test_every_counter_of_a_short_program() -> None:
 
 def test_the_names_are_those_of_torch() -> None:
     stats = CachingAllocator().memory_stats()
-    assert len(stats) == 9 * 3 * 4 + 5
+    assert len(stats) == 9 * 3 * 4 + 2 * 4 + 6
     assert list(stats) == sorted(stats)
     assert {name for name in stats if "." not in name} == {
         "num_alloc_retries",
@@ -318,7 +318,29 @@ def test_the_names_are_those_of_torch() -> None:
         "num_sync_all_streams",
         "num_device_alloc",
         "num_device_free",
+        "max_split_size",
     }
+
+
+def test_oversize_blocks_and_segments_are_counted() -> None:
+    allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40"))
+    blocks = [allocator.malloc(size * MIB) for size in (40, 39, 50)]
+    allocator.free(blocks[0])
+    stats = allocator.memory_stats()
+
+    def of(metric: str) -> tuple[int, ...]:
+        return tuple(stats[f"oversize_{metric}.{kind}"] for kind in ("current", "peak", "allocated", "freed"))
+
+    # 39 MiB were given a segment of 40 whole, since a rest of 1 MiB is not split off: both count.
+    assert of("allocations") == (2, 3, 3, 1)
+    assert of("segments") == (3, 3, 3, 0)
+    allocator.empty_cache()
+    allocator.reset_peaks()
+    stats = allocator.memory_stats()
+    assert of("segments") == (2, 2, 3, 1)
+    assert of("allocations") == (2, 2, 3, 1)
+    assert stats["max_split_size"] == 40 * MIB
+    assert CachingAllocator().memory_stats()["max_split_size"] == -1
 
 
 def test_torch_is_not_imported() -> None:

@@ -1,0 +1,341 @@
+"""Every byte in its category and at its module, by arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated, peak
+
+KIB = 1024
+CATEGORIES = ("parameter", "buffer", "gradient", "optimizer", "activation", "input", "other")
+
+
+def blocks(*n_floats: int) -> int:
+    """What storages of so many floats take: multiples of 512 bytes."""
+    return sum(-(-n * 4 // 512) * 512 for n in n_floats)
+
+
+def of(device: VirtualDevice) -> dict[str, int]:
+    """The categories that hold something; all of them add up to allocated."""
+    composition = device.composition()
+    assert tuple(composition.by_category) == CATEGORIES
+    assert composition.total == allocated(device)
+    assert sum(sum(module.values()) for module in composition.by_module.values()) == composition.total
+    at_peak = device.composition_at_peak()
+    assert sum(at_peak.values()) == peak(device)
+    assert list(at_peak) == ["parameters", "gradients", "optimizer", "activations", "inputs", "other"]
+    return {category: size for category, size in composition.by_category.items() if size}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(300, 500)
+        self.second = nn.Linear(500, 200)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+SIZES = (300 * 500, 500, 500 * 200, 200)
+BATCH = 64
+# Saved for backward: the result of tanh. first's output dies as soon as tanh has run.
+ACTIVATIONS = blocks(BATCH * 500)
+OUTPUT = blocks(BATCH * 200)
+
+
+# What each optimizer keeps per parameter, and what one step holds at most beside it.
+OPTIMIZERS: dict[str, tuple[Any, int]] = {
+    "sgd": (lambda parameters: torch.optim.SGD(parameters, lr=0.1), 0),
+    "sgd with momentum": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), blocks(*SIZES)),
+    "sgd foreach": (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True), blocks(*SIZES)),
+    "sgd fused": (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, fused=True), blocks(*SIZES)),
+    # Two moments per parameter, and a step count of one float.
+    "adam": (torch.optim.Adam, 2 * blocks(*SIZES) + 4 * 512),
+    "adam foreach": (lambda parameters: torch.optim.Adam(parameters, foreach=True), 2 * blocks(*SIZES) + 4 * 512),
+    "adamw fused": (lambda parameters: torch.optim.AdamW(parameters, fused=True), 2 * blocks(*SIZES) + 4 * 512),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_mlp_by_arithmetic(name: str) -> None:
+    make, state = OPTIMIZERS[name]
+    p = blocks(*SIZES)
+    with VirtualDevice() as device:
+        net = Mlp()
+        assert of(device) == {"parameter": p}
+        optimizer = make(net.parameters())
+        assert of(device) == {"parameter": p}
+        x = torch.randn(BATCH, 300)
+        assert of(device) == {"parameter": p, "other": blocks(BATCH * 300)}
+        i = blocks(BATCH * 300)
+        held: dict[str, int] = {}
+        for step in range(3):
+            out = net(x)
+            expected = {"parameter": p, "input": i, **held, "activation": ACTIVATIONS + OUTPUT}
+            assert of(device) == expected, step
+            loss = out.square().mean()
+            # square saves its input, which is the output; mean saves nothing.
+            assert of(device) == {**expected, "activation": ACTIVATIONS + OUTPUT + 512}
+            optimizer.zero_grad()
+            loss.backward()
+            held = {"gradient": p, **({"optimizer": state} if step and state else {})}
+            assert of(device) == {"parameter": p, "input": i, **held, "activation": OUTPUT + 512}
+            optimizer.step()
+            held = {"gradient": p, **({"optimizer": state} if state else {})}
+            assert of(device) == {"parameter": p, "input": i, **held, "activation": OUTPUT + 512}
+            del out, loss
+        del x
+        assert of(device) == {"parameter": p, **held}
+
+
+def test_mlp_is_charged_to_its_modules() -> None:
+    with VirtualDevice() as device:
+        net = Mlp()
+        optimizer = torch.optim.Adam(net.parameters())
+        x = torch.randn(BATCH, 300)
+        net(x).sum().backward()
+        optimizer.step()
+        out = net(x)
+        first, second = blocks(300 * 500, 500), blocks(500 * 200, 200)
+        found = {
+            module: {category: size for category, size in sizes.items() if size}
+            for module, sizes in device.composition().by_module.items()
+        }
+        assert found == {
+            "Mlp": {"activation": ACTIVATIONS},
+            "Mlp.first": {"parameter": first, "gradient": first, "optimizer": 2 * first + 2 * 512},
+            "Mlp.second": {
+                "parameter": second,
+                "gradient": second,
+                "optimizer": 2 * second + 2 * 512,
+                "activation": OUTPUT,
+            },
+            "(outside)": {"input": blocks(BATCH * 300)},
+        }
+        del out
+
+
+def test_peak_of_an_adam_step_by_arithmetic() -> None:
+    with VirtualDevice() as device:
+        net = Mlp()
+        optimizer = torch.optim.Adam(net.parameters(), foreach=False)
+        x = torch.randn(BATCH, 300)
+        net(x).sum().backward()
+        optimizer.step()
+        device.reset_peaks()
+        optimizer.step()
+        p = blocks(*SIZES)
+        # One parameter after the other: the denominator, sqrt(v) and then sqrt(v) / bias correction, at the largest.
+        assert device.composition_at_peak() == {
+            "parameters": p,
+            "gradients": p,
+            "optimizer": 2 * p + 4 * 512 + 2 * blocks(300 * 500),
+            "activations": 0,
+            "inputs": blocks(BATCH * 300),
+            "other": 0,
+        }
+
+
+def test_article_a_three_bias_free_layers() -> None:
+    """Three linear layers without bias, 1024-1024-1024-1, inputs of 1024 x 1024, forward and backward twice."""
+    mib = 2**20
+    parameters = 4 * mib + 4 * mib + 4 * KIB
+    inputs = 4 * mib
+    with VirtualDevice() as device:
+        net = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
+        net.append(nn.Linear(1024, 1, bias=False))
+        assert allocated(device) == parameters
+        x = torch.randn(1024, 1024)
+        assert allocated(device) == parameters + inputs
+        seen = []
+        peaks = []
+        for _ in range(2):
+            device.reset_peaks()
+            loss = net(x).sum()
+            seen.append(allocated(device))
+            loss.backward()
+            seen.append(allocated(device))
+            peaks.append(peak(device))
+            del loss
+        # Each hidden layer's output (4 MiB) is kept for backward; the last output is not, only its sum (512 B).
+        activations = 2 * 4 * mib + 512
+        assert seen[0] == parameters + inputs + activations
+        # Backward lets go of the activations and leaves the gradients, as large as the parameters.
+        assert seen[1] == parameters + inputs + parameters + 512
+        # In the second forward the gradients are still there: the highest of the four.
+        assert seen[2] == parameters + inputs + parameters + activations
+        assert seen[3] == seen[1]
+        assert max(seen) == seen[2]
+        assert peaks[1] > peaks[0]
+
+
+def test_loss_and_what_follows_from_activations_outside_of_modules_is_activation() -> None:
+    with VirtualDevice() as device:
+        net = nn.Linear(10, 1000)
+        with torch.no_grad():
+            out = net(torch.ones(100, 10))
+            correct = out > 0
+        noise = torch.ones(1000)
+        assert of(device) == {
+            "parameter": blocks(10000, 1000),
+            "activation": blocks(100 * 1000) + 100352,
+            "other": 4096,
+        }
+        del out, correct, noise
+
+
+def test_average_of_the_weights_is_other() -> None:
+    with VirtualDevice() as device:
+        net = nn.Linear(10, 1000)
+        average = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+        for name, parameter in net.named_parameters():
+            average[name].lerp_(parameter.detach(), 0.1)
+        p = blocks(10000, 1000)
+        assert of(device) == {"parameter": p, "other": p}
+
+
+def test_buffers_are_known_and_count_as_other_in_the_logs() -> None:
+    with VirtualDevice() as device:
+        norm = nn.BatchNorm1d(1000)
+        assert of(device) == {"parameter": 8192, "buffer": 8192 + 512}
+        assert device.composition_at_peak()["other"] == 8192 + 512
+        norm.extra = nn.Buffer(torch.ones(1000))
+        norm.extra = torch.ones(2000)
+        assert of(device) == {"parameter": 8192, "buffer": 8192 + 8192 + 512}
+
+
+def test_parameters_that_change_their_storage_are_found_again() -> None:
+    with VirtualDevice() as device:
+        net = Mlp()
+        net.double()
+        net(torch.ones(1, 300, dtype=torch.float64))
+        doubled = blocks(*(2 * size for size in SIZES))
+        assert device.composition().by_category["parameter"] == doubled
+        assert device.composition_at_peak()["parameters"] >= doubled
+
+
+def test_gradients_set_by_hand_are_gradients() -> None:
+    with VirtualDevice() as device:
+        net = nn.Linear(1000, 1, bias=False)
+        net(torch.ones(1, 1000))
+        assert net.weight.grad is None
+        net.weight.grad = torch.ones(1, 1000)
+        assert of(device) == {"parameter": 4096, "gradient": 4096}
+
+
+def test_accumulated_gradients_are_counted_once() -> None:
+    with VirtualDevice() as device:
+        net = nn.Linear(1000, 10, bias=False)
+        for _ in range(3):
+            net(torch.ones(7, 1000)).sum().backward()
+            assert of(device) == {"parameter": blocks(10000), "gradient": blocks(10000)}
+
+
+def test_plain_leaf_with_an_optimizer_is_a_parameter() -> None:
+    with VirtualDevice() as device:
+        weight = torch.ones(1000, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], momentum=0.9)
+        weight.square().sum().backward()
+        optimizer.step()
+        assert of(device) == {"parameter": 4096, "gradient": 4096, "optimizer": 4096}
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_closure_of_a_step_is_not_part_of_the_optimizer(as_keyword: bool) -> None:
+    with VirtualDevice() as device:
+        weight = nn.Parameter(torch.ones(1000))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        kept = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = weight.square().sum()
+            loss.backward()
+            with torch.no_grad():
+                kept.append(torch.ones(2000))
+            return loss
+
+        loss = optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+        # The loss is an activation, what the closure kept is other; neither is the optimizer's.
+        assert of(device) == {"parameter": 4096, "gradient": 4096, "activation": 512, "other": 8192}
+        kept.append(torch.ones(2000))
+        assert of(device)["other"] == 2 * 8192
+        del loss
+
+
+def test_step_that_failed_does_not_claim_what_comes_after() -> None:
+    with VirtualDevice() as device:
+        net = nn.Linear(1000, 1, bias=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def closure() -> float:
+            raise KeyError
+
+        with pytest.raises(KeyError):
+            optimizer.step(closure)
+        x = torch.ones(1000)
+        assert of(device) == {"parameter": 4096, "other": 4096}
+        del x
+
+
+def test_module_that_failed_does_not_claim_what_comes_after() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.relu(x)
+            raise KeyError
+
+    with VirtualDevice() as device:
+        x = torch.ones(1000)
+        with pytest.raises(KeyError):
+            nn.Sequential(Broken())(x)
+        y = torch.ones(1000)
+        assert of(device) == {"input": 4096, "other": 4096}
+        del x, y
+
+
+def test_what_is_learnt_later_corrects_the_peak() -> None:
+    with VirtualDevice() as device:
+        weights = torch.ones(1000)
+        assert device.composition_at_peak()["other"] == 4096
+        net = nn.Linear(1, 1, bias=False)
+        del net.weight
+        net.weight = nn.Parameter(weights)
+        assert device.composition_at_peak()["parameters"] >= 4096
+
+
+def test_two_roots_of_one_class_are_told_apart() -> None:
+    with VirtualDevice() as device:
+        nets = [nn.Sequential(nn.Linear(1000, 1, bias=False)) for _ in range(2)]
+        outs = [net(torch.ones(200, 1000)) for net in nets]
+        found = device.composition().by_module
+        parameters = {name: sizes["parameter"] for name, sizes in found.items() if name != "(outside)"}
+        assert parameters == {"Sequential.0": 4096, "Sequential#2.0": 4096}
+        del outs
+
+
+def test_module_first_seen_below_another_gets_its_path_there() -> None:
+    with VirtualDevice() as device:
+        net = Mlp()
+        net.first(torch.ones(1, 300))
+        net(torch.ones(1, 300))
+        assert set(device.composition().by_module) == {"Mlp.first", "Mlp.second"}
+
+
+def test_inputs_are_known_by_being_passed_in_any_way() -> None:
+    class Keywords(nn.Module):
+        def forward(self, x: torch.Tensor, *, batch: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+            return x + batch["more"][0]
+
+    with VirtualDevice() as device:
+        x, more, other = torch.ones(1000), torch.ones(1000), torch.ones(1000)
+        assert of(device) == {"other": 3 * 4096}
+        Keywords()(x, batch={"more": [more]})
+        assert of(device) == {"input": 2 * 4096, "other": 4096}
+        del x, more, other

@@ -1,0 +1,331 @@
+"""Entering, leaving, options, tracking, and what the device says of itself."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import pickle
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools.memory.stats import MemoryReader
+from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated, peak
+
+MIB = 2**20
+# torch.optim hides this module behind a name of its own.
+OPTIMIZER_MODULE: Any = sys.modules["torch.optim.optimizer"]
+
+
+def test_one_element_takes_512_bytes_of_a_2_mib_segment() -> None:
+    with VirtualDevice() as device:
+        tensor = torch.ones(1)
+        stats = device.stats()
+        assert (stats.allocated, stats.requested, stats.reserved, stats.active) == (512, 4, 2 * MIB, 512)
+        assert stats.inactive_split == 2 * MIB - 512
+        del tensor
+        stats = device.stats()
+        assert (stats.allocated, stats.reserved, stats.peak_allocated, stats.peak_reserved) == (
+            0,
+            2 * MIB,
+            512,
+            2 * MIB,
+        )
+        device.empty_cache()
+        device.reset_peaks()
+        stats = device.stats()
+        assert (stats.reserved, stats.peak_allocated, stats.peak_reserved) == (0, 0, 0)
+
+
+def test_batches_small_large_small_reserved_rises_stays_and_falls_when_emptied() -> None:
+    net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+    reserved = []
+    with VirtualDevice() as device:
+        device.track(net)
+        for rows in (1000, 8000, 1000):
+            net(torch.ones(rows, 64)).sum().backward()
+            reserved.append(device.stats().reserved)
+        held = allocated(device)
+        device.empty_cache()
+        emptied = device.stats()
+    assert reserved[0] is not None
+    assert reserved[1] is not None
+    assert reserved[1] > 2 * reserved[0]
+    assert reserved[2] == reserved[1]
+    assert emptied.allocated == held
+    # The net and its gradients: 2 * (64 * 512 * 2 + 512 + 64) * 4 bytes, all small blocks, in one segment.
+    assert emptied.reserved == 2 * MIB
+
+
+def test_it_is_a_memory_reader_marked_as_simulated() -> None:
+    device: MemoryReader = VirtualDevice("24GiB")
+    assert device.name == "virtual device (24GiB, simulated)"
+    assert device.simulated
+    assert "virtual device (24GiB, simulated)" in device.summary()
+    assert device.stats().capacity == 24 * 2**30
+    assert VirtualDevice().name == "virtual device (no limit, simulated)"
+    assert VirtualDevice().stats().capacity is None
+
+
+def test_context_and_other_processes_take_of_the_capacity() -> None:
+    gpu = VirtualDevice("RTX 4090").stats()
+    assert gpu.capacity is not None
+    assert gpu.capacity > 23 * 2**30
+    assert gpu.device_used == 500 * MIB
+    assert VirtualDevice("RTX 4090", context="300MiB").stats().device_used == 300 * MIB
+    assert VirtualDevice("1GiB").stats().device_used == 0
+    with VirtualDevice("100MiB", context="30MiB", used_by_others="20MiB") as device:
+        assert device.stats().device_used == 50 * MIB
+        fits = torch.empty(40 * MIB, dtype=torch.uint8)
+        assert device.stats().device_used == 90 * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(12 * MIB, dtype=torch.uint8)
+        del fits
+
+
+def test_allocator_settings_are_used() -> None:
+    made = {}
+    for setting in ("", "expandable_segments:True"):
+        with VirtualDevice(allocator=setting) as device:
+            tensors = [torch.empty(11 * MIB, dtype=torch.uint8) for _ in range(2)]
+            made[setting] = device.stats().reserved
+            del tensors
+    # Two segments of 12 MiB, or one range of whole 20 MiB pages.
+    assert made == {"": 24 * MIB, "expandable_segments:True": 40 * MIB}
+
+
+def test_record_keeps_a_trace() -> None:
+    with VirtualDevice(record=True) as device:
+        torch.ones(1)
+    assert device.trace is not None
+    assert VirtualDevice().trace is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": "24"}, "24"),
+        ({"capacity": "RTX 4091"}, "RTX 4090"),
+        ({"allocator": "expandable_segment:True"}, "expandable_segments"),
+        ({"context": "many"}, "many"),
+        ({"used_by_others": "3"}, "3"),
+        ({"cublas_workspace": "x"}, "x"),
+        ({"capacity": "1GiB", "used_by_others": "2GiB"}, r"Nothing is left of the capacity '1GiB' \(1.00 GiB\)"),
+    ],
+)
+def test_bad_options_are_named_with_what_is_accepted(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VirtualDevice(**options)
+
+
+def test_only_one_can_be_entered_at_a_time() -> None:
+    assert VirtualDevice.current() is None
+    with VirtualDevice("2GiB") as outer:
+        assert VirtualDevice.current() is outer
+        with pytest.raises(
+            RuntimeError, match=r"Cannot enter virtual device \(1GiB.*2GiB, simulated\) is entered already"
+        ):
+            VirtualDevice("1GiB").__enter__()
+        with pytest.raises(RuntimeError, match="is entered already"):
+            outer.__enter__()
+        assert VirtualDevice.current() is outer
+        torch.ones(1)
+        assert peak(outer) == 512
+    assert VirtualDevice.current() is None
+
+
+def test_it_is_left_only_in_the_thread_that_entered_it() -> None:
+    errors: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            device.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(error)
+
+    with VirtualDevice() as device:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        assert "can only be left there" in str(errors[0])
+        tensor = torch.ones(1)
+        assert allocated(device) == 512
+        del tensor
+
+
+def watched_functions() -> list[Any]:
+    owners = (
+        (nn.Module, "__call__"),
+        (torch.UntypedStorage, "resize_"),
+        (torch.UntypedStorage, "copy_"),
+        (torch, "frombuffer"),
+        (torch, "from_dlpack"),
+        (torch, "compile"),
+        (torch, "dropout"),
+        (torch._VF, "dropout"),
+        (threading.Thread, "start"),
+        (DataLoader, "__iter__"),
+        (torch.utils.data.dataloader._BaseDataLoaderIter, "__next__"),
+        (OPTIMIZER_MODULE, "_get_foreach_kernels_supported_devices"),
+        (OPTIMIZER_MODULE, "_foreach_supported_types"),
+    )
+    found = [getattr(owner, name) for owner, name in owners]
+    found += [name in vars(owner) for owner, name in owners]
+    found += [len(torch.nn.modules.module._global_parameter_registration_hooks)]
+    found += [len(torch.nn.modules.module._global_buffer_registration_hooks)]
+    found += [len(OPTIMIZER_MODULE._global_optimizer_pre_hooks)]
+    found += [len(OPTIMIZER_MODULE._global_optimizer_post_hooks)]
+    return [*found, torch._C._len_torch_dispatch_stack()]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_undone_on_exit_and_a_second_exit_does_no_harm(fails: bool) -> None:
+    before = watched_functions()
+    device = VirtualDevice(cuda_like=True)
+    try:
+        with device:
+            assert watched_functions() != before
+            if fails:
+                int("no number")
+    except ValueError:
+        pass
+    assert watched_functions() == before
+    device.__exit__(None, None, None)
+    assert watched_functions() == before
+    torch.ones(1)
+    assert allocated(device) == 0
+
+
+def test_what_dies_after_exit_is_freed_and_what_is_made_is_not_counted() -> None:
+    with VirtualDevice() as device:
+        tensor = torch.ones(1000)
+    other = torch.ones(1000)
+    assert allocated(device) == 4096
+    del tensor, other
+    assert allocated(device) == 0
+    assert peak(device) == 4096
+    with device:
+        again = torch.ones(2000)
+        assert allocated(device) == 8192
+        del again
+
+
+def test_somebody_elses_later_patch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    device = VirtualDevice()
+    original = nn.Module.__call__
+    device.__enter__()
+    ours = nn.Module.__call__
+
+    def theirs(self: nn.Module, *args: Any) -> Any:
+        calls.append(self)
+        return ours(self, *args)
+
+    monkeypatch.setattr(nn.Module, "__call__", theirs)
+    device.__exit__()
+    assert nn.Module.__call__ is theirs
+    nn.ReLU()(torch.ones(1))
+    assert len(calls) == 1
+    nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def test_tracking_brings_parameters_gradients_buffers_and_optimizer_state() -> None:
+    net = nn.Sequential(nn.Linear(10, 100), nn.BatchNorm1d(100))
+    optimizer = torch.optim.Adam(net.parameters())
+    inputs = {"x": [torch.ones(256, 10)], "label": "a"}
+    net(inputs["x"][0]).sum().backward()
+    optimizer.step()
+    with VirtualDevice() as device:
+        new = device.track(net, [optimizer], (inputs,))
+        # Weight 10 * 100 * 4; bias and the norm's two parameters 100 * 4 each; running mean and variance, and a count.
+        parameters = 4096 + 3 * 512
+        assert new == 4 * parameters + 4 * 512 + 3 * 512 + 256 * 10 * 4
+        assert device.composition().by_category == {
+            "parameter": parameters,
+            "gradient": parameters,
+            # Two moments, and a step count of 512 bytes for each of the four parameters.
+            "optimizer": 2 * parameters + 4 * 512,
+            "buffer": 3 * 512,
+            "activation": 0,
+            "input": 0,
+            "other": 256 * 10 * 4,
+        }
+        assert device.track(net, optimizer, inputs) == 0
+        net(inputs["x"][0])
+        assert device.composition().by_category["input"] == 256 * 10 * 4
+
+
+def test_tracking_nothing_is_an_error() -> None:
+    with VirtualDevice() as device, pytest.raises(TypeError, match=r"Nothing to track in dict \{'a': 'b'\}"):
+        device.track({"a": "b"})
+
+
+def test_tracking_more_than_fits_is_out_of_memory() -> None:
+    net = nn.Linear(2000, 1000)
+    with VirtualDevice("4MiB") as device, pytest.raises(torch.OutOfMemoryError):
+        device.track(net)
+
+
+def test_options_travel_when_pickled_and_accounting_does_not() -> None:
+    device = VirtualDevice("1GiB", allocator="max_split_size_mb:64", used_by_others="1MiB", cuda_like=True)
+    with device:
+        kept = torch.ones(1000)
+        for other in (pickle.loads(pickle.dumps(device)), copy.deepcopy(device)):  # noqa: S301, our own bytes
+            assert repr(other) == repr(device)
+            assert peak(other) == 0
+        assert VirtualDevice.current() is device
+        del kept
+    assert repr(device) == (
+        "VirtualDevice(capacity='1GiB', allocator='max_split_size_mb:64', used_by_others='1MiB', cuda_like=True)"
+    )
+
+
+def _in_child(queue: Any, device: VirtualDevice, tensor: torch.Tensor) -> None:
+    try:
+        found = [VirtualDevice.current() is None, torch._C._len_torch_dispatch_stack()]
+        torch.ones(10 * MIB)
+        del tensor
+        # A rank made by forking enters it anew, with books of its own.
+        with device:
+            kept = torch.ones(1000)
+            found += [allocated(device), VirtualDevice.current() is device]
+            del kept
+        queue.put(found)
+    except BaseException as error:  # noqa: BLE001, the parent has to hear of it
+        queue.put(repr(error))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_forked_process_is_silent_and_can_enter_anew() -> None:
+    context = multiprocessing.get_context("fork")
+    with VirtualDevice("4MiB") as device:
+        tensor = torch.ones(1000)
+        queue = context.Queue()
+        process = context.Process(target=_in_child, args=(queue, device, tensor))
+        process.start()
+        found = queue.get(timeout=60)
+        process.join()
+        assert found == [True, 1, 4096, True]
+        assert allocated(device) == 4096
+        assert VirtualDevice.current() is device
+        del tensor
+        assert allocated(device) == 0
+
+
+def test_nothing_of_the_program_is_kept_alive() -> None:
+    with VirtualDevice() as device:
+        net = nn.Sequential(nn.Linear(10, 10), nn.ReLU())
+        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+        net(torch.ones(3, 10)).sum().backward()
+        optimizer.step()
+        device.composition()
+        del net, optimizer
+        gc.collect()
+        assert allocated(device) == 0

@@ -1,0 +1,108 @@
+"""Real and fake tensors of the same step give the same statistics and composition, to the byte."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.model_zoo import PLAIN, TORCHVISION, Make, torchvision_model, train_step
+from tests.memory.virtual.reading import allocated
+
+
+def to_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(mode.from_tensor(parameter.detach()))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = mode.from_tensor(buffer)
+
+
+def two_steps(make: Make, *, fake: bool, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model, inputs = make()
+    mode = FakeTensorMode() if fake else None
+    if mode is not None:
+        to_fake(model, mode)
+        inputs = tuple(mode.from_tensor(tensor) for tensor in inputs)
+    with mode or contextlib.nullcontext(), VirtualDevice("2GiB", **options) as device:
+        device.track(model, inputs)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            loss = train_step(model, inputs, optimizer)
+        found = device.stats(), device.composition_at_peak(), device.composition()
+        del loss
+    return found
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *TORCHVISION])
+def test_real_and_fake_agree_to_the_byte(name: str) -> None:
+    make = PLAIN[name] if name in PLAIN else torchvision_model(name)
+    real, fake = two_steps(make, fake=False), two_steps(make, fake=True)
+    assert real == fake
+    assert real[0].peak_allocated > 0
+
+
+@pytest.mark.parametrize("name", ["mlp", "dropout", "transformer_encoder"])
+def test_real_and_fake_agree_with_cuda_like_substitutions(name: str) -> None:
+    real = two_steps(PLAIN[name], fake=False, cuda_like=True)
+    assert real == two_steps(PLAIN[name], fake=True, cuda_like=True)
+    assert real != two_steps(PLAIN[name], fake=False)
+
+
+def test_channels_last_agrees() -> None:
+    def make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return net, (torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),)
+
+    assert two_steps(make, fake=False) == two_steps(make, fake=True)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, the known exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.lstm(x)[0]
+        return out
+
+
+def test_lstm_differs_by_the_workspace_of_its_cpu_kernel() -> None:
+    """oneDNN's LSTM returns a workspace whose size only the kernel knows: fake tensors have an empty one."""
+
+    def make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        return Recurrent(), (torch.randn(5, 3, 8),)
+
+    real, fake = two_steps(make, fake=False), two_steps(make, fake=True)
+    assert real[0].allocated == fake[0].allocated
+    assert real[0].peak_allocated > fake[0].peak_allocated
+
+
+def test_fake_tensors_made_inside_of_either_order_count() -> None:
+    for outer_is_fake in (False, True):
+        device, mode = VirtualDevice(), FakeTensorMode()
+        order: list[Any] = [mode, device] if outer_is_fake else [device, mode]
+        with order[0], order[1]:
+            net = nn.Linear(1000, 1000, bias=False)
+            assert allocated(device) == 4_000_256
+            assert device.composition().by_category["parameter"] == 4_000_256
+            del net
+            assert allocated(device) == 0
+
+
+def test_fake_tensors_run_out_of_memory_too() -> None:
+    with FakeTensorMode(), VirtualDevice("24GiB"):
+        kept = torch.empty(20 * 2**30, dtype=torch.uint8)
+        with pytest.raises(torch.OutOfMemoryError, match=r"total capacity of 24\.00 GiB of which 4\.00 GiB is free"):
+            torch.empty(5 * 2**30, dtype=torch.uint8)
+        del kept

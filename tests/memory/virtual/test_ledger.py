@@ -1,0 +1,137 @@
+"""The books: categories add up, deaths are settled wherever they happen."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+
+import torch
+
+from lightning_memtools.memory.allocator import CachingAllocator
+from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.ledger import Ledger
+
+
+def storage(n_bytes: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage(n_bytes)
+
+
+def test_random_history_keeps_sums_and_the_peaks_composition() -> None:
+    rng = random.Random(0)  # noqa: S311, no secret
+    ledger = Ledger(CachingAllocator())
+    live: list[torch.UntypedStorage] = []
+    categories: dict[int, Category] = {}
+    peak, at_peak = 0, [0] * len(Category)
+    for _ in range(3000):
+        action = rng.random()
+        if action < 0.5 or not live:
+            made = storage(rng.randrange(1, 5000))
+            category = rng.choice(list(Category))
+            ledger.add(made, category, "m")
+            live.append(made)
+            categories[made._cdata] = category
+            del made
+        elif action < 0.8:
+            gone = live.pop(rng.randrange(len(live)))
+            del categories[gone._cdata]
+            del gone
+        elif action < 0.9:
+            entry = ledger.find(rng.choice(live)._cdata)
+            assert entry is not None
+            sizes = ledger.bytes_now()
+            ledger.resize(entry, rng.randrange(1, 5000))
+            # Both blocks are held for a moment.
+            sizes[entry.category] += entry.block.size
+            if sum(sizes) > peak:
+                peak, at_peak = sum(sizes), sizes
+        else:
+            ledger.reset_peaks()
+            peak = 0
+        sizes = [0] * len(Category)
+        for one in live:
+            entry = ledger.find(one._cdata)
+            assert entry is not None
+            sizes[categories[one._cdata]] += entry.block.size
+        assert ledger.bytes_now() == sizes
+        assert sum(sizes) == ledger.allocator.allocated
+        if sum(sizes) > peak:
+            peak, at_peak = sum(sizes), sizes
+        assert ledger.allocator.peak_allocated == peak
+        assert ledger.bytes_at_peak() == at_peak
+
+
+def test_later_knowledge_moves_bytes_now_and_at_the_peak_it_was_part_of() -> None:
+    ledger = Ledger(CachingAllocator())
+    early, late = storage(1000), storage(2000)
+    entry = ledger.add(early, Category.OTHER, "m")
+    assert entry is not None
+    ledger.add(late, Category.INPUT, "m")
+    del late
+    after = storage(500)
+    newer = ledger.add(after, Category.OTHER, "m")
+    assert newer is not None
+    ledger.assign(entry, Category.PARAMETER, "n")
+    ledger.assign(newer, Category.BUFFER)
+    assert ledger.bytes_now()[Category.PARAMETER] == 1024
+    assert ledger.bytes_now()[Category.BUFFER] == 512
+    assert ledger.bytes_at_peak()[Category.PARAMETER] == 1024
+    assert ledger.bytes_at_peak()[Category.INPUT] == 2048
+    # It was made after the peak.
+    assert ledger.bytes_at_peak()[Category.BUFFER] == 0
+    assert entry.module == "n"
+
+
+def test_storages_that_die_in_a_garbage_collection_inside_the_ledger_are_settled() -> None:
+    ledger = Ledger(CachingAllocator())
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.storage = storage(1000)
+            self.itself = self
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)  # A collection at nearly every new object, so inside malloc as well.
+    try:
+        for _ in range(300):
+            ledger.add(Cycle().storage, Category.OTHER, "m")
+        kept = storage(1000)
+        ledger.add(kept, Category.OTHER, "m")
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert ledger.bytes_now() == [0] * 6 + [1024]
+    assert ledger.allocator.allocated == 1024
+    assert len(ledger.entries()) == 1
+
+
+def test_threads_can_make_and_drop_storages_at_once() -> None:
+    ledger = Ledger(CachingAllocator())
+
+    def work() -> None:
+        for size in range(1, 500):
+            made = [storage(size * 7), storage(size * 3)]
+            for one in made:
+                ledger.add(one, Category.ACTIVATION, "m")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ledger.bytes_now() == [0] * 7
+    assert ledger.allocator.allocated == 0
+    assert ledger.entries() == []
+
+
+def test_forgotten_storage_is_freed_now_and_not_again() -> None:
+    ledger = Ledger(CachingAllocator())
+    made = storage(1000)
+    entry = ledger.add(made, Category.OTHER, "m")
+    assert entry is not None
+    ledger.forget(entry)
+    assert ledger.allocator.allocated == 0
+    ledger.forget(entry)
+    del made
+    assert ledger.allocator.allocated == 0
+    assert ledger.entries() == []

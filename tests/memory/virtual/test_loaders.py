@@ -1,0 +1,232 @@
+"""Data loaders: what is host memory, and what is a batch on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated, peak
+
+MIB = 2**20
+# Forking from a process with threads warns on Python 3.12.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+class Samples(Dataset[tuple[torch.Tensor, int]]):
+    """Makes its samples, by way of something large that a device of 4 MiB could not hold."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        large = torch.ones(8 * MIB // 4)
+        return large[:1000] * index, index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_only_the_yielded_batch_is_counted(workers: int, persistent: bool) -> None:
+    if persistent and not workers:
+        return
+    loader = DataLoader(Samples(), batch_size=8, num_workers=workers, persistent_workers=persistent)
+    with VirtualDevice("4MiB") as device:
+        for _ in range(2):
+            seen = []
+            for values, labels in loader:
+                seen.append(int(labels.sum()))
+                # 8 x 1000 floats and 8 labels of 8 bytes.
+                assert allocated(device) == 32256 + 512
+                assert device.composition().by_category["input"] == 32256 + 512
+                del values, labels
+            assert seen == [28, 92, 156, 220]
+        # The next batch is made while the last one is held, but counts when it is yielded; and the sum of the labels.
+        assert peak(device) == 32256 + 512 + 512
+        assert allocated(device) == 0
+        loader._iterator = None
+
+
+def test_dataset_made_inside_is_host_memory_once_a_loader_reads_it() -> None:
+    with VirtualDevice() as device:
+        data = TensorDataset(torch.ones(1000, 100), torch.ones(1000))
+        subset = torch.utils.data.Subset(data, range(64))
+        kept = torch.ones(1000)
+        for (values, labels), expected in zip(DataLoader(subset, batch_size=32), (0, 1), strict=True):
+            del expected
+            assert allocated(device) == 4096 + 32 * 100 * 4 + 512
+            del values, labels
+        assert allocated(device) == 4096
+        del kept
+
+
+class Slices(IterableDataset[torch.Tensor]):
+    """Yields views of its own tensor, and the whole of it at last."""
+
+    def __init__(self) -> None:
+        self.data = torch.arange(100_000.0)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield self.data[:1000]
+        yield self.data[1000:3000]
+        yield self.data
+
+
+def test_view_of_a_dataset_counts_as_the_copy_a_gpu_would_get() -> None:
+    with VirtualDevice() as device:
+        sizes = []
+        for batch in DataLoader(Slices(), batch_size=None):
+            sizes.append(allocated(device))
+            doubled = batch * 2
+            assert allocated(device) == 2 * sizes[-1]
+            del batch, doubled
+        assert sizes == [4096, 8192, 400_384]
+        assert allocated(device) == 0
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: dict[str, list[torch.Tensor]]
+
+
+def halves(samples: list[tuple[torch.Tensor, int]]) -> Pair:
+    stacked = torch.stack([values for values, _ in samples])
+    return Pair(stacked[:, :500], {"parts": [stacked[:, 500:]]})
+
+
+def views_kept(samples: list[tuple[torch.Tensor, int]]) -> Any:
+    stacked = torch.stack([values for values, _ in samples])
+    return {"whole": stacked, "again": [stacked, stacked.view(-1)]}
+
+
+@pytest.mark.parametrize(
+    ("collate", "expected"),
+    [
+        # Two views that a GPU would get as two copies of 4 x 500 floats.
+        (halves, 8192 + 8192),
+        # Three tensors around one storage of 4 x 1000 floats: it counts once.
+        (views_kept, 16384),
+    ],
+)
+def test_nested_batches_and_views(collate: Callable[[Any], Any], expected: int) -> None:
+    with VirtualDevice() as device:
+        for batch in DataLoader(Samples(), batch_size=4, collate_fn=collate):
+            assert allocated(device) == expected
+            del batch
+        assert allocated(device) == 0
+
+
+def test_batch_too_large_is_out_of_memory() -> None:
+    loader = DataLoader(TensorDataset(torch.ones(8, MIB)), batch_size=2)
+    with VirtualDevice("4MiB") as device:
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 20\.00 MiB"):
+            next(iter(loader))
+        assert allocated(device) == 0
+
+
+def test_dataset_larger_than_the_device_can_be_made_on_the_host() -> None:
+    with VirtualDevice("4MiB") as device:
+        with device.host():
+            data = torch.ones(8 * MIB)
+        assert device.stats().ooms == 0
+        # By hand, where no DataLoader does it.
+        batch = data[:1000]
+        device.count_batch({"x": batch})
+        assert device.composition().by_category["input"] == 4096
+        del batch
+        assert allocated(device) == 0
+
+
+def test_loader_inside_a_dataset_stays_on_the_host() -> None:
+    class Outer(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for values, _ in DataLoader(Samples(), batch_size=4):
+                yield values.sum(0)
+
+    with VirtualDevice("4MiB") as device:
+        for batch in DataLoader(Outer(), batch_size=None):
+            assert allocated(device) == 4096
+            del batch
+        assert peak(device) == 4096
+
+
+def test_modules_used_while_fetching_make_host_memory() -> None:
+    augment = nn.Sequential(nn.Linear(1000, 10, bias=False))
+
+    def collate(samples: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        batch: torch.Tensor = augment(torch.stack([values for values, _ in samples])).detach()
+        return batch
+
+    with VirtualDevice() as device:
+        for batch in DataLoader(Samples(), batch_size=4, collate_fn=collate):
+            assert peak(device) == 512
+            del batch
+
+
+class ManyNames(Dataset[torch.Tensor]):
+    """An index of many names, which is not searched for tensors, and a list of many tensors, which is."""
+
+    def __init__(self) -> None:
+        self.names = [(f"image-{i}.png", i) for i in range(2000)]
+        self.tensors = [torch.ones(1000) for _ in range(1100)]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tensors[index][:10]
+
+
+def test_long_lists_of_tensors_are_found() -> None:
+    with VirtualDevice() as device:
+        data = ManyNames()
+        assert allocated(device) == 1100 * 4096
+        next(iter(DataLoader(data)))
+        assert allocated(device) == 0
+
+
+class Ready(Dataset[torch.Tensor]):
+    """Holds its batches ready-made, and, as some do, the optimizer of the run."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.batches = [torch.ones(1000) for _ in range(5)]
+        self.optimizer = optimizer
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.batches[index]
+
+
+def test_batches_that_the_dataset_keeps_leave_the_device_with_the_loop() -> None:
+    with VirtualDevice() as device:
+        data = Ready()
+        for epoch in range(2):
+            for batch in DataLoader(data, batch_size=None):
+                assert allocated(device) == 4096, epoch
+                assert device.composition().by_category["input"] == 4096
+                del batch
+            assert allocated(device) == 0
+        # The next batch was there before the last one went.
+        device.reset_peaks()
+        for _ in DataLoader(data, batch_size=None):
+            pass
+        assert peak(device) == 2 * 4096
+
+
+def test_weights_reached_from_a_dataset_stay_on_the_device() -> None:
+    with VirtualDevice() as device:
+        net = nn.Linear(1000, 1, bias=False)
+        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+        net(torch.ones(1, 1000)).sum().backward()
+        optimizer.step()
+        next(iter(DataLoader(Ready(optimizer), batch_size=None)))
+        found = device.composition().by_category
+        assert (found["parameter"], found["gradient"], found["optimizer"]) == (4096, 4096, 4096)

@@ -1,0 +1,366 @@
+"""Every way in which a storage comes to the device is seen, once, and its end as well."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated, peak
+
+KIB = 1024
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    with VirtualDevice() as device:
+        yield device
+
+
+def saved(tensor: torch.Tensor) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save({"x": tensor}, file)
+    file.seek(0)
+    return file
+
+
+host_before = torch.ones(1000)
+pickled_before = pickle.dumps(host_before)
+saved_before = saved(host_before)
+
+
+def follow(tensor: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.empty(0).set_(tensor)  # type: ignore[call-overload]
+    return out
+
+
+def resized_storage() -> torch.Tensor:
+    tensor = torch.empty(0)
+    tensor.untyped_storage().resize_(4000)
+    return tensor
+
+
+# Each makes exactly 1000 floats, one storage of 4096 bytes on the device.
+SOURCES: dict[str, Callable[[], Any]] = {
+    "ones": lambda: torch.ones(1000),
+    "tensor": lambda: torch.tensor([1.0] * 1000),
+    "legacy constructor": lambda: torch.Tensor([1.0] * 1000),
+    "legacy empty": lambda: torch.FloatTensor(1000),
+    "from_numpy": lambda: torch.from_numpy(np.ones(1000, dtype=np.float32)),
+    "as_tensor of an array": lambda: torch.as_tensor(np.ones(1000, dtype=np.float32)),
+    "as_tensor of a list": lambda: torch.as_tensor([1.0] * 1000),
+    "asarray": lambda: torch.asarray(np.ones(1000, dtype=np.float32)),
+    "frombuffer": lambda: torch.frombuffer(bytearray(4000), dtype=torch.float32),
+    "from_dlpack": lambda: torch.utils.dlpack.from_dlpack(np.ones(1000, dtype=np.float32)),
+    "load": lambda: torch.load(saved_before),
+    "unpickle": lambda: pickle.loads(pickled_before),  # noqa: S301, our own bytes
+    "deepcopy": lambda: copy.deepcopy(host_before),
+    "clone": host_before.clone,
+    "resize_": lambda: torch.empty(0).resize_(1000),
+    "out": lambda: torch.add(host_before, 1, out=torch.empty(0)),
+    "set_ of a new storage": lambda: torch.empty(0).set_(torch.UntypedStorage(4000)),
+    "storage.resize_": resized_storage,
+    "foreach": lambda: torch._foreach_mul([host_before], 2),
+    "split": lambda: torch.split_copy(host_before, 1000),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_storage_is_counted_once_and_freed_with_its_last_view(device: VirtualDevice, source: str) -> None:
+    saved_before.seek(0)
+    made = SOURCES[source]()
+    tensor = made[0] if isinstance(made, (list, tuple)) else made["x"] if isinstance(made, dict) else made
+    assert allocated(device) == 4 * KIB
+    views = [tensor.view(-1), tensor[:0], tensor.detach(), follow(tensor), nn.Parameter(tensor)]
+    assert allocated(device) == 4 * KIB
+    del made, tensor
+    assert allocated(device) == 4 * KIB
+    del views
+    assert allocated(device) == 0
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_storage_is_host_memory_where_the_user_says_so(device: VirtualDevice, source: str) -> None:
+    saved_before.seek(0)
+    with device.host():
+        made = SOURCES[source]()
+    assert allocated(device) == 0
+    del made
+    assert allocated(device) == 0
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_storage_is_counted_under_inference_mode(device: VirtualDevice, source: str) -> None:
+    saved_before.seek(0)
+    with torch.inference_mode():
+        made = SOURCES[source]()
+        assert allocated(device) == 4 * KIB
+        del made
+    assert allocated(device) == 0
+
+
+def test_views_and_writes_of_host_memory_are_not_counted(device: VirtualDevice) -> None:
+    host = host_before
+    made = [host.view(10, 100), host.unsqueeze(0), host.reshape(100, 10), host.contiguous(), host.to(torch.float32)]
+    made += [host.add_(0), host.expand(2, 1000), torch.ops.aten._unsafe_view(host, (100, 10)), *host.chunk(2)]
+    made += [host.squeeze_(), follow(host), host.detach(), host[2:5], torch.mul(host, 1, out=host)]
+    assert allocated(device) == 0
+    with torch.inference_mode():
+        made += [host.reshape(100, 10), host.contiguous(), host.to(torch.float32), host.flatten()]
+    assert allocated(device) == 0
+
+
+def test_copies_that_look_like_views_are_counted_under_inference_mode(device: VirtualDevice) -> None:
+    with torch.inference_mode():
+        matrix = host_before.view(10, 100).T
+        made = [matrix.reshape(-1), matrix.contiguous(), matrix.to(torch.float64)]
+        assert allocated(device) == (4 + 4 + 8) * KIB
+        made.append(nn.functional.linear(host_before.view(10, 100), host_before.view(10, 100)))
+        assert allocated(device) == (4 + 4 + 8) * KIB + 512
+
+
+def test_set_follows_the_storage(device: VirtualDevice) -> None:
+    first, second = torch.ones(1000), torch.ones(2000)
+    assert allocated(device) == 4096 + 8192
+    first.set_(second)  # type: ignore[call-overload]
+    assert allocated(device) == 8192
+    del second
+    assert allocated(device) == 8192
+    first.data = torch.ones(3000)
+    assert allocated(device) == 12288
+
+
+def test_resize_has_old_and_new_block_for_a_moment(device: VirtualDevice) -> None:
+    tensor = torch.ones(1000)
+    device.reset_peaks()
+    tensor.resize_(2000)
+    assert allocated(device) == 8192
+    assert peak(device) == 4096 + 8192
+    tensor.untyped_storage().resize_(512)
+    assert allocated(device) == 512
+    tensor.untyped_storage().resize_(0)
+    assert allocated(device) == 0
+    tensor.untyped_storage().resize_(4000)
+    assert allocated(device) == 4096
+
+
+def test_out_resizes_what_it_writes_to(device: VirtualDevice) -> None:
+    out = torch.empty(10)
+    assert allocated(device) == 512
+    with pytest.warns(UserWarning, match="An output with one or more elements was resized"):
+        torch.add(host_before, 1, out=out)
+    assert allocated(device) == 4096
+
+
+def test_empty_meta_and_repeated_tensors_take_nothing(device: VirtualDevice) -> None:
+    made = [torch.empty(0), torch.ones(0, 5), torch.ones(10**6, device="meta"), torch.tensor([])]
+    assert allocated(device) == 0
+    made.append(torch.ones(1).expand(10**6))
+    assert allocated(device) == 512
+
+
+def test_storages_saved_for_backward_live_until_it_has_run(device: VirtualDevice) -> None:
+    weight = nn.Parameter(torch.ones(1000))
+    loss = (weight * 2).exp().sum()
+    # weight, the result of exp (saved for backward), and the loss; weight * 2 is not needed.
+    assert allocated(device) == 4096 + 4096 + 512
+    loss.backward()
+    # The gradient has come, the saved result has gone.
+    assert allocated(device) == 4096 + 512 + 4096
+    del loss
+    weight.grad = None
+    assert allocated(device) == 4096
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_keeps_only_inputs_and_recomputes(device: VirtualDevice, reentrant: bool) -> None:
+    block = nn.Sequential(nn.Linear(100, 1000), nn.Tanh(), nn.Linear(1000, 100))
+    inputs = torch.ones(256, 100, requires_grad=True)
+
+    def kept_and_peak(run: Callable[[], torch.Tensor]) -> tuple[int, int]:
+        device.reset_peaks()
+        before = allocated(device)
+        out = run()
+        kept = allocated(device) - before
+        out.sum().backward()
+        for tensor in (inputs, *block.parameters()):
+            tensor.grad = None
+        del out
+        assert allocated(device) == before
+        return kept, peak(device) - before
+
+    kept, highest = kept_and_peak(lambda: block(inputs))
+    less_kept, same_peak = kept_and_peak(lambda: checkpoint(block, inputs, use_reentrant=reentrant))
+    output = 256 * 100 * 4
+    # Without, the result of tanh is kept as well.
+    assert kept == output + 256 * 1000 * 4
+    # With, only the output is; the non-reentrant kind puts nothing on the device either.
+    assert less_kept == output
+    assert same_peak >= highest
+
+
+def test_autocast_counts_the_casts_it_caches(device: VirtualDevice) -> None:
+    layer = nn.Linear(1000, 1000, bias=False)
+    inputs = torch.ones(1, 1000)
+    before = allocated(device)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(inputs)
+        # The weight in bfloat16 is cached for backward and for reuse; so are the input and the output.
+        assert allocated(device) - before == 2 * 10**6 - 2 * 10**6 % -512 + 2048 + 2048
+    del out
+    assert allocated(device) == before
+
+
+def test_no_grad_saves_nothing(device: VirtualDevice) -> None:
+    net = nn.Sequential(nn.Linear(10, 1000), nn.Tanh(), nn.Linear(1000, 1))
+    inputs = torch.ones(100, 10)
+    before = allocated(device)
+    with torch.no_grad():
+        out = net(inputs)
+    assert allocated(device) - before == 512
+    del out
+
+
+def test_threads_started_inside_are_counted_and_others_are_not(device: VirtualDevice) -> None:
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(torch.ones(1000)))
+    thread.start()
+    thread.join()
+    assert allocated(device) == 4096
+    with ThreadPoolExecutor(2) as pool:
+        made += pool.map(lambda _: torch.ones(1000), range(8))
+    assert allocated(device) == 9 * 4096
+    made.clear()
+    assert allocated(device) == 0
+
+
+def test_thread_that_outlives_the_device_works_on_uncounted() -> None:
+    left, done = threading.Event(), threading.Event()
+    made: list[torch.Tensor] = []
+
+    def work() -> None:
+        made.append(torch.ones(1000))
+        left.wait(10)
+        made.append(torch.ones(1000))
+        done.set()
+
+    with VirtualDevice() as device:
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not made:
+            pass
+    left.set()
+    thread.join()
+    assert done.is_set()
+    assert allocated(device) == 4096
+
+
+def test_backward_in_another_thread_is_counted(device: VirtualDevice) -> None:
+    weight = nn.Parameter(torch.ones(1000))
+    loss = (weight * weight).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert weight.grad is not None
+    # weight and its gradient, and the loss.
+    assert allocated(device) == 4096 + 4096 + 512
+
+
+def test_deep_reentrant_backward_runs_in_autograd_threads_and_is_counted(device: VirtualDevice) -> None:
+    # Autograd moves a reentrant backward of depth 60 to a thread of its own.
+    class Deeper(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if ctx.depth:
+                with torch.enable_grad():
+                    leaf = torch.ones(1, requires_grad=True)
+                    Deeper.apply(leaf, ctx.depth - 1).backward()
+            else:
+                kept.append(torch.ones(1000))
+                threads.append(threading.get_ident())
+            return grads[0], None
+
+    kept: list[torch.Tensor] = []
+    threads: list[int] = []
+    before = allocated(device)
+    leaf = torch.ones(1, requires_grad=True)
+    Deeper.apply(leaf, 70).backward()
+    assert threads != [threading.get_ident()]
+    del leaf
+    assert allocated(device) - before == 4096
+
+
+def test_wrapper_subclass_is_counted_by_what_it_wraps(device: VirtualDevice) -> None:
+    nested: Any = torch.nested.nested_tensor([torch.ones(1000), torch.ones(500)], layout=torch.jagged)
+    with device.host():
+        inner = [t for t in (nested.values(), nested.offsets()) if t.numel()]
+    assert allocated(device) == 6144 + 512 * (len(inner) - 1)
+    doubled = nested * 2
+    assert allocated(device) == 6144 + 512 * (len(inner) - 1) + 6144
+    del nested, doubled, inner
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch says it once per process
+def test_sparse_tensors_are_counted_by_their_parts(device: VirtualDevice) -> None:
+    indices, values = torch.arange(1000).view(1, -1), torch.ones(1000)
+    before = allocated(device)
+    assert before == 8192 + 4096
+    sparse = torch.sparse_coo_tensor(indices, values, (2000,), check_invariants=False)
+    assert allocated(device) == before
+    doubled = sparse * 2
+    # Indices are copied, values are new.
+    assert allocated(device) == before + 8192 + 4096
+    rows = torch.eye(100).to_sparse_csr()
+    # 101 row starts of 8 bytes; the columns are half of nonzero()'s result of 2 x 100 indices; 100 values.
+    assert allocated(device) == before + 8192 + 4096 + 1024 + 2048 + 512
+    del sparse, doubled, rows
+    assert allocated(device) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*quantiz")  # torch says each once per process
+def test_strided_nested_and_quantized_tensors_are_counted(device: VirtualDevice) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1000), torch.ones(500)])
+    assert allocated(device) == 6144
+    quantized = torch.quantize_per_tensor(torch.ones(4000), 0.1, 0, torch.quint8)
+    assert allocated(device) == 6144 + 4096
+    del nested, quantized
+    assert allocated(device) == 0
+
+
+def test_kind_that_cannot_be_seen_is_named_once(device: VirtualDevice, recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.warns(UserWarning, match=r"cannot see the memory of a Tensor with layout torch\._mkldnn"):
+        torch.ones(4, 4).to_mkldnn()
+    torch.ones(4, 4).to_mkldnn()
+    assert len(recwarn) == 0
+
+
+def test_matrix_products_take_a_workspace_in_forward_and_in_backward() -> None:
+    with VirtualDevice(cublas_workspace="8519680B") as device:
+        weight, inputs = nn.Parameter(torch.ones(100, 100)), torch.ones(100, 100)
+        before = allocated(device)
+        (inputs + inputs).sum()
+        assert allocated(device) == before
+        out = (inputs @ weight).sum()
+        inputs @ inputs
+        assert allocated(device) == before + 8519680 + 512
+        out.backward()
+        # 100 * 100 * 4 bytes round to 40448.
+        assert allocated(device) == before + 2 * 8519680 + 512 + 40448
+        assert device.composition().total == allocated(device)
+        assert sum(device.composition_at_peak().values()) == peak(device)

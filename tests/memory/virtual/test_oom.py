@@ -1,0 +1,218 @@
+"""Running out of memory: the error's words, where it comes, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch import nn
+
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.memory.virtual.oom import cuda_size
+from tests.memory.virtual.reading import allocated
+
+MIB = 2**20
+host = torch.ones(4 * MIB)
+
+
+def test_the_words_are_cudas() -> None:
+    with VirtualDevice("64MiB", context="4MiB", used_by_others="5MiB") as device:
+        kept = [torch.empty(30 * MIB, dtype=torch.uint8), torch.empty(512 * 3, dtype=torch.uint8)]
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(24 * MIB - 100, dtype=torch.uint8)
+        assert device.stats().ooms == 1
+        assert device.stats().alloc_retries == 1
+        del kept
+    assert str(caught.value) == (
+        "CUDA out of memory. Tried to allocate 24.00 MiB. GPU 0 has a total capacity of 64.00 MiB of which 23.00 MiB "
+        "is free. Process 0 has 5.00 MiB memory in use. Including non-PyTorch memory, this process has 36.00 MiB "
+        "memory in use. Of the allocated memory 30.00 MiB is allocated by PyTorch, and 2.00 MiB is reserved by PyTorch "
+        "but unallocated. If reserved but unallocated memory is large try setting "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory "
+        "Management  "
+        "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf) "
+        "(simulated by lightning_memtools.VirtualDevice)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1024, "1024 bytes"),
+        (1025, "1.00 KiB"),
+        (2**20, "1024.00 KiB"),
+        (20 * 2**20, "20.00 MiB"),
+        (2**30, "1024.00 MiB"),
+        (3 * 2**29, "1.50 GiB"),
+    ],
+)
+def test_sizes_are_printed_as_cuda_prints_them(n_bytes: int, text: str) -> None:
+    assert cuda_size(n_bytes) == text
+
+
+def test_recognisers_take_it_for_the_real_one() -> None:
+    with VirtualDevice("4MiB"), pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+        torch.empty(8 * MIB, dtype=torch.uint8)
+    assert is_oom_error(caught.value)
+    assert isinstance(caught.value, RuntimeError)
+    assert len(caught.value.args) == 1
+
+
+class Training:
+    """A net whose memory is in forward, in backward or in the optimizer's step, as asked for."""
+
+    def __init__(self, phase: str) -> None:
+        # Wide activations run out in forward; wide weights in backward, when their gradients come, or after it.
+        width = {"forward": 64, "backward": 3000, "step": 3000}[phase]
+        self.net = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64))
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+
+    def step(self, rows: int) -> None:
+        loss = self.net(torch.ones(rows, 64)).square().sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+# Capacity, rows that do not fit, rows that do.
+PHASES = {
+    "forward": ("24MiB", 40_000, 1000),
+    # The hidden layer's output takes 9 MB: twice in forward, before and after tanh; three times in backward.
+    "backward": ("24MiB", 750, 64),
+    # Weights and their gradients take a segment of 2 MiB each; Adam's moments would need two more.
+    "step": ("7MiB", 1, None),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_it_runs_out_in_each_phase_and_nothing_stays(phase: str) -> None:
+    capacity, too_many, fits = PHASES[phase]
+    with VirtualDevice(capacity) as device:
+        training = Training(phase)
+        before = allocated(device)
+        for attempt in range(2):
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                training.step(too_many)
+            frames = traceback.extract_tb(caught.value.__traceback__)
+            functions = {frame.name for frame in frames}
+            assert ("forward" in functions) == (phase == "forward")
+            assert ("backward" in functions) == (phase == "backward")
+            assert any(frame.filename.endswith("adam.py") for frame in frames) == (phase == "step")
+            # What the frames hold lives as long as they do, as on a GPU.
+            assert allocated(device) > before
+            traceback.clear_frames(caught.value.__traceback__)
+            del caught
+            gc.collect()
+            training.optimizer.zero_grad()
+            training.optimizer.state.clear()
+            assert allocated(device) == before, attempt
+            assert device.stats().ooms == attempt + 1
+        if fits is not None:
+            training.step(fits)
+            assert device.composition().by_category["optimizer"] > 0
+        x = torch.ones(1)
+        assert device.composition().by_category["other"] == 512
+        del x
+
+
+def test_it_is_caught_and_retried_with_half_the_batch() -> None:
+    with VirtualDevice("24MiB") as device:
+        training = Training("forward")
+        rows = 80_000
+        tried = []
+        while True:
+            tried.append(rows)
+            try:
+                training.step(rows)
+                break
+            except torch.OutOfMemoryError:
+                rows //= 2
+        assert len(tried) > 2
+        assert device.stats().ooms == len(tried) - 1
+        peak = device.stats().peak_reserved
+        assert peak is not None
+        assert peak <= 24 * MIB
+
+
+def test_weights_are_untouched_by_a_step_that_ran_out_before_the_optimizer() -> None:
+    with VirtualDevice("24MiB"):
+        training = Training("backward")
+        before = [parameter.detach().clone() for parameter in training.net.parameters()]
+        with pytest.raises(torch.OutOfMemoryError):
+            training.step(750)
+        for old, new in zip(before, training.net.parameters(), strict=True):
+            assert torch.equal(old, new)
+
+
+def test_cached_memory_is_given_back_before_it_runs_out() -> None:
+    with VirtualDevice("64MiB") as device:
+        # Segments of 22 and 30 MiB leave too little for 40, and 40 for 63.
+        sizes = [21, 30, 40, 63]
+        for size in sizes:
+            torch.empty(size * MIB, dtype=torch.uint8)
+        assert device.stats().alloc_retries == 2
+        assert device.stats().ooms == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor([1.0] * 4 * MIB),
+        lambda: torch.empty(0).resize_(4 * MIB),
+        lambda: torch.add(host, 1, out=torch.empty(0)),
+        lambda: torch.empty(0).untyped_storage().resize_(16 * MIB),
+        lambda: torch.frombuffer(bytearray(16 * MIB), dtype=torch.uint8),
+        lambda: torch.empty(0).set_(torch.UntypedStorage(16 * MIB)),
+        lambda: torch._foreach_add([host], 1),
+        host.clone,
+    ],
+)
+def test_every_source_can_run_out_and_leaves_nothing(make: Callable[[], Any]) -> None:
+    with VirtualDevice("8MiB") as device:
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 16\.00 MiB"):
+            make()
+        assert allocated(device) == 0
+        assert device.stats().ooms == 1
+
+
+def test_observers_are_told_before_the_error_unwinds() -> None:
+    told: list[Any] = []
+    with VirtualDevice("64MiB", used_by_others="4MiB") as device:
+
+        def observe(*arguments: int) -> None:
+            # The big activation is still there, and what observers make does not count.
+            torch.ones(10 * MIB)
+            told.append((arguments, allocated(device), device.composition().by_category["activation"]))
+
+        handle = device.observe_oom(observe)
+
+        class Net(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                big = x.repeat(40 * MIB)
+                return torch.cat([big, big])
+
+        x = torch.ones(1, dtype=torch.uint8)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                Net()(x)
+            handle.remove()
+        assert told == [((0, 80 * MIB, 64 * MIB, 18 * MIB), 40 * MIB + 512, 40 * MIB)]
+
+
+def test_observer_that_fails_does_not_hide_the_error() -> None:
+    with VirtualDevice("4MiB") as device:
+
+        def observe(*_: int) -> None:
+            raise KeyError("broken")
+
+        device.observe_oom(observe)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.ones(10 * MIB)
+        assert caught.value.__notes__ == ["An observer of this error failed: KeyError('broken')"]
+        assert is_oom_error(caught.value)
