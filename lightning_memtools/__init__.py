@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
     from lightning_memtools.callbacks.empty_cache import EmptyCache
     from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
     from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
-    "BatchSizeTuner": "callbacks.batch_size_tuner",
     "EmptyCache": "callbacks.empty_cache",
     "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
@@ -38,11 +36,9 @@ _HOME_OF_NAME = {
     "default_callbacks": "callbacks.presets",
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
-    "tune_batch_size": "callbacks.batch_size_tuner",
 }
 
 __all__ = [
-    "BatchSizeTuner",
     "EmptyCache",
     "GradientCheckpointing",
     "HaltOnNaN",
@@ -54,7 +50,6 @@ __all__ = [
     "default_callbacks",
     "estimate_memory",
     "plan_checkpoints",
-    "tune_batch_size",
 ]
 
 
