@@ -22,8 +22,9 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from machine import save
 
-from lightning_memtools import BatchSizeTuner, VirtualDevice
+from lightning_memtools import VirtualDevice
 from lightning_memtools.batchsize.trials import Trial
+from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
 from lightning_memtools.memory.sizes import parse_size
 from tests.batch_size_models import MODELS, Sized, trainer_for
 

@@ -18,8 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_memtools import BatchSizeTuner, MemoryMonitor, VirtualDevice, tune_batch_size
+from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.callbacks._trial import Probe
+from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
 from lightning_memtools.memory.sizes import MIB
 from tests.batch_size_models import Samples
 from tests.lightning_models import trainer

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import BatchSizeTuner, VirtualDevice
+from lightning_memtools import VirtualDevice
+from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
 from tests.batch_size_models import Samples
 from tests.lightning_models import trainer
 
