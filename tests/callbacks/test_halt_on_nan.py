@@ -476,7 +476,7 @@ def test_bad_arguments_fail_with_their_value(arguments):
 @pytest.mark.parametrize("kind", ["tensorboard", "csv", "both", "none", "fast_dev_run"])
 @fused_or_not
 def test_every_logger(kind, fused, tmp_path, capsys):
-    loggers: dict[str, Any] = {
+    loggers = {
         "tensorboard": TensorBoardLogger(tmp_path),
         "csv": CSVLogger(tmp_path),
         "both": [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)],
