@@ -10,23 +10,35 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
     from lightning_memtools.callbacks.loss_curves import LossCurves
     from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
     from lightning_memtools.callbacks.presets import default_callbacks
     from lightning_memtools.memory.stats import MemoryStats
     from lightning_memtools.memory.virtual import VirtualDevice
+    from lightning_memtools.nonfinite.error import NonFiniteError
 
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
+    "HaltOnNaN": "callbacks.halt_on_nan",
     "LossCurves": "callbacks.loss_curves",
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
+    "NonFiniteError": "nonfinite.error",
     "VirtualDevice": "memory.virtual",
     "default_callbacks": "callbacks.presets",
 }
 
-__all__ = ["LossCurves", "MemoryMonitor", "MemoryStats", "VirtualDevice", "default_callbacks"]
+__all__ = [
+    "HaltOnNaN",
+    "LossCurves",
+    "MemoryMonitor",
+    "MemoryStats",
+    "NonFiniteError",
+    "VirtualDevice",
+    "default_callbacks",
+]
 
 
 def __getattr__(name: str) -> object:
