@@ -3,6 +3,8 @@
 Needs a CUDA device; takes a minute or two, and at most 8 GiB of it.
 
     python benchmarks/gpu.py
+
+It then compares `estimate_memory` with the GPU, for another 8 minutes at most: see gpu_estimates.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import gpu_estimates
 import torch
 from machine import save
 from torch import nn
@@ -235,6 +238,7 @@ def driver() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--without-estimates", action="store_true", help="leave gpu_estimates.py out")
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
@@ -257,7 +261,10 @@ def main() -> int:
         "cublas_workspace": workspace,
         "steps": STEPS,
     }
-    save(f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower())}", {"gpu": versions, "models": measured})
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower())
+    save(f"gpu-{slug}", {"gpu": versions, "models": measured})
+    if not chosen.without_estimates:
+        save(f"gpu_estimates-{slug}", gpu_estimates.measure())
     return 0
 
 

@@ -10,10 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
+    from lightning_memtools.callbacks.empty_cache import EmptyCache
+    from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
     from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
     from lightning_memtools.callbacks.loss_curves import LossCurves
     from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
     from lightning_memtools.callbacks.presets import default_callbacks
+    from lightning_memtools.checkpointing.planning import plan_checkpoints
+    from lightning_memtools.estimate import estimate_memory
     from lightning_memtools.memory.stats import MemoryStats
     from lightning_memtools.memory.virtual import VirtualDevice
     from lightning_memtools.nonfinite.error import NonFiniteError
@@ -21,6 +26,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
+    "BatchSizeTuner": "callbacks.batch_size_tuner",
+    "EmptyCache": "callbacks.empty_cache",
+    "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
     "LossCurves": "callbacks.loss_curves",
     "MemoryMonitor": "callbacks.memory_monitor",
@@ -28,9 +36,15 @@ _HOME_OF_NAME = {
     "NonFiniteError": "nonfinite.error",
     "VirtualDevice": "memory.virtual",
     "default_callbacks": "callbacks.presets",
+    "estimate_memory": "estimate",
+    "plan_checkpoints": "checkpointing.planning",
+    "tune_batch_size": "callbacks.batch_size_tuner",
 }
 
 __all__ = [
+    "BatchSizeTuner",
+    "EmptyCache",
+    "GradientCheckpointing",
     "HaltOnNaN",
     "LossCurves",
     "MemoryMonitor",
@@ -38,6 +52,9 @@ __all__ = [
     "NonFiniteError",
     "VirtualDevice",
     "default_callbacks",
+    "estimate_memory",
+    "plan_checkpoints",
+    "tune_batch_size",
 ]
 
 

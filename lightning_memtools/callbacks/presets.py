@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback
 
+from lightning_memtools.callbacks.empty_cache import EmptyCache
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.callbacks.loss_curves import LossCurves
 from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
@@ -14,4 +15,4 @@ def default_callbacks() -> list[Callback]:
 
     What changes how training runs (gradient checkpointing, batch size) is added by name.
     """
-    return [MemoryMonitor(), LossCurves(), HaltOnNaN()]
+    return [MemoryMonitor(), LossCurves(), EmptyCache(), HaltOnNaN()]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import Tensor
 
 
@@ -169,3 +171,83 @@ def forbid_saving_on_exception(trainer: Trainer) -> None:
 def gradient_scaler(trainer: Trainer) -> Any:
     """The GradScaler of 16-mixed training, or None."""
     return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"]) -> Any:
+    """The loop that runs a stage in the present call of the Trainer; validation within fit has one of its own.
+
+    Public are only `fit_loop`, `validate_loop`, `test_loop` and `predict_loop`, and `epoch_loop.val_loop` below them.
+    """
+    if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
+        return trainer.fit_loop.epoch_loop.val_loop
+    return {"train": trainer.fit_loop, "val": trainer.validate_loop, "test": trainer.test_loop,
+            "predict": trainer.predict_loop}[stage]  # fmt: skip
+
+
+def source_of(loop: Any) -> Any:
+    """Where a loop asks for its data loaders. No public way tells whether these were passed or come from a hook."""
+    return loop._data_source  # noqa: SLF001, see above
+
+
+def set_source(loop: Any, source: Any) -> None:
+    """Have a loop ask somebody else for its data loaders; the hooks cannot be replaced on a user's module or class."""
+    loop._data_source = source  # noqa: SLF001, see above
+
+
+def forget_loaders(loop: Any) -> None:
+    """Have a loop ask for its loaders anew at its next `setup_data`, and end the workers of the present ones.
+
+    The public `reload_dataloaders_every_n_epochs` acts at epochs only, and not between two sizes.
+    """
+    fetcher = loop._data_fetcher  # noqa: SLF001, see above
+    if fetcher is not None:
+        fetcher.teardown()
+        loop._data_fetcher = None  # noqa: SLF001, see above
+    loop._combined_loader = None  # noqa: SLF001, see above
+
+
+def prepared_loaders(loop: Any) -> list[Any]:
+    """The loaders that a loop will read, with the samplers that the Trainer put in; [] before they are set up.
+
+    `trainer.train_dataloader` gives the collection as the user nested it, and there is none for predict.
+    """
+    combined = loop._combined_loader  # noqa: SLF001, see above
+    return [] if combined is None else list(combined.flattened)
+
+
+def batches_in_evaluation(loop: Any) -> int:
+    """How many batches an evaluation or prediction loop will run, over all its loaders, at the present limits."""
+    limits: Any = loop.max_batches if isinstance(loop.max_batches, list) else [loop.max_batches]
+    return int(min(sum(limits), 2**31))
+
+
+def set_root_directory(trainer: Trainer, directory: str) -> None:
+    """Where files go by default. `default_root_dir` can only be set in Trainer's constructor."""
+    vars(trainer)["_default_root_dir"] = directory
+
+
+def without_collectives(trainer: Trainer) -> None:
+    """Take out the collectives that the loop itself runs in every batch, until the loop's attributes are put back.
+
+    A rank that has run out of memory does not take part in them any more, and the others would wait for it.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # noqa: SLF001
+    strategy: Any = trainer.strategy
+    strategy.barrier = lambda *args, **kwargs: None  # noqa: ARG005, nobody is waited for
+    strategy.broadcast = lambda obj, src=0: obj  # noqa: ARG005, as on one rank
+    strategy.reduce_boolean_decision = lambda decision, all=True: decision  # noqa: A006, ARG005, Lightning's name
+
+
+def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
+    """Let loggers see a value that was found after `save_hyperparameters`, which keeps a copy for them."""
+    initial = getattr(owner, "_hparams_initial", None)
+    if initial is not None and name in initial:
+        initial[name] = value
+
+
+def end_the_call() -> BaseException:
+    """The error that makes a call of the Trainer end in good order before its loop has run, as its own tuners do.
+
+    `trainer.should_stop` is reset when fit begins, and would still run the sanity check.
+    """
+    return _TunerExitException()

@@ -27,6 +27,7 @@ from lightning_memtools.memory.virtual.loaders import count_batch
 from lightning_memtools.memory.virtual.mode import AccountingMode
 from lightning_memtools.memory.virtual.names import ModuleNames
 from lightning_memtools.memory.virtual.oom import cuda_error
+from lightning_memtools.memory.virtual.parts import parts, storage_key
 from lightning_memtools.memory.virtual.summary import summary_table
 from lightning_memtools.memory.virtual.tracking import enter_all, trackable
 from lightning_memtools.memory.virtual.watching import Watching
@@ -197,6 +198,11 @@ class VirtualDevice:
             torch.OutOfMemoryError: The device has too little.
         """
         count_batch(self._mode_or_new(), batch, set(), from_workers=True)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is on the device, and not the host's."""
+        find = self._ledger.find
+        return any(find(storage_key(part)) is not None or find(-id(part)) is not None for part in parts(tensor))
 
     def observe_oom(self, callback: OomObserver) -> RemovableHandle:
         """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error unwinds.

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
+from lightning_memtools.memory.virtual.accumulation import is_gradient_sum, references_of_autograd
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.kinds import Kind, compose, is_matmul, kind_of
 from lightning_memtools.memory.virtual.ledger import Entry, Ledger
@@ -47,6 +48,7 @@ class AccountingMode(TorchDispatchMode):
         cuda_like: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        references_of_autograd()
         self.place = Place(ledger)
         self.silent = 0
         self._made_silently: set[int] | None = None
@@ -68,6 +70,8 @@ class AccountingMode(TorchDispatchMode):
         """Run the operator, then account for what it made."""
         if types and not _ORDINARY.issuperset(types):
             return NotImplemented
+        if is_gradient_sum(func, args, kwargs):
+            return torch.ops.aten.add_.Tensor(*args)
         kwargs = kwargs or {}
         kind = _kinds.get(func)
         if kind is None:

@@ -1,0 +1,1 @@
+"""The largest batch that fits: the search, its limits, and resizing data loaders. Knows torch, not lightning."""

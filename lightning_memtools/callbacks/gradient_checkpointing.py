@@ -1,0 +1,207 @@
+"""GradientCheckpointing: less memory for activations, by computing some of them twice."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+
+from lightning_memtools.callbacks._fake_training_step import forward_of
+from lightning_memtools.checkpointing.apply import Applied
+from lightning_memtools.checkpointing.find import is_compiled
+from lightning_memtools.checkpointing.options import BnDropout, Options
+from lightning_memtools.checkpointing.planning import CheckpointPlan, make_plan
+from lightning_memtools.checkpointing.table import HEADS, plan_figures, plan_rows
+from lightning_memtools.checkpointing.tracing import Step
+from lightning_memtools.memory.peaks import PeakWindow, peak_counter
+from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.reporting._lightning import training_step
+from lightning_memtools.reporting.files import report_directory, write_report
+from lightning_memtools.reporting.loggers import log_text
+from lightning_memtools.reporting.tables import Table, console_table
+
+# The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
+_MEASURED_STEP = 3
+_REPORT = "checkpoint_plan.md"
+
+
+class GradientCheckpointing(Callback):
+    """Trains with less memory: recomputes parts of the model's Sequential blocks in backward instead of keeping them.
+
+    On the first training batch it traces a step on fake tensors, chooses what to recompute, predicts the peak, and
+    applies the plan unless that does not lower the peak. Gradients, weights, running statistics and random numbers are
+    bit for bit those of the plain run. Names, types, state_dict and checkpoints stay as they are; copies and pickles
+    are of the plain model. Everything is undone when fit ends or fails.
+
+    Forward hooks on layers within recomputed ranges fire again in backward. Compiled modules are left alone, and so are
+    models under FSDP and DeepSpeed.
+
+    Args:
+        segments: Cut each Sequential into so many chunks, all but the last recomputed, at the boundaries with the
+            lowest peak. "auto" takes the plan with the lowest product of activation memory and operations, at most a
+            third more operations than without.
+        memory_budget: With a float, the share of the plain step's activation memory that the plan may have; with a
+            size such as "8GiB", the highest allocated peak. The plan with the least recomputation that fits is taken.
+        bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: "skip", they never run twice;
+            "recompute", they may, exactly; "avoid", nothing that contains one runs twice.
+        include: Patterns of module names to take in place of every Sequential, such as ["blocks.*"]. A match that is
+            no Sequential becomes one recomputed segment.
+        exclude: Patterns of modules that are never recomputed.
+
+    Raises:
+        ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits
+            the budget.
+    """
+
+    def __init__(
+        self,
+        *,
+        segments: int | Literal["auto"] = "auto",
+        memory_budget: float | str | None = None,
+        bn_dropout: BnDropout = "skip",
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        self._options = Options.parse(segments, memory_budget, bn_dropout, include, exclude)
+        self.segments = segments
+        self.memory_budget = memory_budget
+        self.bn_dropout = bn_dropout
+        self.include = include
+        self.exclude = exclude
+        self.plan: CheckpointPlan | None = None
+        self._planned = False
+        self._steps = 0
+        self._applied: Applied | None = None
+        self._window: PeakWindow | None = None
+        self._directory: Path | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not at work: what is applied stays with the original.
+        return vars(self) | {"_applied": None, "_window": None}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin afresh."""
+        self._stop()
+        self._start()
+        if stage == "fit":
+            self._directory = report_directory(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plan on the first batch; measure a later step."""
+        if not self._planned:
+            self._planned = True
+            self._plan_and_apply(trainer, pl_module, batch, batch_idx)
+        self._steps += 1
+        if self._steps == _MEASURED_STEP and self.plan is not None and self.plan.planned is not None:
+            reader = reader_for(trainer.strategy.root_device)
+            if reader is not None and reader.stats().peak_allocated is not None:
+                self._window = peak_counter(reader).open()
+                self._window.resume()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Show the measured peak beside the predicted one."""
+        if self._window is None:
+            return
+        self._window.pause()
+        measured = self._window.allocated
+        self._window.close()
+        self._window = None
+        assert self.plan is not None
+        if measured is not None and trainer.is_global_zero:
+            self._write(trainer, self.plan.table(measured))
+            Console().print(f"GradientCheckpointing: {plan_figures(self.plan.plain, self.plan.planned, measured)[-1]}")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the plan back."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take the plan back."""
+        self._stop()
+
+    def _start(self) -> None:
+        self._planned = False
+        self._steps = 0
+        self._directory = None
+
+    def _stop(self) -> None:
+        if self._applied is not None:
+            self._applied.remove()
+        if self._window is not None:
+            self._window.close()
+        self._applied = self._window = None
+
+    def _plan_and_apply(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        reason = _why_not(trainer, pl_module)
+        made: CheckpointPlan | Exception | None = None
+        if reason is None:
+            if trainer.is_global_zero:
+                made = self._make_plan(trainer, pl_module, batch, batch_idx)
+            # One rank decides for all, its failure included: nobody is left waiting.
+            made = trainer.strategy.broadcast(made)
+            if isinstance(made, ValueError):
+                raise made
+            if isinstance(made, Exception):
+                reason = (
+                    "a step could not be traced on fake tensors "
+                    f"({type(made).__name__}: {str(made).partition(chr(10))[0]}). "
+                    "plan_checkpoints(module, sample) can plan a part of the model that does not look at values"
+                )
+        if reason is not None:
+            if trainer.is_global_zero:
+                warnings.warn(f"GradientCheckpointing leaves the model alone: {reason}.", stacklevel=2)
+            return
+        assert isinstance(made, CheckpointPlan)
+        self.plan = made
+        if trainer.is_global_zero and made.plain is not None:
+            self._show(trainer, made)
+        self._applied = made.apply(pl_module)
+
+    def _make_plan(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> CheckpointPlan | Exception:
+        device = VirtualDevice.current()
+        step = Step(
+            pl_module,
+            batch,
+            forward_of(trainer, pl_module, batch_idx),
+            tuple(trainer.optimizers),
+            cuda_like=trainer.strategy.root_device.type == "cuda"
+            or (device is not None and "cuda_like=True" in repr(device)),
+        )
+        try:
+            return make_plan(step, self._options)
+        except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything over fake tensors
+            return error.with_traceback(None)
+
+    def _show(self, trainer: Trainer, plan: CheckpointPlan) -> None:
+        self._write(trainer, plan.table())
+        console = Console()
+        console.print(console_table(Table(HEADS, plan_rows(plan.chains))))
+        if plan.refused is not None:
+            console.print(f"GradientCheckpointing recomputes nothing. {plan.refused}")
+        else:
+            console.print("GradientCheckpointing: " + "; ".join(plan_figures(plan.plain, plan.planned)))
+
+    def _write(self, trainer: Trainer, text: str) -> None:
+        write_report(self._directory, _REPORT, text)
+        log_text(trainer, "memtools/checkpoint_plan", text, training_step(trainer))
+
+
+def _why_not(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Why a model is left alone; None where it can be planned."""
+    strategy = type(trainer.strategy).__name__
+    if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
+        return f"{strategy} shards parameters, and its own activation checkpointing knows when they are gathered"
+    if vars(pl_module).get("_compiler_ctx") is not None or is_compiled(pl_module):
+        return (
+            "it is compiled. torch.compile recomputes by itself with torch._functorch.config.activation_memory_budget"
+        )
+    return None

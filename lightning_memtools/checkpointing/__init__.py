@@ -1,0 +1,1 @@
+"""Gradient checkpointing: find chains of layers, profile them, choose what to recompute, apply and undo."""

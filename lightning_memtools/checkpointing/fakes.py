@@ -1,0 +1,74 @@
+"""Copies of models and batches whose tensors have shapes but no data."""
+
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset
+
+
+def fake_tensor(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, strides and type on the CPU; call it within a FakeTensorMode.
+
+    On the CPU, because a fake tensor of a device that the build of torch does not have aborts the process in autograd.
+    """
+    if nn.parameter.is_lazy(tensor):
+        raise TypeError("the model has lazy parameters without a shape; run one batch through it first")
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def fake_model(model: nn.Module) -> nn.Module:
+    """A deep copy with fake parameters and buffers, so that nothing run with it leaves a trace in the model.
+
+    Call it within a FakeTensorMode. Data sets and loaders are shared, not copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = fake_tensor(value)
+            elif isinstance(value, (Dataset, DataLoader)):
+                memo[id(value)] = value
+    return copy.deepcopy(model, memo)
+
+
+def fake_values(values: Any) -> Any:
+    """Nested containers with every tensor replaced by a fake one; call it within a FakeTensorMode."""
+    return tree_map(lambda value: fake_tensor(value) if isinstance(value, Tensor) else value, values)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which real tensors that a step brings along are taken for fake ones."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def random_numbers_untouched() -> Iterator[None]:
+    """Within, random numbers may be drawn from Python, NumPy and torch without a trace."""
+    python, cpu = random.getstate(), torch.get_rng_state()
+    numpy: Any = None
+    try:
+        import numpy as np  # noqa: PLC0415, torch works without it
+
+        numpy = np.random.get_state()  # noqa: NPY002, the state that a step may draw from
+    except ImportError:
+        pass
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        if numpy is not None:
+            np.random.set_state(numpy)  # noqa: NPY002, as above

@@ -1,0 +1,170 @@
+"""Finds chains: Sequentials, and the modules that patterns name."""
+
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_memtools.checkpointing.kinds import why_outside
+from lightning_memtools.checkpointing.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Layers that run one after the other, and which of them may not be recomputed.
+
+    Attributes:
+        name: The Sequential's qualified name in the model; "" for the model itself.
+        layers: The qualified names of its layers, those of nested plain Sequentials in their place.
+        outside: For the layers that must stay outside of recomputed ranges, the reason, by index.
+        forced: Whether this is one module that a pattern named: its only range is the module itself.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    outside: dict[int, str]
+    forced: bool = False
+
+
+class NothingToApplyTo(UserWarning):
+    """There is no chain in the model that recomputation could be applied to."""
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module runs its children one after the other, as Sequential itself does."""
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and "forward" not in vars(module)
+        and not is_compiled(module)
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile owns a module's call."""
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own on its call or its backward."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, table, None) for table in tables)
+
+
+def find_chains(model: nn.Module, options: Options) -> list[Chain]:
+    """Every chain of a model that the options ask for, outermost first, in the order of registration.
+
+    Raises:
+        ValueError: A pattern matches no module.
+    """
+    modules = dict(model.named_modules())
+    excluded = {name for pattern in options.exclude for name in _matches(modules, pattern, "exclude")}
+    if options.include is None:
+        taken = [name for name, module in modules.items() if is_plain(module) and len(module) > 0]
+    else:
+        found = {name for pattern in options.include for name in _matches(modules, pattern, "include")}
+        taken = [
+            name
+            for name in modules
+            if name in found and not any(name != other and _within(name, other) for other in found)
+        ]
+    chains: list[Chain] = []
+    flattened: set[str] = set()
+    for name in taken:
+        if name in flattened or any(_within(name, one) for one in excluded) or _in_compiled(modules, name):
+            continue
+        module = modules[name]
+        if is_plain(module):
+            layers = list(_layers(name, module, flattened))
+            chains.append(Chain(name, tuple(layers), _outside(modules, layers, options, excluded)))
+        else:
+            chains.append(Chain(name, (name,), _outside(modules, [name], options, excluded), forced=True))
+    return chains
+
+
+def candidates(model: nn.Module) -> list[str]:
+    """Patterns for `include` that would take repeated blocks: ModuleLists of at least two modules of one class."""
+    return [
+        f"{name}.*" if name else "*"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1
+    ]
+
+
+def say_nothing_found(model: nn.Module, options: Options) -> str:
+    """What was looked for, and what else could be taken."""
+    looked_for = (
+        "nn.Sequential modules with Sequential's own forward"
+        if options.include is None
+        else f"modules that match include={list(options.include)}"
+    )
+    text = f"GradientCheckpointing has nothing to apply to in {type(model).__name__}: it looked for {looked_for}"
+    if options.exclude:
+        text += f", except exclude={list(options.exclude)}"
+    if any(is_compiled(module) for module in model.modules()):
+        text += ", and leaves compiled modules alone (torch._functorch.config.activation_memory_budget is for these)"
+    found = candidates(model)
+    if found:
+        return f"{text}. Repeated blocks that it could take: pass include={found}."
+    return f"{text}. No repeated blocks in a ModuleList were found either; name blocks with include=[...]."
+
+
+def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
+    for key, child in module._modules.items():
+        path = f"{name}.{key}" if name else key
+        # A Sequential with hooks must be called as a whole for them to fire.
+        if child is not None and is_plain(child) and len(child) > 0 and not has_hooks(child):  # type: ignore[arg-type]
+            flattened.add(path)
+            yield from _layers(path, child, flattened)
+        else:
+            yield path
+
+
+def _outside(
+    modules: dict[str, nn.Module], layers: Sequence[str], options: Options, excluded: set[str]
+) -> dict[int, str]:
+    reasons: dict[int, str] = {}
+    for index, path in enumerate(layers):
+        layer = _module_at(modules, path)
+        if any(_within(path, one) or _within(one, path) for one in excluded):
+            reasons[index] = "excluded"
+            continue
+        if any(is_compiled(part) for part in layer.modules()):
+            reasons[index] = "compiled"
+            continue
+        reason = why_outside(layer, options.bn_dropout)
+        if reason is not None:
+            reasons[index] = reason
+    return reasons
+
+
+def _module_at(modules: dict[str, nn.Module], path: str) -> nn.Module:
+    # named_modules names a shared module once; its other paths are found step by step.
+    if path in modules:
+        return modules[path]
+    return modules[""].get_submodule(path)
+
+
+def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
+    names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+    if not names:
+        close = [name for name in modules if name and pattern.split("*", maxsplit=1)[0].rstrip(".") in name][:5] or [
+            *modules
+        ][1:6]
+        raise ValueError(
+            f"{option}: the pattern {pattern!r} matches no module of {type(modules['']).__name__}. Names there are, "
+            f"for instance, {', '.join(map(repr, close))}; '*' stands for any characters."
+        )
+    return names
+
+
+def _within(name: str, ancestor: str) -> bool:
+    return name == ancestor or name.startswith(f"{ancestor}.") or ancestor == ""
+
+
+def _in_compiled(modules: dict[str, nn.Module], name: str) -> bool:
+    return any(_within(name, other) and is_compiled(module) for other, module in modules.items())

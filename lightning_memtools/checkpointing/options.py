@@ -1,0 +1,104 @@
+"""What can be asked of a plan, checked where it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_memtools.memory.sizes import parse_size
+
+BnDropout = Literal["skip", "recompute", "avoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of `plan_checkpoints`; `parse` makes them from what a person wrote.
+
+    Attributes:
+        segments: How many chunks each Sequential is cut into; None to choose ranges by their worth.
+        budget_share: The share of the plain step's activation peak that the plan may have; None for no limit.
+        budget_bytes: The highest peak allowed, in bytes; None for no limit.
+        bn_dropout: What may happen to BatchNorm and Dropout.
+        include: Patterns of the modules to take; None for every Sequential.
+        exclude: Patterns of modules that are never recomputed.
+    """
+
+    segments: int | None
+    budget_share: float | None
+    budget_bytes: int | None
+    bn_dropout: BnDropout
+    include: tuple[str, ...] | None
+    exclude: tuple[str, ...]
+
+    @staticmethod
+    def parse(
+        segments: int | Literal["auto"] = "auto",
+        memory_budget: float | str | None = None,
+        bn_dropout: BnDropout = "skip",
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> Options:
+        """Check the options and bring them into one form.
+
+        Raises:
+            ValueError: A value is not among those accepted; the message names both.
+        """
+        if bn_dropout not in get_args(BnDropout):
+            raise ValueError(f'bn_dropout={bn_dropout!r} is not one of "skip", "recompute" and "avoid".')
+        share, size = _budget(memory_budget)
+        chunks = _segments(segments)
+        if chunks is not None and memory_budget is not None:
+            raise ValueError(
+                f"segments={segments!r} and memory_budget={memory_budget!r} contradict each other: a fixed number of "
+                'chunks leaves nothing to fit. Give one of them, and leave segments at "auto" for a budget.'
+            )
+        return Options(
+            segments=chunks,
+            budget_share=share,
+            budget_bytes=size,
+            bn_dropout=bn_dropout,
+            include=None if include is None else _patterns("include", include),
+            exclude=_patterns("exclude", exclude),
+        )
+
+
+def _segments(segments: object) -> int | None:
+    if segments == "auto":
+        return None
+    if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
+        raise ValueError(f'segments={segments!r} is not a number of chunks: give an int of at least 1, or "auto".')
+    return segments
+
+
+def _budget(budget: object) -> tuple[float | None, int | None]:
+    accepted = (
+        "Give a share of the activation memory as a float above 0 and up to 1.0, such as 0.5, or a peak as a size, "
+        'such as "8GiB".'
+    )
+    if budget is None:
+        return None, None
+    if isinstance(budget, str):
+        try:
+            size = parse_size(budget)
+        except ValueError as error:
+            raise ValueError(f"memory_budget={budget!r}: {error}") from None
+        if size == 0:
+            raise ValueError(f"memory_budget={budget!r} leaves no memory at all. {accepted}")
+        return None, size
+    if not isinstance(budget, float):
+        raise ValueError(  # noqa: TRY004, one kind of error for all options
+            f"memory_budget={budget!r} could be a share or bytes: a bare {type(budget).__name__} never means either. "
+            f"{accepted}"
+        )
+    if not 0 < budget <= 1:
+        raise ValueError(f"memory_budget={budget!r} is no share. {accepted}")
+    return budget, None
+
+
+def _patterns(name: str, patterns: object) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        raise ValueError(f"{name}={patterns!r} is one string: give a list of patterns, as {name}=[{patterns!r}].")  # noqa: TRY004, as above
+    if not isinstance(patterns, Sequence) or not all(isinstance(one, str) and one for one in patterns):
+        raise ValueError(f"{name}={patterns!r} is not a list of patterns of module names, such as ['blocks.*'].")
+    return tuple(patterns)

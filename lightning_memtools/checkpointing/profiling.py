@@ -1,0 +1,268 @@
+"""Measures, on fake tensors, what each layer keeps, needs and computes in one training step."""
+
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_memtools.checkpointing.find import Chain
+from lightning_memtools.checkpointing.kinds import tracks_statistics
+from lightning_memtools.checkpointing.tracing import Cost, Step, Trace, tracing
+from lightning_memtools.checkpointing.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A step in units.
+
+    Attributes:
+        units: What the model does, in the order of the forward pass.
+        places: For each unit, the indices of its chain and of its layer; None between chains.
+        plain: What the plain step needs.
+        outside: Reasons found while running why layers may not be recomputed, by indices of chain and layer.
+    """
+
+    units: tuple[Unit, ...]
+    places: tuple[tuple[int, int] | None, ...]
+    plain: Cost
+    outside: dict[tuple[int, int], str]
+
+
+@dataclass(slots=True)
+class _Record:
+    """What was seen of one unit."""
+
+    place: tuple[int, int] | None
+    allocated_before: int = 0
+    peak: int = 0
+    operations: int = 0
+    operations_before: int = 0
+    operations_at_last_save: int = 0
+    peak_at_last_save: int = 0
+    saves: bool = False
+    saved: dict[int, int] = field(default_factory=dict)
+    input: dict[int, int] = field(default_factory=dict)
+    output: dict[int, int] = field(default_factory=dict)
+    overwrites: bool = False
+    backward_before: int | None = None
+    backward_peak: int | None = None
+
+
+def profile(step: Step, chains: Sequence[Chain]) -> Profile:
+    """Run one step on fake tensors and say what each layer of the chains, and what lies between them, needs.
+
+    Raises:
+        Exception: Whatever the step raises over fake tensors, when it asks for data that they do not have.
+    """
+    with tracing(step) as trace:
+        recorder = _Recorder(trace)
+        outside: dict[tuple[int, int], str] = {}
+        watched = [_watch(trace.model, index, chain, recorder, outside) for index, chain in enumerate(chains)]
+        plain = trace.run(recorder.around_forward, recorder.begin_backward)
+        recorder.finish()
+        del watched
+        return _units(recorder.records, chains, plain, outside)
+
+
+class _Recorder:
+    """Follows the step from unit to unit, forward and back."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.records: list[_Record] = []
+        self.static: set[int] = set()
+        self._trace = trace
+        self._open: _Record | None = None
+        self._backward: _Record | None = None
+        self._inside = False
+
+    def around_forward(self) -> Any:
+        self.static = {entry.serial for entry in self._trace.ledger.entries()}
+        self._begin(None, ())
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def begin_backward(self) -> None:
+        """The forward pass is over; what is left of it goes backward first."""
+        self._end(())
+        self._enter_backward(self.records[-1])
+
+    def finish(self) -> None:
+        """The step is over."""
+        self._leave_backward()
+
+    def call_layer(self, place: tuple[int, int], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer as a unit of its own, unless it is called from within one."""
+        if self._inside:
+            return layer(*args, **kwargs)
+        if self._open is not None and self._is_worth_a_unit(self._open):  # what came since the last layer
+            self._end(args)
+        self._begin(place, args)
+        self._inside = True
+        versions = [one._version for one in _tensors(args)]
+        try:
+            out = layer(*args, **kwargs)
+        finally:
+            self._inside = False
+        assert self._open is not None
+        self._open.overwrites = versions != [one._version for one in _tensors(args)]
+        self._end(out)
+        self._begin(None, out)
+        return out
+
+    def _is_worth_a_unit(self, record: _Record) -> bool:
+        return not self.records or record.saves or self._trace.counted.total > record.operations_before
+
+    def _begin(self, place: tuple[int, int] | None, value: Any) -> None:
+        record = _Record(place, self._trace.allocated(), operations_before=self._trace.counted.total)
+        record.operations_at_last_save = record.operations_before
+        record.input = self._keys(value)
+        self._trace.peak_since()
+        self._open = record
+
+    def _end(self, value: Any) -> None:
+        record = self._open
+        assert record is not None
+        record.peak = self._trace.peak_since()
+        record.operations = self._trace.counted.total
+        record.output = self._keys(value)
+        self._open = None
+        self.records.append(record)
+        for one in _tensors(value):
+            if one.requires_grad and one.grad_fn is not None:
+                # When its gradient is there, this unit's backward begins.
+                one.register_hook(  # type: ignore[no-untyped-call]
+                    lambda _, record=record: self._enter_backward(record)
+                )
+                break
+
+    def _enter_backward(self, record: _Record) -> None:
+        if record.backward_before is None:
+            self._leave_backward()
+            record.backward_before = self._trace.allocated()
+            self._backward = record
+
+    def _leave_backward(self) -> None:
+        peak = self._trace.peak_since()
+        if self._backward is not None:
+            self._backward.backward_peak = max(self._backward.backward_peak or 0, peak)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        record = self._open
+        if record is not None:
+            record.saves = True
+            record.operations_at_last_save = self._trace.counted.total
+            record.peak_at_last_save = self._trace.peak_so_far()
+            record.saved.update(self._keys(tensor))
+        # Not the tensor itself: an operator that keeps its own output would keep itself.
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def _keys(self, value: Any) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for one in _tensors(value):
+            entry = self._trace.ledger.find(one.untyped_storage()._cdata)
+            if entry is not None and entry.serial not in self.static:
+                found[entry.serial] = entry.block.size
+        return found
+
+
+def _watch(
+    model: nn.Module, index: int, chain: Chain, recorder: _Recorder, outside: dict[tuple[int, int], str]
+) -> nn.Module:
+    """Make a chain of a fake model tell the recorder of its layers."""
+    module = model.get_submodule(chain.name)
+    layers = [model.get_submodule(name) for name in chain.layers]
+
+    def call(place: tuple[int, int], layer: Any, at: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = _buffer_versions(at)
+        out = recorder.call_layer(place, layer, args, kwargs)
+        changed = _changed_buffer(at, before)
+        if changed is not None:
+            outside[place] = f"it changes {changed} when it runs"
+        return out
+
+    if chain.forced:
+        plain = type(module).forward
+        vars(module)["forward"] = lambda *args, **kwargs: call(
+            (index, 0), lambda *a, **k: plain(module, *a, **k), module, *args, **kwargs
+        )
+    else:
+
+        def forward(input: Any) -> Any:  # noqa: A002, Sequential's own name
+            for at, layer in enumerate(layers):
+                input = call((index, at), layer, layer, input)  # noqa: A001, as above
+            return input
+
+        vars(module)["forward"] = forward
+    return module
+
+
+def _buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    # Running statistics are taken care of (exact.py); any other buffer that a forward pass changes is not.
+    return {
+        f"{path}.{name}" if path else name: (id(tensor), tensor._version)
+        for path, part in module.named_modules()
+        if not tracks_statistics(part)
+        for name, tensor in part._buffers.items()
+        if tensor is not None
+    }
+
+
+def _changed_buffer(module: nn.Module, before: dict[str, tuple[int, int]]) -> str | None:
+    return next((name for name, seen in _buffer_versions(module).items() if before.get(name) != seen), None)
+
+
+def _units(
+    records: Sequence[_Record], chains: Sequence[Chain], plain: Cost, outside: dict[tuple[int, int], str]
+) -> Profile:
+    units: list[Unit] = []
+    held: dict[int, int] = {}
+    for record in records:
+        held_before = sum(held.values())
+        new = {key: size for key, size in record.saved.items() if key not in held}
+        boundary = record.input.keys() | record.output.keys()
+        same = bool(record.output) and record.output.keys() <= record.input.keys()
+        in_bytes = sum(size for key, size in record.input.items() if key not in held)
+        base = record.allocated_before - held_before - in_bytes
+        held.update(new)
+        kept = sum(held.values())
+        chain = None if record.place is None else chains[record.place[0]]
+        layer = -1 if record.place is None else record.place[1]
+        units.append(
+            Unit(
+                own_bytes=sum(size for key, size in new.items() if key not in boundary),
+                out_bytes=0 if same else sum(record.output.values()),
+                keeps_input=bool(record.saved.keys() & record.input.keys()),
+                keeps_output=bool(record.saved.keys() & record.output.keys()),
+                same_storage=same,
+                pinned=chain is None or layer in chain.outside or record.place in outside,
+                chain=None if record.place is None else record.place[0],
+                saves=record.saves,
+                operations=record.operations - record.operations_before,
+                tail_operations=record.operations - record.operations_at_last_save,
+                forward_bytes=record.peak - record.allocated_before,
+                stopped_bytes=max(record.peak_at_last_save - record.allocated_before, 0),
+                forward_base=base,
+                backward_base=0 if record.backward_before is None else record.backward_before - kept,
+                backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
+            )
+        )
+    return Profile(tuple(_with_starts(units, records)), tuple(one.place for one in records), plain, outside)
+
+
+def _with_starts(units: list[Unit], records: Sequence[_Record]) -> list[Unit]:
+    """Mark the units that no range may begin with: their input is overwritten, by them or through a view of it."""
+    overwritten = False
+    marked: list[Unit] = []
+    for unit, record in zip(reversed(units), reversed(records), strict=True):
+        overwritten = record.overwrites or (unit.same_storage and overwritten)
+        marked.append(replace(unit, may_start=not overwritten))
+    return marked[::-1]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

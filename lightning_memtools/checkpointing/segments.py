@@ -1,0 +1,123 @@
+"""A fixed number of chunks per chain, cut where the peak is lowest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lightning_memtools.checkpointing.ranges import Range, Ranges
+from lightning_memtools.checkpointing.units import Unit, estimate
+
+INFINITE = float("inf")
+
+
+def cut(units: Sequence[Unit], segments: int) -> Ranges:
+    """At most `segments` chunks of each chain, all but the last recomputed, such that the model's peak is lowest.
+
+    As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as ever: it would be recomputed at once.
+    Layers that may not be recomputed run between the ranges of their chunk.
+    """
+    pieces = [_Piece(units, start, stop) for start, stop in _pieces(units)]
+    low, high = 0, max(estimate(units, ()).peak_bytes, 1)
+    best = _fit(pieces, segments, high) or ()
+    while low < high:  # the lowest limit within which everything fits
+        middle = (low + high) // 2
+        found = _fit(pieces, segments, middle)
+        if found is None:
+            low = middle + 1
+        else:
+            best, high = found, middle
+    return best
+
+
+class _Piece:
+    """A chain's units, or those between two chains, with what each chunk of them keeps and needs at its highest."""
+
+    def __init__(self, units: Sequence[Unit], start: int, stop: int) -> None:
+        n = stop - start
+        self.start = start
+        self.is_chain = units[start].chain is not None
+        self.ranges: dict[tuple[int, int], Ranges] = {}
+        self.kept = np.full((n, n + 1), INFINITE)
+        self.peak = np.full((n, n + 1), INFINITE)
+        for first in range(n if self.is_chain else 0):
+            for last in range(first + 1, n + 1):
+                found = tuple(_ranges(units, start + first, start + last))
+                self.ranges[first, last] = found
+                self._note(units, first, last, found)
+        last_chunks = range(n) if self.is_chain else range(1)
+        plain = [
+            estimate(units, (), start + first, stop, input_held=start == 0 and first == 0) for first in last_chunks
+        ]
+        self.last_kept = np.array([one.kept_bytes for one in plain], dtype=float)
+        self.last_peak = np.array([one.peak_bytes for one in plain], dtype=float)
+
+    def _note(self, units: Sequence[Unit], first: int, last: int, found: Ranges) -> None:
+        one = estimate(units, found, self.start + first, self.start + last, input_held=self.start + first == 0)
+        self.kept[first, last] = one.kept_bytes
+        self.peak[first, last] = one.peak_bytes
+
+    def fit(self, held: float, segments: int, limit: int) -> tuple[float, Ranges] | None:
+        """The chunks that keep least within the limit, when so much is held before."""
+        n = len(self.kept)
+        if not self.is_chain:
+            return None if held + self.last_peak[0] > limit else (held + self.last_kept[0], ())
+        reached = np.full(n, INFINITE)
+        reached[0] = held
+        history = [reached]
+        cuts: list[np.ndarray] = []
+        for _ in range(min(segments, n) - 1):
+            allowed = np.where(reached[:, None] + self.peak <= limit, reached[:, None] + self.kept, INFINITE)[:, :n]
+            cuts.append(allowed.argmin(axis=0))
+            reached = np.minimum(allowed.min(axis=0), INFINITE)
+            history.append(reached)
+        best: tuple[float, int, int] | None = None
+        for count, kept in enumerate(history):
+            ends = np.where(kept + self.last_peak <= limit, kept + self.last_kept, INFINITE)
+            at = int(ends.argmin())
+            if ends[at] < INFINITE and (best is None or ends[at] < best[0]):
+                best = (float(ends[at]), count, at)
+        if best is None:
+            return None
+        total, count, at = best
+        found: list[Range] = []
+        for chosen in reversed(cuts[:count]):
+            before = int(chosen[at])
+            found[:0] = self.ranges[before, at]
+            at = before
+        return total, tuple(found)
+
+
+def _fit(pieces: Sequence[_Piece], segments: int, limit: int) -> Ranges | None:
+    held = 0.0
+    found: list[Range] = []
+    for piece in pieces:
+        one = piece.fit(held, segments, limit)
+        if one is None:
+            return None
+        held = one[0]
+        found += one[1]
+    return tuple(found)
+
+
+def _pieces(units: Sequence[Unit]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for at in range(1, len(units) + 1):
+        if at == len(units) or units[at].chain != units[start].chain:
+            yield start, at
+            start = at
+
+
+def _ranges(units: Sequence[Unit], start: int, stop: int) -> Iterator[Range]:
+    """A chunk's ranges: what lies between the units that have to stay outside, from where a range may begin."""
+    first = start
+    while first < stop:
+        if units[first].pinned or not units[first].may_start:
+            first += 1
+            continue
+        last = first
+        while last < stop and not units[last].pinned:
+            last += 1
+        yield Range(first, last)
+        first = last

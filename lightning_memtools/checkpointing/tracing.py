@@ -1,0 +1,226 @@
+"""Runs a training step over fake tensors in a simulated allocator, and counts what it does."""
+
+# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values, random_numbers_untouched
+from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory
+from lightning_memtools.memory.virtual import Category, VirtualDevice
+from lightning_memtools.memory.virtual.ledger import Ledger
+from lightning_memtools.memory.virtual.mode import AccountingMode
+from lightning_memtools.memory.virtual.names import ModuleNames
+from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.memory.virtual.substitutions import behave_like_cuda
+
+Forward = Callable[[nn.Module, Any], Any]
+"""Runs the forward pass with the model and batch it is given, fake ones, and returns what backward starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step: what is traced.
+
+    Attributes:
+        model: The model, which is not touched.
+        batch: What the forward pass is given, tensors in any nesting; not touched either.
+        forward: Runs the forward pass.
+        optimizers: Optimizers whose state takes memory beside the model.
+        cuda_like: Whether to take CUDA's path where CPU tensors take another.
+    """
+
+    model: nn.Module
+    batch: Any
+    forward: Forward
+    optimizers: tuple[Optimizer, ...] = ()
+    cuda_like: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a traced step needs.
+
+    Attributes:
+        peak_bytes: The highest that was allocated.
+        reserved_bytes: The most that the allocator asked of the device.
+        static_bytes: What was allocated before the step: parameters, gradients, optimizer state, the batch.
+        operations: Floating-point operations of matrix products and convolutions, and one for each element that any
+            other operator made.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int
+    static_bytes: int
+    operations: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """The part of the peak that the step itself made."""
+        return self.peak_bytes - self.static_bytes
+
+
+class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations, and answers where a fake tensor is asked for a number: with 1, so that logging goes on."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then count."""
+        del types
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _number_like(args[0])
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.total += int(formula(*args, **kwargs, out_val=out))
+        elif not getattr(func, "is_view", False):
+            self.total += sum(
+                one.numel() for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Tensor)
+            )
+        return out
+
+
+class Trace:
+    """A fake copy of a step's model in a simulated allocator of its own."""
+
+    def __init__(self, step: Step, model: nn.Module, ledger: Ledger, counted: OperationCount) -> None:
+        self.model = model
+        self.ledger = ledger
+        self.counted = counted
+        self._step = step
+        self._peak = 0
+        self._batch = fake_values(step.batch)
+        self._optimizers: list[Any] = []
+
+    def allocated(self) -> int:
+        """Bytes allocated now."""
+        self.ledger.settle()
+        return self.ledger.allocator.allocated
+
+    def peak_since(self) -> int:
+        """The highest that was allocated since the last call of this function."""
+        self.ledger.settle()
+        peak = self.ledger.allocator.stats().peak_allocated or 0
+        self._peak = max(self._peak, peak)
+        self.ledger.reset_peaks()
+        return peak
+
+    def peak_so_far(self) -> int:
+        """The highest that was allocated since the last call of `peak_since`, which goes on."""
+        return self.ledger.allocator.stats().peak_allocated or 0
+
+    def prepare(self) -> None:
+        """Put the model, its gradients and the optimizers' state on the device."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self.ledger.add(tensor.untyped_storage(), Category.PARAMETER, "")
+        for tensor in tree_leaves(self._batch):
+            if isinstance(tensor, Tensor):
+                self.ledger.add(tensor.untyped_storage(), Category.INPUT, "")
+        self._make_gradients()
+        for one in self._step.optimizers:
+            clone = _optimizer_of_copy(one, self._step.model, self.model)
+            clone.step()
+            self._optimizers.append(clone)
+
+    def run(
+        self, around_forward: Callable[[], Any] = nullcontext, before_backward: Callable[[], None] = lambda: None
+    ) -> Cost:
+        """Run the step as Lightning does: forward, zero_grad, backward, optimizer."""
+        self._peak = 0
+        self.ledger.reset_peaks()
+        static, operations = self.allocated(), self.counted.total
+        with around_forward():
+            loss = _scalar(self._step.forward(self.model, self._batch))
+        self.model.zero_grad(set_to_none=True)
+        before_backward()
+        if loss is not None and loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        operations = self.counted.total - operations
+        del loss
+        for one in self._optimizers:
+            one.step()
+        self.peak_since()
+        reserved = self.ledger.allocator.stats().peak_reserved or 0
+        return Cost(self._peak, reserved, static, operations)
+
+    def let_go(self) -> None:
+        """Forget the step that is traced."""
+        del self._step
+
+    def _make_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+
+
+@contextmanager
+def tracing(step: Step) -> Iterator[Trace]:
+    """Make a fake copy of a step's model and trace with it, apart from any VirtualDevice that is entered."""
+    patches = Patches()
+    ledger = Ledger(CachingAllocator(AllocatorConfig.parse("")))
+    active = VirtualDevice.current()
+    with ExitStack() as stack:
+        stack.enter_context(active.host() if active is not None else nullcontext())
+        stack.enter_context(random_numbers_untouched())
+        stack.callback(patches.undo)
+        if step.cuda_like:
+            behave_like_cuda(patches)
+        stack.enter_context(fake_mode())
+        model = fake_model(step.model)
+        stack.enter_context(AccountingMode(ledger, ModuleNames(), fail=_fail))
+        counted = stack.enter_context(OperationCount())
+        trace = Trace(step, model, ledger, counted)
+        trace.prepare()
+        # Hooks make cycles of the trace: without this the step's real batch would live until these are collected.
+        stack.callback(trace.let_go)
+        yield trace
+
+
+def _fail(failure: SimulatedOutOfMemory) -> NoReturn:
+    raise failure
+
+
+def _optimizer_of_copy(optimizer: Optimizer, model: nn.Module, twin: nn.Module) -> Optimizer:
+    """The same optimizer over a copy's parameters, with no state yet."""
+    of = dict(zip(map(id, model.parameters()), twin.parameters(), strict=True))
+    clone = object.__new__(type(optimizer))
+    clone.__dict__.update(optimizer.__dict__)
+    vars(clone).pop("step", None)  # a learning rate scheduler wraps it on the instance
+    clone.param_groups = [
+        {**group, "params": [of[id(one)] for one in group["params"] if id(one) in of]}
+        for group in optimizer.param_groups
+    ]
+    clone.state = defaultdict(dict)
+    return clone
+
+
+def _scalar(value: Any) -> Tensor | None:
+    """What backward can start from: the loss, or the sum of everything a model returned."""
+    tensors = [one for one in tree_leaves(value) if isinstance(one, Tensor) and one.requires_grad]
+    if len(tensors) == 1 and tensors[0].numel() == 1:
+        return tensors[0]
+    sums = [one.real.sum() if one.is_complex() else one.sum() for one in tensors]
+    return torch.stack([one.float() for one in sums]).sum() if len(sums) > 1 else (sums[0] if sums else None)
+
+
+def _number_like(tensor: Tensor) -> bool | int | float:
+    if tensor.dtype is torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1

@@ -1,0 +1,31 @@
+"""The `memtools` command: each subcommand stands in a file of its own, with `add_to` and what it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_memtools.cli import estimate
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0, or 1 after an error that is the user's to mend.
+
+    Args:
+        arguments: The command line; that of the process when left out.
+    """
+    parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    estimate.add_to(commands)
+    chosen = parser.parse_args(arguments)
+    try:
+        chosen.run(chosen)
+    except estimate.UsageError as error:
+        print(f"memtools: {error}", file=sys.stderr)  # noqa: T201, a command prints
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

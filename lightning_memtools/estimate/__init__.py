@@ -1,0 +1,8 @@
+"""The memory of a training step, predicted on fake tensors."""
+
+from __future__ import annotations
+
+from lightning_memtools.estimate.estimate import estimate_memory
+from lightning_memtools.estimate.result import MemoryEstimate
+
+__all__ = ["MemoryEstimate", "estimate_memory"]

@@ -1,0 +1,111 @@
+"""A virtual device that records its history, over operators that behave as CUDA's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from lightning_memtools.estimate.kernels import KERNELS, SIZED, Kernel
+from lightning_memtools.estimate.recording import Recorder, RecordingLedger
+from lightning_memtools.memory.allocator import CachingAllocator
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.mode import AccountingMode
+from lightning_memtools.memory.virtual.place import OUTSIDE, Place
+
+
+class TracedDevice(VirtualDevice):
+    """A `VirtualDevice` without a limit, whose whole history is in `recorder`.
+
+    Args:
+        allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
+        cuda: Whether it stands for a GPU, or for the CPU.
+        cublas_workspace: What cuBLAS takes at the first matrix product of forward, and again of backward.
+        kernels: Whether operators may be replaced: by CUDA's, and where fakes have no size. On real tensors they may
+            not.
+
+    Attributes:
+        recorder: The history.
+    """
+
+    def __init__(
+        self, *, allocator: str = "", cuda: bool, cublas_workspace: str = "0MiB", kernels: bool = True
+    ) -> None:
+        super().__init__(
+            allocator=allocator, cublas_workspace=cublas_workspace if cuda else "0MiB", cuda_like=cuda, record=True
+        )
+        self._kernels = {**SIZED, **(KERNELS if cuda else {})} if kernels else {}
+        self.recorder = Recorder(self._allocator)
+        self._ledger: RecordingLedger = RecordingLedger(self._allocator, self.recorder)
+
+    @property
+    def simulation(self) -> CachingAllocator:
+        """The simulated allocator as the trace left it."""
+        return self._allocator
+
+    def finish(self) -> None:
+        """Write down what all memory that is still held is for."""
+        self._attribute()
+        self._ledger.finish()
+
+    def hold_buckets(self, sizes: Iterable[int]) -> None:
+        """Take the buckets of DDP, for good."""
+        for n_bytes in sizes:
+            self._ledger.hold_for(n_bytes, Category.GRADIENT, "(DDP bucket)")
+
+    def _new_mode(self) -> AccountingMode:
+        return _TracedMode(
+            self._ledger,
+            self._names,
+            error_of=self._out_of_memory,
+            cublas_workspace=self._cublas_workspace,
+            cuda_like=self._cuda_like,
+            recorder=self.recorder,
+            kernels=self._kernels,
+        )
+
+
+class _TracedMode(AccountingMode):  # type: ignore[no-untyped-call]
+    """Counts what operators make, and notes which operator runs."""
+
+    def __init__(
+        self, ledger: RecordingLedger, *args: Any, recorder: Recorder, kernels: dict[Any, Kernel], **options: Any
+    ) -> None:
+        super().__init__(ledger, *args, **options)
+        self.place = _NotedPlace(ledger, recorder)
+        self._recorder = recorder
+        self._kernels = kernels
+        self.work_with: Callable[[int], None] = ledger.work_with
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, or what CUDA has in its place."""
+        self._recorder.operation = func
+        kernel = self._kernels.get(func)
+        if kernel is None or self.silent:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+        def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+            return AccountingMode.__torch_dispatch__(self, func, types, args, kwargs)
+
+        return kernel(self, run, func, args, kwargs or {})
+
+    def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
+        """A module is called."""
+        depth = super().enter_module(module, args, kwargs)
+        self._recorder.enter_place(self.place.scopes[-1])
+        return depth
+
+
+class _NotedPlace(Place):
+    """A place in the program whose changes are noted."""
+
+    def __init__(self, ledger: RecordingLedger, recorder: Recorder) -> None:
+        super().__init__(ledger)
+        self._recorder = recorder
+
+    def leave_to(self, depth: int) -> None:
+        """What began at this depth has ended."""
+        super().leave_to(depth)
+        self._recorder.enter_place(self.scopes[-1] if self.scopes else OUTSIDE)

@@ -1,0 +1,135 @@
+"""Predict the memory of a training step without a GPU, and without computing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_memtools.estimate.buckets import unwrapped
+from lightning_memtools.estimate.fallback import estimate_on_cpu, explain
+from lightning_memtools.estimate.limits import Limit, cublas_workspace_of
+from lightning_memtools.estimate.precision import Precision, PrecisionName
+from lightning_memtools.estimate.reading import read_estimate
+from lightning_memtools.estimate.resizing import resized
+from lightning_memtools.estimate.result import MemoryEstimate
+from lightning_memtools.estimate.stand_in import is_lightning_module
+from lightning_memtools.estimate.step import STEP_NAMES, Recipe, Stage
+from lightning_memtools.estimate.tracing import Settings, Subject, trace
+from lightning_memtools.memory.virtual import VirtualDevice
+
+
+def estimate_memory(
+    model: nn.Module,
+    batch: Any,
+    *,
+    step: Callable[[Any, Any], Any] | None = None,
+    optimizer: Optimizer | type[Optimizer] | Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    stage: Stage = "train",
+    precision: PrecisionName = "32-true",
+    steps: int = 2,
+    accumulate: int = 1,
+    clip: float | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+    allocator: str = "",
+    capacity: str | None = None,
+    ddp_bucket_mb: float | None = None,
+) -> MemoryEstimate:
+    """Predict the peak memory of training, from the model and one batch, without a GPU.
+
+    The step runs on fake tensors: they have sizes and no values, so nothing is computed, and a model on the meta device
+    needs no memory. Every storage they would have is given a block in a simulated CUDA caching allocator. The model,
+    the batch and the optimizer are left exactly as they were.
+
+    A step is: forward, old gradients set to None, backward, clipping, the optimizer's step; as Lightning's Trainer runs
+    it. So from the second step on the gradients of the last one are there during forward.
+
+    Args:
+        model: A LightningModule, whose own steps run (automatic or manual optimization), or any module with ``step``.
+            A DistributedDataParallel is estimated as one rank, with its buckets.
+        batch: As the step wants it: real, meta or fake tensors, in any nesting.
+        step: ``step(model, batch)`` returns the loss.
+        optimizer: An optimizer over the model's parameters, its class, or a function of the parameters that makes one.
+            By default a LightningModule's own; any other module trains without one.
+        stage: "train", or "val", "test" or "predict" for a step without gradients.
+        precision: By Lightning's names: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
+        steps: How many steps. Two see the peak of a training that goes on; a third changes little.
+        accumulate: How many batches make one step.
+        clip: The norm to which gradients are clipped.
+        device: "cuda" for what CUDA's operators take (see docs/estimate-memory.md for the list), "cpu" for those of the
+            CPU: byte for byte what a `VirtualDevice` shows of a run on real tensors.
+        allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
+        capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the report then says whether it fits.
+        ddp_bucket_mb: The bucket size of DistributedDataParallel, in MiB, for a rank of a DDP training: 25 is torch's
+            default.
+
+    Returns:
+        The prediction. A step that reads values cannot run on fakes: then it runs on real CPU tensors at small batch
+        sizes, and ``notes`` states what was extrapolated.
+
+    Raises:
+        ValueError: An argument is out of range; the message says what is accepted.
+        TypeError: The step returns no loss.
+    """
+    if VirtualDevice.current() is not None:
+        raise RuntimeError(
+            f"estimate_memory cannot run while {VirtualDevice.current()!r} is entered: it enters a device of its own. "
+            "Leave that one first."
+        )
+    _check(model, step, stage=stage, steps=steps, accumulate=accumulate, device=device, ddp_bucket_mb=ddp_bucket_mb)
+    if capacity is not None:
+        Limit.parse(capacity)
+    recipe = Recipe(stage=stage, precision=Precision.parse(precision), steps=steps, accumulate=accumulate, clip=clip)
+    if ddp_bucket_mb is None and isinstance(model, DistributedDataParallel):
+        ddp_bucket_mb = model.bucket_bytes_cap / 2**20
+    subject = Subject(model=model, step=step, optimizer=optimizer, ddp_bucket_mb=ddp_bucket_mb)
+    settings = Settings(cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity))
+    return _estimate(subject, batch, recipe, settings, capacity)
+
+
+def _estimate(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, capacity: str | None) -> MemoryEstimate:
+    def retrace(size: int) -> MemoryEstimate:
+        return _estimate(subject, resized(batch, size), recipe, settings, capacity)
+
+    try:
+        traced = trace(subject, batch, recipe, settings)
+    except Exception as error:
+        obstacle = explain(error)
+        if obstacle is None:
+            raise
+        return estimate_on_cpu(subject, batch, recipe, settings, obstacle, capacity=capacity)
+    return read_estimate(traced, unwrapped(subject.model), batch, settings, capacity=capacity, retrace=retrace)
+
+
+def _check(
+    model: object,
+    step: object,
+    *,
+    stage: str,
+    steps: int,
+    accumulate: int,
+    device: str,
+    ddp_bucket_mb: float | None,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: pass a LightningModule, or another torch.nn.Module.")
+    if stage not in STEP_NAMES:
+        raise ValueError(f"Unknown stage {stage!r}. Accepted are {', '.join(map(repr, STEP_NAMES))}.")
+    if device not in {"cuda", "cpu"}:
+        raise ValueError(f"Unknown device {device!r}. Accepted are 'cuda' and 'cpu': whose operators are estimated.")
+    for name, number in (("steps", steps), ("accumulate", accumulate)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} is {number!r}: it has to be a whole number of at least 1.")
+    if ddp_bucket_mb is not None and not ddp_bucket_mb > 0:
+        raise ValueError(f"ddp_bucket_mb is {ddp_bucket_mb!r}: it has to be above 0 MiB, such as torch's default, 25.")
+    if step is None and not is_lightning_module(model):
+        raise ValueError(
+            f"{type(model).__name__} is no LightningModule, so estimate_memory does not know its step. Pass "
+            "step=lambda model, batch: loss, such as step=lambda model, batch: mse_loss(model(batch[0]), batch[1])."
+        )
+    name = STEP_NAMES[stage]
+    if step is None and getattr(model, name, None) is None:
+        raise ValueError(f"{type(model).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")

@@ -1,0 +1,196 @@
+"""A user's module made to hold fake tensors for a while, and put back exactly as it was.
+
+Nothing is copied: what a module, its submodules and the plain objects and containers they hold refer to is noted, and
+tensors among it are exchanged for fake ones of the same size. Whatever the step then does to those attributes is undone
+by putting the noted references back.
+"""
+
+# ruff: noqa: SLF001, which storage a tensor has is private in torch
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+# Objects that are looked at but never into: they belong to the program, not to the model.
+_OPAQUE = (
+    *(str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, torch.Generator),
+    *(ModuleType, FunctionType, MethodType, BuiltinFunctionType, threading.Thread, partial),
+)
+# What a LightningModule refers to of the program around it.
+_AROUND = frozenset({"_trainer", "_fabric"})
+_MAX_OBJECTS = 1_000_000
+
+MakeTensor = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TensorExchange:
+    """Makes for each tensor one stand-in of the same size, and for tensors that share memory ones that share it too.
+
+    To be used where new tensors are the wanted kind: under a FakeTensorMode, which makes them without memory.
+
+    Args:
+        dtype: What floating-point tensors become; None to keep theirs.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._made: dict[int, torch.Tensor] = {}
+        self._bases: dict[int, torch.Tensor] = {}
+        # Keeps the originals alive, so that no other object gets their id meanwhile.
+        self._originals: list[torch.Tensor] = []
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The stand-in of a tensor, if it has one."""
+        return self._made.get(id(tensor))
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a tensor, made when it is asked for first."""
+        made = self._made.get(id(tensor))
+        if made is None:
+            made = self._made[id(tensor)] = self._make(tensor)
+            self._originals.append(tensor)
+        return made
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"A parameter of the model has no shape yet ({type(tensor).__name__}): its module is lazy. Run the "
+                "model once, on a small batch, before you estimate its memory."
+            )
+        data = self._data(tensor)
+        if not isinstance(tensor, nn.Parameter):
+            return data.requires_grad_(tensor.requires_grad) if tensor.requires_grad else data
+        parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
+        for name, value in vars(tensor).items():
+            if name not in vars(parameter):
+                setattr(parameter, name, value)
+        return parameter
+
+    def _data(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"A tensor of layout {tensor.layout} has no fake stand-in: use a strided (dense) one.")
+        storage = tensor.untyped_storage()
+        n_elements = storage.nbytes() // tensor.element_size()
+        if n_elements == _span(tensor) and tensor.storage_offset() == 0 and storage._cdata not in self._bases:
+            base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+            self._bases[storage._cdata] = base
+            return base.detach()
+        if storage._cdata not in self._bases:
+            self._bases[storage._cdata] = torch.empty(n_elements, dtype=dtype, device="cpu")
+        base = self._bases[storage._cdata]
+        if base.dtype != dtype:  # two views of one storage as different types: rare, and kept apart
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+        return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class RealExchange(TensorExchange):
+    """As `TensorExchange`, with stand-ins that hold the values of the originals."""
+
+    def _data(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            raise ValueError("A tensor of the model is on the meta device and has no values: build the model for real.")
+        copy = super()._data(tensor)
+        copy.copy_(tensor.detach())
+        return copy
+
+
+@contextmanager
+def borrowed(roots: Iterable[Any], exchange: TensorExchange) -> Iterator[None]:
+    """While entered, what the roots hold of tensors are stand-ins; afterwards everything is as it was.
+
+    Not looked into: closures, objects with ``__slots__`` only, and optimizers (see `stand_in_optimizer`).
+    """
+    noted: list[tuple[Any, Any]] = []
+    try:
+        _exchange_all(roots, exchange, noted)
+        yield
+    finally:
+        for container, content in reversed(noted):
+            _put_back(container, content)
+
+
+def stand_in_optimizer(optimizer: Optimizer, exchange: TensorExchange) -> Optimizer:
+    """An optimizer of the same class and settings over the stand-ins; the given one is not touched."""
+    new: Optimizer = object.__new__(type(optimizer))
+    vars(new).update(vars(optimizer))
+    new.param_groups = [
+        {**group, "params": [exchange(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    new.state = type(optimizer.state)(optimizer.state.default_factory)
+    for parameter, state in optimizer.state.items():
+        new.state[exchange(parameter)] = {
+            key: exchange(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
+        }
+    return new
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many elements of its storage a tensor reaches over."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tuple[Any, Any]]) -> None:
+    seen: set[int] = set()
+    queue: deque[Any] = deque(roots)
+    while queue and len(seen) < _MAX_OBJECTS:
+        thing = queue.popleft()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        container = _container(thing)
+        if container is None:
+            continue
+        if isinstance(container, dict):
+            items = [value for key, value in container.items() if key not in _AROUND]
+        else:
+            items = list(container)
+        noted.append((container, container.copy()))
+        if isinstance(container, dict):
+            for key, value in list(container.items()):
+                changed = _exchanged(value, exchange)
+                if changed is not value:
+                    container[key] = changed
+        elif isinstance(container, (list, deque)):
+            for index, value in enumerate(items):
+                container[index] = _exchanged(value, exchange)
+        queue.extend(items)
+
+
+def _container(thing: Any) -> Any:
+    """What of an object can be noted and put back: its attributes, or itself where it is a container."""
+    if isinstance(thing, (dict, list, deque, set)):
+        return thing
+    if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)):
+        return None
+    return getattr(thing, "__dict__", None)
+
+
+def _exchanged(value: Any, exchange: TensorExchange) -> Any:
+    if isinstance(value, torch.Tensor):
+        return exchange(value)
+    if type(value) is tuple and any(isinstance(item, torch.Tensor) for item in value):
+        return tuple(_exchanged(item, exchange) for item in value)
+    return value
+
+
+def _put_back(container: Any, content: Any) -> None:
+    if isinstance(container, (list, deque)):
+        container.clear()
+        container.extend(content)
+    elif container != content if isinstance(container, set) else True:
+        container.clear()
+        container.update(content)

@@ -1,0 +1,144 @@
+"""When a step cannot run on fake tensors: why, and what is done instead."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from lightning_memtools.estimate.nesting import tensors_of
+from lightning_memtools.estimate.reading import read_estimate
+from lightning_memtools.estimate.resizing import first_rows
+from lightning_memtools.estimate.result import MemoryEstimate
+from lightning_memtools.estimate.step import Recipe, batch_size_of
+from lightning_memtools.estimate.tracing import Settings, Subject, trace
+
+_SMALL = (4, 16)
+"""The batch sizes of the fallback: small, and far enough apart that blocks of 512 bytes hide little of a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a step cannot run on fake tensors: in words, with the line of the user's code."""
+
+    why: str
+
+
+def explain(error: Exception) -> Obstacle | None:
+    """Say why a step failed, if it is because its tensors are fake; None for an error of the user's own."""
+    where = _line_of_user(error)
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        what = str(error.func)
+        return Obstacle(f"The step reads values at {where}: {what} needs them, and an estimate has none.")
+    if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
+        name = str(getattr(error, "func", None) or error).split("\n")[0]
+        return Obstacle(
+            f"The operator {name} at {where} has no kernel for fake tensors. Register one with "
+            "torch.library.register_fake, and the estimate needs no extrapolation."
+        )
+    text = str(error)
+    if isinstance(error, RuntimeError) and (".numpy() is not supported" in text or "with FakeTensor" in text):
+        return Obstacle(f"The step takes values out of a tensor at {where}: {text.splitlines()[0]}")
+    return None
+
+
+def estimate_on_cpu(
+    subject: Subject,
+    batch: Any,
+    recipe: Recipe,
+    settings: Settings,
+    obstacle: Obstacle,
+    *,
+    capacity: str | None,
+) -> MemoryEstimate:
+    """Run the step on copies of the real tensors at two small batch sizes, and draw a line through their peaks.
+
+    Raises:
+        RuntimeError: The model or the batch has no values either.
+    """
+    size = batch_size_of(batch)
+    is_small = size is None or size <= _SMALL[-1]
+    parts = [batch] if is_small else [first_rows(batch, n) for n in _SMALL]
+    _check_values(subject, batch, obstacle)
+    runs = [trace(subject, part, recipe, settings, values=True) for part in parts]
+    own = "" if not settings.cuda else " Attention, recurrent layers and autocast took the CPU's ways."
+    if size is None or len(runs) == 1:
+        note = f"{obstacle.why} So the step ran on real CPU tensors.{own}"
+        return read_estimate(
+            runs[-1], subject.model, batch, settings, capacity=capacity, retrace=_cannot_retrace, notes=(note,)
+        )
+    small, large = (
+        read_estimate(run, subject.model, batch, settings, capacity=capacity, retrace=_cannot_retrace) for run in runs
+    )
+    note = (
+        f"{obstacle.why} So the step ran on real CPU tensors at batch sizes {_SMALL[0]} and {_SMALL[1]}, and a "
+        f"straight line through the two gives the figures for {size}; modules and timeline are those of "
+        f"{_SMALL[1]}.{own}"
+    )
+    return _Line(small, large, *_SMALL, note).at(size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Two estimates at two batch sizes, and the straight line through them."""
+
+    small: MemoryEstimate
+    large: MemoryEstimate
+    n_small: int
+    n_large: int
+    note: str
+
+    def at(self, size: int) -> MemoryEstimate:
+        """The estimate at a batch size."""
+
+        def line(small: int, large: int) -> int:
+            return round(small + (large - small) * (size - self.n_small) / (self.n_large - self.n_small))
+
+        small, large = self.small, self.large
+        return replace(
+            large,
+            peak_allocated=line(small.peak_allocated, large.peak_allocated),
+            peak_reserved=line(small.peak_reserved, large.peak_reserved),
+            composition={name: line(small.composition[name], n_bytes) for name, n_bytes in large.composition.items()},
+            step_peaks=tuple(map(line, small.step_peaks, large.step_peaks)),
+            batch_size=size,
+            notes=(self.note,),
+            _trace=None,
+            _retrace=self.at,
+        )
+
+
+def _check_values(subject: Subject, batch: Any, obstacle: Obstacle) -> None:
+    tensors = (*tensors_of(batch), *subject.model.parameters())
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise RuntimeError(
+            f"{obstacle.why} The step could run on real CPU tensors instead, but the model or the batch has no values. "
+            "Pass a real model and a real batch (a few samples are enough), or a step that reads no values."
+        )
+
+
+def _cannot_retrace(size: int) -> MemoryEstimate:
+    raise ValueError(
+        f"A step that reads values cannot be estimated at batch size {size} from a batch this small: pass a batch of "
+        f"more than {_SMALL[-1]} samples."
+    )
+
+
+def _line_of_user(error: Exception) -> str:
+    """The innermost line that is neither torch's, Lightning's, Python's nor this library's."""
+    library = str(Path(__file__).parents[1])
+    installed = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"], library, "<")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
+    if not frames:
+        return "an unknown line"
+    frame = frames[-1]
+    return f"{frame.filename}:{frame.lineno} ({frame.line})"

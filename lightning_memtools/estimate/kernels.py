@@ -1,0 +1,180 @@
+"""What CUDA's kernels allocate where those for the CPU allocate something else.
+
+Each kernel is called in place of its operator. It runs the operator on the fake tensors and adds what CUDA takes for a
+moment (`mode.work_with`), or replaces results of another size. docs/estimate-memory.md has the table of these with
+their sources; tests/estimate/test_kernels.py checks each on its own.
+"""
+
+# ruff: noqa: SLF001, attention's kernels have no public names
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+aten = torch.ops.aten
+
+
+class Mode(Protocol):
+    """What a kernel needs of the mode that calls it."""
+
+    work_with: Callable[[int], None]
+
+
+Run = Callable[..., Any]
+Kernel = Callable[[Mode, Run, Any, tuple[Any, ...], dict[str, Any]], Any]
+KERNELS: dict[Any, Kernel] = {}
+"""The kernel of each operator that differs."""
+
+SIZED: dict[Any, Kernel] = {}
+"""Operators whose results have a size that depends on values, where another argument says it; on the CPU as well."""
+
+_ROWS_PER_THREAD = 10
+_FEW_INDICES = 3072
+
+
+def instead_of(*operators: Any) -> Callable[[Kernel], Kernel]:
+    """Register a kernel for operators."""
+
+    def register(kernel: Kernel) -> Kernel:
+        KERNELS.update(dict.fromkeys(operators, kernel))
+        return kernel
+
+    return register
+
+
+def _bincount(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Torchmetrics counts classes, and says how many there are."""
+    minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)  # noqa: PLR2004, its third argument
+    if minlength == 0:
+        return run(func, *args, **kwargs)
+    del mode
+    return run(aten.empty.memory_format, [minlength], dtype=torch.int64, device=torch.device("cpu"))
+
+
+SIZED[aten.bincount.default] = _bincount
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """The bytes of a dense copy of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy_if_strided(mode: Mode, *tensors: torch.Tensor) -> None:
+    # Kernels that want rows side by side copy what is not, for as long as they run.
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            mode.work_with(nbytes(tensor))
+
+
+@instead_of(aten.native_layer_norm.default)
+def layer_norm(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Mean and 1/deviation are float32 for half inputs too; a strided input is copied (cuda/layer_norm_kernel.cu)."""
+    out = _statistics_in_float(run, func, args, kwargs)
+    _copy_if_strided(mode, args[0])
+    return out
+
+
+@instead_of(aten.native_group_norm.default)
+def group_norm(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Needs two values per sample and channel in float32 while it runs (cuda/group_norm_kernel.cu)."""
+    out = run(func, *args, **kwargs)
+    n_samples, n_channels = args[3], args[4]
+    # a and b of y = a x + b
+    mode.work_with(2 * 4 * n_samples * n_channels)
+    return out
+
+
+def _statistics_in_float(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0].dtype not in {torch.float16, torch.bfloat16}:
+        return run(func, *args, **kwargs)
+    source, normalized = args[0], args[1]
+    shape = [*source.shape[: source.dim() - len(normalized)], *[1] * len(normalized)]
+    out = run(aten.empty_like.default, source, memory_format=torch.contiguous_format)
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    mean = run(aten.empty.memory_format, shape, **options)
+    rstd = run(aten.empty.memory_format, shape, **options)
+    return out, mean, rstd
+
+
+@instead_of(aten.native_layer_norm_backward.default)
+def layer_norm_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Strided gradients and inputs are copied."""
+    out = run(func, *args, **kwargs)
+    _copy_if_strided(mode, args[0], args[1])
+    return out
+
+
+@instead_of(aten.embedding_dense_backward.default)
+def embedding_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """More than 3072 indices are sorted, and summed in float32 piece by piece (cuda/EmbeddingBackwardKernel.cu)."""
+    out = run(func, *args, **kwargs)
+    gradient, indices, n_weights = args[0], args[1], args[2]
+    n_indices = indices.numel()
+    if n_indices > _FEW_INDICES:
+        # Sorted indices and where they came from; then a row for every part of a run of equal indices.
+        n_segments = min(n_indices, n_weights)
+        n_parts = -(-n_indices // _ROWS_PER_THREAD) + n_segments
+        width = gradient.shape[-1]
+        mode.work_with(2 * n_indices * indices.element_size() + 4 * n_parts * width)
+    return out
+
+
+@instead_of(aten._scaled_dot_product_flash_attention_backward.default)
+def flash_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums the query's gradient in float32, sequence and head rounded up (cuda/flash_attn/flash_api.cpp, mha_bwd)."""
+    out = run(func, *args, **kwargs)
+    query = args[1]
+    batch, heads, length, head = query.shape
+    rounded = -(-length // 128) * 128
+    wide = -(-head // 32) * 32 if head <= 192 else 256  # noqa: PLR2004, mha_bwd's head_size_rounded
+    mode.work_with(4 * batch * heads * rounded * (wide + 1))
+    if args[2].shape[1] != heads:  # grouped queries: gradients of key and value are made per query head first
+        mode.work_with(2 * prod((batch, args[2].shape[2], heads, head)) * query.element_size())
+    return out
+
+
+@instead_of(aten._scaled_dot_product_efficient_attention_backward.default)
+def efficient_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums the query's gradient in float32, or multiplies gradient and output (cuda/attention_backward.cu)."""
+    out = run(func, *args, **kwargs)
+    query = args[1]
+    mode.work_with(4 * query.numel() + 4 * query.numel() // query.shape[-1])
+    return out
+
+
+@instead_of(aten.convolution.default)
+def convolution(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inputs are contiguous or channels last for cuDNN; any other is copied (cudnn/ConvShared.cpp).
+
+    Its own workspace, which its heuristics choose by GPU and shape, is not known here and not counted.
+    """
+    out = run(func, *args, **kwargs)
+    _copy_for_convolution(mode, args[0], args[1])
+    return out
+
+
+@instead_of(aten.convolution_backward.default)
+def convolution_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As forward: strided gradients and inputs are copied."""
+    out = run(func, *args, **kwargs)
+    _copy_for_convolution(mode, args[0], args[2])
+    return out
+
+
+def _copy_for_convolution(mode: Mode, tensor: torch.Tensor, weight: torch.Tensor) -> None:
+    if tensor.dim() == 4:  # noqa: PLR2004, images
+        wants_last = any(_is_last_only(one) for one in (tensor, weight))
+        wanted = torch.channels_last if wants_last else torch.contiguous_format
+        if tensor.is_contiguous(memory_format=wanted):
+            return
+    elif tensor.is_contiguous():
+        return
+    mode.work_with(nbytes(tensor))
+
+
+def _is_last_only(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()

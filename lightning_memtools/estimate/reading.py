@@ -1,0 +1,130 @@
+"""From a trace to what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_memtools.estimate.recording import Allocation, Recorder
+from lightning_memtools.estimate.result import MemoryEstimate, ModuleMemory, PeakPlace
+from lightning_memtools.estimate.step import batch_size_of
+from lightning_memtools.estimate.timeline import Timeline, part_of, timeline_of
+from lightning_memtools.estimate.tracing import Settings, Traced
+from lightning_memtools.memory.virtual.place import BACKWARD, OPTIMIZER, OUTSIDE
+
+
+def read_estimate(
+    traced: Traced,
+    model: nn.Module,
+    batch: Any,
+    settings: Settings,
+    *,
+    capacity: str | None,
+    retrace: Callable[[int], MemoryEstimate],
+    notes: tuple[str, ...] = (),
+) -> MemoryEstimate:
+    """Put together what a trace says."""
+    recorder = traced.device.recorder
+    timeline = timeline_of(recorder)
+    stats = traced.device.stats()
+    assert stats.peak_allocated is not None
+    assert stats.peak_reserved is not None
+    return MemoryEstimate(
+        peak_allocated=stats.peak_allocated,
+        peak_reserved=stats.peak_reserved,
+        peak_at=_place(recorder, timeline.peak, type(model).__name__),
+        composition=timeline.at(timeline.peak) if timeline.allocated else {},
+        parameter_count=traced.n_parameters,
+        gradient_count=traced.n_gradients,
+        parameter_bytes=traced.parameter_bytes,
+        modules=_modules(traced, model, timeline),
+        step_peaks=_step_peaks(timeline),
+        timeline=timeline,
+        batch_size=batch_size_of(batch),
+        device="cuda" if settings.cuda else "cpu",
+        notes=notes,
+        capacity=capacity,
+        _simulation=traced.device.simulation,
+        _trace=traced.device.trace,
+        _retrace=retrace,
+    )
+
+
+def _place(recorder: Recorder, event: int, model: str) -> PeakPlace:
+    born = next((one for one in recorder.allocations.values() if one.born == event), None)
+    if born is None:
+        return PeakPlace(0, "setup", "", "")
+    module = born.module
+    if module == BACKWARD or (born.phase == "backward" and born.node_number is not None):
+        module = recorder.place_of_node(born.node_number) or ""
+    module = _path(module, model)
+    return PeakPlace(born.step + 1, born.phase, module, _name(born))
+
+
+def _name(allocation: Allocation) -> str:
+    operation = allocation.operation
+    if operation is None:
+        return ""
+    overload = getattr(operation, "overloadpacket", None)
+    return str(overload or operation)
+
+
+def _path(module: str, model: str) -> str:
+    """A module's name below the model, as named_modules gives it; what is no module's name stays."""
+    if module == model:
+        return "(model)"
+    if module in {OUTSIDE, OPTIMIZER, "workspace"}:
+        return ""
+    return module.removeprefix(f"{model}.")
+
+
+def _modules(traced: Traced, model: nn.Module, timeline: Timeline) -> tuple[ModuleMemory, ...]:
+    saved = _saved_bytes(traced.device.recorder, timeline)
+    root = type(model).__name__
+    return tuple(
+        ModuleMemory(
+            name=name,
+            kind=type(module).__name__,
+            output_shapes=traced.shapes.get(name, ()),
+            n_parameters=sum(parameter.numel() for parameter in module.parameters()),
+            saved_bytes=saved.get(f"{root}.{name}" if name else root, 0),
+        )
+        for name, module in model.named_modules()
+    )
+
+
+def _saved_bytes(recorder: Recorder, timeline: Timeline) -> dict[str, int]:
+    """Activations that are there when the last forward ends, by module."""
+    last = max((step for _, step, phase in timeline.marks if phase == "forward"), default=0)
+    begins = [event for event, step, phase in timeline.marks if (step, phase) == (last, "forward")]
+    if not begins:
+        return {}
+    begin = begins[0]
+    end = next(
+        (
+            event
+            for event, step, phase in timeline.marks
+            if event >= begin and phase in {"backward", "outputs"} and step == last
+        ),
+        len(timeline.allocated),
+    )
+    saved: dict[str, int] = {}
+    for allocation in recorder.allocations.values():
+        outlives = begin <= allocation.born < end and (allocation.died is None or allocation.died >= end)
+        if outlives and part_of(allocation) == "activations":
+            saved[allocation.module] = saved.get(allocation.module, 0) + allocation.size
+    return saved
+
+
+def _step_peaks(timeline: Timeline) -> tuple[int, ...]:
+    starts: dict[int, int] = {}
+    for event, step, _ in timeline.marks:
+        if step > 0:
+            starts.setdefault(step, event)
+    ends = [*list(starts.values())[1:], len(timeline.allocated)]
+    return tuple(
+        max(timeline.allocated[max(0, start - 1) : end], default=0)
+        for start, end in zip(starts.values(), ends, strict=True)
+    )

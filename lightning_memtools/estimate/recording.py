@@ -1,0 +1,183 @@
+"""Everything that was allocated and freed during a step: what for, by whom, and when."""
+
+# ruff: noqa: SLF001, which node autograd runs is private in torch
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_memtools.memory.allocator import Block, CachingAllocator
+from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.ledger import Entry, Ledger
+from lightning_memtools.memory.virtual.place import BACKWARD, OPTIMIZER
+
+WORKSPACE = len(Category)
+"""The kind of what libraries take for themselves; all other kinds are a `Category`."""
+
+
+@dataclass(slots=True)
+class Allocation:
+    """One block, from when it was given out until it was freed. Events are counted from 0.
+
+    Attributes:
+        size: Its size in bytes, as the allocator rounds it.
+        born: The event that gave it out.
+        step: The step it was made in, from 0; -1 before the first.
+        phase: What the step was doing.
+        operation: The operator that made it; None where none did.
+        kind: A `Category`, or `WORKSPACE`: the last that was known of it.
+        module: The module it is charged to.
+        node_number: Made in backward, the number of the forward operator whose gradient was being computed.
+        died: The event that freed it; None for what was alive at the end.
+    """
+
+    size: int
+    born: int
+    step: int
+    phase: str
+    operation: Any
+    kind: int = Category.OTHER
+    module: str = ""
+    node_number: int | None = None
+    died: int | None = None
+
+
+class Recorder:
+    """The history of one allocator.
+
+    Attributes:
+        step: The step that runs, from 0; -1 before the first.
+        phase: What it is doing.
+        operation: The operator that runs.
+        allocations: All allocations by their number in the allocator.
+        allocated: Bytes allocated after each event.
+        reserved: Bytes reserved after each event.
+        marks: The first event of each phase: (event, step, phase).
+    """
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.step = -1
+        self.phase = "setup"
+        self.operation: Any = None
+        self.allocations: dict[int, Allocation] = {}
+        self.allocated: list[int] = []
+        self.reserved: list[int] = []
+        self.marks: list[tuple[int, int, str]] = [(0, -1, "setup")]
+        self._allocator = allocator
+        # The modules that forward went through, by the number of autograd's next node.
+        self._numbers: list[int] = []
+        self._places: list[str] = []
+
+    def begin(self, phase: str, step: int | None = None) -> None:
+        """A phase begins."""
+        if step is not None:
+            self.step = step
+        self.phase = phase
+        self.operation = None
+        self.marks.append((len(self.allocated), self.step, phase))
+
+    def enter_place(self, place: str) -> None:
+        """From now on operators belong to this module."""
+        number = torch._C._autograd._get_sequence_nr()
+        if self._numbers and self._numbers[-1] == number:
+            self._places[-1] = place
+        elif not self._numbers or number > self._numbers[-1]:
+            self._numbers.append(number)
+            self._places.append(place)
+
+    def place_of_node(self, number: int | None) -> str | None:
+        """The module in whose forward an autograd node was made."""
+        if number is None:
+            return None
+        index = bisect_right(self._numbers, number) - 1
+        return self._places[index] if index >= 0 else None
+
+    def born(self, block: Block, kind: int, module: str) -> None:
+        """A block was given out."""
+        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        self.allocations[block.id] = Allocation(
+            size=block.size,
+            born=len(self.allocated),
+            step=self.step,
+            phase=self.phase,
+            operation=self.operation,
+            kind=kind,
+            module=module,
+            node_number=None if node is None else node._sequence_nr(),
+        )
+        self._note()
+
+    def died(self, number: int, kind: int, module: str) -> None:
+        """A block was freed; what was known of it last."""
+        allocation = self.allocations[number]
+        allocation.died = len(self.allocated)
+        allocation.kind, allocation.module = kind, module
+        self._note()
+
+    def _note(self) -> None:
+        self.allocated.append(self._allocator.allocated)
+        self.reserved.append(self._allocator.reserved)
+
+
+class RecordingLedger(Ledger):
+    """A ledger that tells a recorder of every block."""
+
+    def __init__(self, allocator: CachingAllocator, recorder: Recorder) -> None:
+        super().__init__(allocator)
+        self._recorder = recorder
+
+    def work_with(self, n_bytes: int) -> None:
+        """Take a block and give it back at once, as a kernel does with its workspace.
+
+        Raises:
+            SimulatedOutOfMemory: The device has too little.
+        """
+        if n_bytes <= 0:
+            return
+        with self._lock:
+            self._settle()
+            block = self.allocator.malloc(n_bytes, label="workspace")
+            number = block.id
+            self._serial += 1
+            self._recorder.born(block, WORKSPACE, "")
+            self.allocator.free(block)
+            self._recorder.died(number, WORKSPACE, "")
+        self._settle_late()
+
+    def hold_for(self, n_bytes: int, kind: int, label: str) -> None:
+        """Take a block that belongs to no storage, and is never given back."""
+        with self._lock:
+            self._settle()
+            block = self.allocator.malloc(n_bytes, label=label)
+            self.held += block.size
+            self._recorder.born(block, kind, label)
+
+    def finish(self) -> None:
+        """Write down what is known of the blocks that are alive. Their end is not counted any more."""
+        for entry in self.entries():
+            allocation = self._recorder.allocations[entry.block.id]
+            allocation.kind, allocation.module = entry.category, entry.module
+        # A weak reference that is gone calls nobody.
+        self._entries.clear()
+
+    def _count(self, block: Block, category: Category) -> None:
+        super()._count(block, category)
+        held = block.label == "workspace"
+        self._recorder.born(block, WORKSPACE if held else category, block.label or "")
+
+    def _give_back(self, entry: Entry) -> None:
+        number = entry.block.id
+        super()._give_back(entry)
+        self._recorder.died(number, entry.category, entry.module)
+
+
+def is_passing(allocation: Allocation) -> bool:
+    """Whether it is neither kept nor saved: a gradient on its way, or what an optimizer's step needs for a moment."""
+    if allocation.kind == Category.ACTIVATION:
+        return allocation.module == BACKWARD or allocation.phase in {"clip", "optimizer"}
+    # What a step makes and keeps is its state; what is gone when the step ends is not.
+    return allocation.kind == Category.OPTIMIZER and allocation.module == OPTIMIZER

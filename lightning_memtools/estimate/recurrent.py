@@ -1,0 +1,120 @@
+"""Recurrent layers as cuDNN runs them: all time steps in one kernel, with one space that backward needs.
+
+The size of that space is cuDNN's own affair (cudnnGetRNNTempSpaceSizes). Here it is what an LSTM, a GRU or a plain
+layer has to keep for its gradients, per time step: the activated gates and the states. This was not checked on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# For an LSTM four gates, the cell and its tanh; for a GRU three gates, and the hidden part of the last one.
+_KEPT_PER_UNIT = {"lstm": 6, "gru": 4, "rnn": 1}
+
+
+class _CudnnRnn(torch.autograd.Function):
+    """Allocates what a recurrent layer takes in cuDNN; without values, so for fake tensors only."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917, autograd gives all by position
+        ctx: Any,
+        kind: str,
+        layout: tuple[int, int, bool, bool],
+        dropout: float,
+        train: bool,
+        source: torch.Tensor,
+        hx: torch.Tensor,
+        cx: torch.Tensor | None,
+        *weights: torch.Tensor,
+    ) -> Any:
+        hidden, n_layers, both_ways, batch_first = layout
+        directions = 2 if both_ways else 1
+        n_out = hx.shape[-1] * directions
+        out = source.new_empty((*source.shape[:-1], n_out))
+        n_places = source.numel() // source.shape[-1]
+        states = [torch.empty_like(hx), *([] if cx is None else [torch.empty_like(cx)])]
+        if train:
+            kept = _KEPT_PER_UNIT[kind] * hidden * directions * n_layers
+            between = n_out * (n_layers - 1) * (2 if dropout else 1)
+            reserve = source.new_empty(n_places * (kept + between))
+            ctx.save_for_backward(source, hx, *([] if cx is None else [cx]), *weights, out, reserve)
+            ctx.shapes = (source, hx, cx)
+        ctx.n_weights = len(weights)
+        del batch_first
+        return out, *states
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors
+        source, hx, cx = ctx.shapes
+        weights = saved[len(saved) - 2 - ctx.n_weights : -2]
+        # cuDNN writes the gradients of all weights into one space, of which they are parts.
+        flat = source.new_empty(sum(weight.numel() for weight in weights))
+        parts, offset = [], 0
+        for weight in weights:
+            parts.append(flat[offset : offset + weight.numel()].view(weight.shape))
+            offset += weight.numel()
+        return (
+            *[None] * 4,
+            torch.empty_like(source) if ctx.needs_input_grad[4] else None,
+            torch.empty_like(hx) if ctx.needs_input_grad[5] else None,
+            torch.empty_like(cx) if cx is not None and ctx.needs_input_grad[6] else None,
+            *parts,
+        )
+
+
+def _lstm(
+    source: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    weights: Any,
+    *options: Any,
+) -> Any:
+    if isinstance(hx, torch.Tensor) or isinstance(weights, torch.Tensor):
+        raise NotImplementedError("packed sequences are not estimated as cuDNN runs them")
+    return _run("lstm", source, hx[0], hx[1], weights, *options)
+
+
+def _other(kind: str) -> Callable[..., Any]:
+    def run(source: torch.Tensor, hx: torch.Tensor, weights: Any, *options: Any) -> Any:
+        return _run(kind, source, hx, None, weights, *options)
+
+    return run
+
+
+def _run(  # noqa: PLR0917, as torch's
+    kind: str,
+    source: torch.Tensor,
+    hx: torch.Tensor,
+    cx: torch.Tensor | None,
+    weights: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    del has_biases
+    if torch.is_autocast_enabled("cpu"):
+        # CUDA's autocast casts inputs, states and weights of cuDNN's recurrent layers.
+        dtype = torch.get_autocast_dtype("cpu")
+        source, hx = source.to(dtype), hx.to(dtype)
+        cx = None if cx is None else cx.to(dtype)
+        weights = [weight.to(dtype) for weight in weights]
+    hidden = weights[1].shape[1]
+    layout = (hidden, num_layers, bidirectional, batch_first)
+    return _CudnnRnn.apply(  # type: ignore[no-untyped-call]
+        kind, layout, dropout, train, source, hx, cx, *weights
+    )
+
+
+RECURRENT: dict[Any, Callable[..., Any]] = {
+    torch.lstm: _lstm,
+    torch.gru: _other("gru"),
+    torch.rnn_tanh: _other("rnn"),
+    torch.rnn_relu: _other("rnn"),
+}
+"""What stands for each of torch's recurrent functions."""

@@ -1,0 +1,235 @@
+"""What an estimate says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_memtools.estimate.batch_size import largest_batch
+from lightning_memtools.estimate.limits import Limit
+from lightning_memtools.estimate.picture import draw
+from lightning_memtools.estimate.timeline import Timeline
+from lightning_memtools.memory.allocator import CachingAllocator, Trace, replay, save_snapshot
+from lightning_memtools.memory.capacity import known_gpus
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.tables import Table, markdown_table
+
+
+@dataclass(frozen=True, slots=True)
+class PeakPlace:
+    """Where the peak stands.
+
+    Attributes:
+        step: The step, counted from 1; 0 before the first.
+        phase: setup, inputs, forward, backward, clip, optimizer, or outputs.
+        module: The path of the module that allocated; in backward the one whose forward is being undone.
+        operation: The operator, such as "aten.convolution_backward"; empty where none allocated.
+    """
+
+    step: int
+    phase: str
+    module: str
+    operation: str
+
+    def __str__(self) -> str:
+        by = f", in {self.module}" if self.module else ""
+        what = f" ({self.operation})" if self.operation else ""
+        return f"step {self.step}, {self.phase}{by}{what}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleMemory:
+    """One module of the model.
+
+    Attributes:
+        name: Its path; empty for the model itself.
+        kind: Its class.
+        output_shapes: The shape of every tensor its first call returned, as a forward hook sees it.
+        n_parameters: Elements of its own parameters and those of its submodules, each counted once.
+        saved_bytes: Activations that its own operators made in the last step's forward and that were still there when
+            forward had ended; submodules not included.
+    """
+
+    name: str
+    kind: str
+    output_shapes: tuple[tuple[int, ...], ...]
+    n_parameters: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """The predicted memory of a step. Sizes in bytes; every figure is simulated.
+
+    Attributes:
+        peak_allocated: The most that tensors hold at one moment, as torch.cuda.max_memory_allocated.
+        peak_reserved: The most that the allocator asks of the device, as torch.cuda.max_memory_reserved. The CUDA
+            context, 300 to 700 MB more, is not part of it.
+        peak_at: Where ``peak_allocated`` was reached first.
+        composition: What it consists of at that moment: parameters, gradients, optimizer, activations, inputs,
+            temporaries (gradients on their way, and what an optimizer needs for a moment), workspace (of cuBLAS and
+            other kernels) and other (buffers among them). They add up to ``peak_allocated``.
+        parameter_count: Elements of all parameters, tied ones counted once.
+        gradient_count: Elements of the parameters that got a gradient.
+        parameter_bytes: Bytes of parameters and buffers.
+        modules: Every module of the model, in its order.
+        step_peaks: ``peak_allocated`` of each step.
+        timeline: Allocated bytes by category, and reserved bytes, after every event.
+        batch_size: The first dimension of the batch's first tensor; None where there is none.
+        device: "cuda" or "cpu": whose operators.
+        notes: What is to be known about how it came about, such as a fallback.
+        capacity: The limit the estimate was asked for; None for none.
+    """
+
+    peak_allocated: int
+    peak_reserved: int
+    peak_at: PeakPlace
+    composition: Mapping[str, int]
+    parameter_count: int
+    gradient_count: int
+    parameter_bytes: int
+    modules: tuple[ModuleMemory, ...]
+    step_peaks: tuple[int, ...]
+    timeline: Timeline
+    batch_size: int | None
+    device: str
+    notes: tuple[str, ...] = ()
+    capacity: str | None = None
+    _simulation: CachingAllocator = field(repr=False)
+    _trace: Trace | None = field(repr=False)
+    _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
+
+    def fits(self, capacity: str) -> bool:
+        """Whether the steps run on a device of that capacity, the allocator's retry with an empty cache included.
+
+        Args:
+            capacity: A size such as "24GiB", or a GPU's name such as "RTX 4090", of which 500 MiB go to the context.
+
+        Raises:
+            ValueError: The capacity cannot be read.
+        """
+        limit = Limit.parse(capacity)
+        # What always fits need not be replayed.
+        if self.peak_reserved <= limit.usable:
+            return True
+        if self._trace is None:
+            return False
+        return replay(self._trace, capacity=limit.usable).completed
+
+    def shortfall(self, capacity: str) -> int:
+        """By how many bytes the peak of allocated memory exceeds a capacity; 0 where it does not."""
+        return max(0, self.peak_allocated - Limit.parse(capacity).usable)
+
+    def max_batch_size(self, capacity: str) -> int:
+        """The largest batch that fits: it does, and one more does not. 0 where a batch of one does not fit.
+
+        Takes about as many traces as the estimate's distance from the answer has binary digits, mostly fewer than ten.
+
+        Raises:
+            ValueError: The capacity cannot be read, the batch has no tensor with a first dimension, or memory does not
+                grow with it.
+        """
+        if self.batch_size is None:
+            raise ValueError("The batch holds no tensor with a first dimension, so there is no batch size to change.")
+        limit = Limit.parse(capacity)
+        estimates = {self.batch_size: self}
+
+        def at(size: int) -> MemoryEstimate:
+            if size not in estimates:
+                estimates[size] = self._retrace(size)
+            return estimates[size]
+
+        return largest_batch(
+            self.batch_size,
+            fits=lambda size: at(size).fits(capacity),
+            peak=lambda size: at(size).peak_allocated,
+            limit=limit.usable,
+        )
+
+    def fitting_gpus(self) -> list[tuple[str, bool]]:
+        """Every known GPU from the smallest on, and whether the steps fit on it."""
+        gpus = sorted(known_gpus(), key=lambda gpu: (gpu.usable_bytes, gpu.name))
+        return [(gpu.name, self.fits(gpu.name)) for gpu in gpus]
+
+    def as_snapshot(self, path: str | Path) -> None:
+        """Write a memory snapshot for https://pytorch.org/memory_viz, as torch.cuda.memory._dump_snapshot does.
+
+        Raises:
+            ValueError: The estimate is extrapolated, so it has no history.
+        """
+        if self._trace is None:
+            raise ValueError("An extrapolated estimate has no history of allocations to write as a snapshot.")
+        save_snapshot(self._simulation, path)
+
+    def as_svg(self) -> str:
+        """The picture of memory over the steps as SVG: stacked by category, with the peak marked."""
+        return draw(self.timeline, title=f"Estimated memory ({self.device}, simulated)", peak=str(self.peak_at))
+
+    def save_picture(self, path: str | Path) -> None:
+        """Write `as_svg` to a file."""
+        Path(path).write_text(self.as_svg(), encoding="utf-8")
+
+    def summary_table(self) -> Table:
+        """The figures, one a row."""
+        rows = [
+            ("peak allocated", format_size(self.peak_allocated)),
+            ("peak reserved (without the CUDA context)", format_size(self.peak_reserved)),
+            *((f"at the peak: {name}", format_size(size)) for name, size in self.composition.items() if size),
+            ("parameters", f"{self.parameter_count:,}"),
+            ("parameters with a gradient", f"{self.gradient_count:,}"),
+        ]
+        return Table(("estimate (simulated)", "value"), rows)
+
+    def module_table(self, top: int | None = None) -> Table:
+        """One row per module: what it returns, its parameters, and the activations that it leaves for backward.
+
+        Args:
+            top: Only so many, those that keep most; None for all, in the model's order.
+        """
+        modules = list(self.modules)
+        if top is not None:
+            modules = sorted(modules, key=lambda module: -module.saved_bytes)[:top]
+        rows = [
+            (
+                module.name or "(model)",
+                module.kind,
+                ", ".join(str(list(shape)) for shape in module.output_shapes),
+                f"{module.n_parameters:,}",
+                format_size(module.saved_bytes),
+            )
+            for module in modules
+        ]
+        return Table(("module", "class", "output", "parameters", "saved for backward"), rows)
+
+    def to_markdown(self, top: int | None = 10) -> str:
+        """Everything in words and tables, for a report or a console."""
+        parts = [
+            markdown_table(self.summary_table()),
+            f"The peak stands at {self.peak_at}.",
+            *([self.word_on_capacity()] if self.capacity is not None else []),
+            markdown_table(self.module_table(top)),
+            *(f"Note: {note}" for note in self.notes),
+        ]
+        return "\n\n".join(parts)
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def word_on_capacity(self) -> str:
+        """Whether it fits in the capacity it was asked for, and by how much not; empty where none was given."""
+        if self.capacity is None:
+            return ""
+        limit = Limit.parse(self.capacity)
+        if self.fits(self.capacity):
+            return f"It fits in {self.capacity}."
+        if self.parameter_bytes > limit.usable:
+            excess = format_size(self.parameter_bytes - limit.usable)
+            return (
+                f"It does not fit in {self.capacity}: the parameters and buffers alone take "
+                f"{format_size(self.parameter_bytes)}, {excess} more than its {format_size(limit.usable)}. No batch "
+                "size helps: shard the model (FSDP), use a smaller precision, or a larger device."
+            )
+        over = self.shortfall(self.capacity)
+        how = f"{format_size(over)} too little at the peak" if over else "too fragmented at the peak"
+        return f"It does not fit in {self.capacity} ({format_size(limit.usable)} usable): {how}."

@@ -1,0 +1,66 @@
+"""The one list of what out-of-memory errors look like, shared by all that have to recognise them."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+
+import torch
+
+# Searched in the texts of RuntimeErrors and OSErrors: backends raise those types for everything.
+_WORDINGS = re.compile(
+    "|".join((  # noqa: FLY002, one line would hide which is which
+        # CUDA, HIP and XPU allocators, "MPS backend out of memory", and drivers ("CUDA error: out of memory").
+        r"out of memory",
+        r"cudaErrorMemoryAllocation|hipErrorOutOfMemory",
+        # SYCL and Level Zero, under XPU: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY, PI_ERROR_OUT_OF_RESOURCES ...
+        r"OUT_OF_(?:DEVICE|HOST)_MEMORY|ERROR_OUT_OF_RESOURCES",
+        # c10/core/impl/alloc_cpu.cpp: "can't allocate memory" on Linux, "not enough memory" on Windows.
+        r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
+        r"Cannot allocate memory",
+        # Libraries that get their handle or workspace outside of torch's allocator.
+        r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|HIPBLAS|HIPSPARSE|HIPSOLVER)_(?:STATUS_)?ALLOC_FAILED",
+        r"rocblas_status_memory_error|miopenStatusAllocFailed",
+        # What cuDNN says when no algorithm's workspace can be had.
+        r"Unable to find a valid cuDNN algorithm",
+        r"unable to find an engine to execute this computation",
+        r"RESOURCE_EXHAUSTED",  # XLA
+    )),
+    re.IGNORECASE,
+)  # fmt: skip
+# torch/utils/data/_utils/signal_handling.py and dataloader.py
+_KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal|exited unexpectedly)")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, or was raised from or while handling one that does."""
+    return any(_says_so(one) for one in error_chain(error))
+
+
+def is_killed_worker(error: BaseException) -> bool:
+    """Whether an error says that a data-loader worker died, as the kernel's out-of-memory killer makes it."""
+    return any(isinstance(one, RuntimeError) and _KILLED_WORKER.search(str(one)) for one in error_chain(error))
+
+
+def error_chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, then all that it was raised from (`__cause__`, `__context__`) or groups, each once."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and _WORDINGS.search(str(error)) is not None

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools.callbacks.empty_cache import EmptyCache
+from lightning_memtools.memory.sizes import MIB
+from tests.event_files import scalars
+from tests.lightning_models import Regression, loader, trainer
+from tests.list_logger import ListLogger
+from tests.quick_gc import only_new_objects
+
+
+@pytest.fixture(autouse=True)
+def _quick():
+    with only_new_objects():
+        yield
+
+
+def quiet(root: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    return trainer(root, *callbacks, **({"logger": ListLogger()} | options))
+
+
+class Wide(Regression):
+    """512 bytes of weights, in a small segment of 2 MiB; takes what it is told to in each step."""
+
+    def __init__(self, **mib: list[list[int]]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 1, bias=False))
+        self.mib = mib
+        self.n_steps = dict.fromkeys(("train", "val", "test", "predict"), 0)
+
+    def take(self, stage):
+        """Holds all sizes of the step at once, as a forward pass holds its activations."""
+        steps = self.mib.get(stage, [[]])
+        sizes = steps[self.n_steps[stage] % len(steps)]
+        self.n_steps[stage] += 1
+        return [torch.empty(mib * MIB, dtype=torch.uint8) for mib in sizes]
+
+    def training_step(self, batch, batch_idx):
+        held = self.take("train")
+        loss = self.loss(batch)
+        del held
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.take("val")
+
+    def test_step(self, batch, batch_idx):
+        self.take("test")
+
+    def predict_step(self, batch, batch_idx):
+        self.take("predict")
+        return batch[0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Reserved(L.Callback):
+    """Notes what is reserved in every validation batch, in MiB."""
+
+    def __init__(self) -> None:
+        self.mib: list[float] = []
+
+    def on_validation_batch_end(self, *args):
+        device = VirtualDevice.current()
+        assert device is not None
+        self.mib.append((device.stats().reserved or 0) / MIB)
+
+
+def in_mib(curves, tag):
+    return [(step, gib * 1024) for step, gib in curves[tag]]
+
+
+@pytest.mark.parametrize("with_it", [True, False])
+def test_batches_small_large_small_with_validation_between(with_it, tmp_path):
+    model = Wide(train=[[10], [100], [10]], val=[[12]])
+    reserved = Reserved()
+    with VirtualDevice("200MiB"):
+        callbacks = [EmptyCache(), reserved] if with_it else [reserved]
+        run = quiet(tmp_path, *callbacks, val_check_interval=1, num_sanity_val_steps=0)
+        run.fit(model, loader(24, 8), loader(8, 8))
+    # The small segment of 2 MiB; without EmptyCache the training's segments stay as well.
+    assert reserved.mib == ([14, 14, 14] if with_it else [24, 124, 124])
+    if with_it:
+        # At the start of an evaluation what training had, 10 or 100; at its end validation's 12. The last is fit's end,
+        # with nothing left to give.
+        assert in_mib(run.logger.curves, "memory/cache/freed_gib") == [
+            (0, 10), (1, 12), (1, 100), (2, 12), (2, 10), (3, 12), (3, 0),
+        ]  # fmt: skip
+
+
+def pinned(root, *callbacks):
+    """Validation needs 20 + 190 + 190 MiB after training had 200 + 200, of 520."""
+    model = Wide(train=[[200, 200]], val=[[20, 190, 190]])
+    with VirtualDevice("520MiB") as device:
+        run = quiet(root, *callbacks, num_sanity_val_steps=0, logger=False)
+        try:
+            run.fit(model, loader(8, 8), loader(8, 8))
+        finally:
+            stats = device.stats()
+    return model, stats
+
+
+def test_validation_at_another_shape_fails_without_it_because_a_live_tensor_pins_a_segment(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        pinned(tmp_path)
+
+
+def test_and_passes_with_it(tmp_path):
+    model, stats = pinned(tmp_path, EmptyCache())
+    assert model.n_steps["val"] == 1
+    assert stats.alloc_retries == 0  # not even the allocator's own retry was needed
+
+
+def test_without_it_the_allocators_retry_was_tried_and_did_not_help(tmp_path):
+    seen = {}
+
+    class Note(L.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            device = VirtualDevice.current()
+            assert device is not None
+            seen.update(retries=device.stats().alloc_retries, ooms=device.stats().ooms)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        pinned(tmp_path, Note())
+    assert seen == {"retries": 1, "ooms": 1}
+
+
+def test_less_than_the_minimum_stays(tmp_path):
+    model = Wide(train=[[10]], val=[[12]])
+    with VirtualDevice("200MiB") as device:
+        run = quiet(tmp_path, EmptyCache(min_reclaimable="30MiB"), num_sanity_val_steps=0)
+        run.fit(model, loader(8, 8), loader(8, 8))
+        assert device.stats().reserved == 24 * MIB
+    assert [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")] == [0, 0, 0]
+
+
+def test_without_a_capacity_the_share_is_of_what_is_reserved(tmp_path):
+    def freed(share):
+        model = Wide(train=[[30]], val=[[30]])
+        with VirtualDevice():
+            run = quiet(tmp_path, EmptyCache(min_reclaimable=share), num_sanity_val_steps=0)
+            run.fit(model, loader(8, 8), loader(8, 8))
+        return [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")]
+
+    assert freed(30 / 32) == [30, 30, 0]
+    assert freed(30.1 / 32) == [0, 0, 0]
+
+
+def test_the_sanity_check_is_an_evaluation_too(tmp_path):
+    model = Wide(train=[[10]], val=[[50]])
+    with VirtualDevice("200MiB"):
+        run = quiet(tmp_path, EmptyCache())
+        run.fit(model, loader(8, 8), loader(8, 8))
+    assert in_mib(run.logger.curves, "memory/cache/freed_gib") == [(0, 0), (0, 50), (0, 10), (1, 50), (1, 0)]
+
+
+def test_standalone_runs_give_back_at_their_start_and_when_they_are_over(tmp_path):
+    with VirtualDevice("200MiB") as device:
+        model = Wide(val=[[50]], test=[[60]], predict=[[70]])
+        torch.empty(30 * MIB, dtype=torch.uint8)
+        run = quiet(tmp_path, EmptyCache())
+        run.validate(model, loader(8, 8), verbose=False)
+        run.test(model, loader(8, 8), verbose=False)
+        run.predict(model, loader(8, 8))
+        assert device.stats().reserved == 2 * MIB
+    assert [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")] == [30, 50, 0, 60, 0, 70]
+
+
+def test_only_the_stages_that_are_asked_for_and_the_end_of_fit(tmp_path):
+    with VirtualDevice("200MiB"):
+        model = Wide(train=[[10]], val=[[50]], test=[[60]])
+        run = quiet(tmp_path, EmptyCache(stages=["test"]))
+        run.fit(model, loader(8, 8), loader(8, 8))
+        run.validate(model, loader(8, 8), verbose=False)
+        run.test(model, loader(8, 8), verbose=False)
+    curves = run.logger.curves
+    # The end of fit: training found room in the free 50 MiB. validate leaves 50 MiB, which the test's start gives back.
+    assert [mib for _, mib in in_mib(curves, "memory/cache/freed_gib")] == [50, 50, 60]
+
+
+def test_what_stays_is_the_model_and_its_optimizer_by_arithmetic(tmp_path):
+    class Model(Wide):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Linear(1024, 1024, bias=False)  # 4 MiB
+
+        def training_step(self, batch, batch_idx):
+            return self.wide(torch.ones(1, 1024)).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam([self.wide.weight])
+
+    with VirtualDevice("1GiB"):
+        run = quiet(tmp_path, EmptyCache(), max_epochs=2, num_sanity_val_steps=0)
+        run.fit(Model(), loader(8, 8), loader(8, 8))
+    curves = run.logger.curves
+    small = 512 / MIB
+    parameters = 4 + small
+    optimizer = 8 + small  # two moments and a step count
+    assert in_mib(curves, "memory/retained/parameters_gib") == [(step, parameters) for step in (0, 0, 1, 1, 2, 2)]
+    assert in_mib(curves, "memory/retained/optimizer_gib")[0] == (0, 0)
+    assert in_mib(curves, "memory/retained/optimizer_gib")[1:] == [(step, optimizer) for step in (0, 1, 1, 2, 2)]
+    assert in_mib(curves, "memory/retained/gradients_gib")[:5] == [(step, 0) for step in (0, 0, 1, 1, 2)]
+    for tag in ("retained_gib", "retained/other_gib"):
+        assert len(curves[f"memory/{tag}"]) == 6
+    for whole, *parts in zip(*(in_mib(curves, f"memory/retained{part}_gib") for part in ("", *PARTS)), strict=True):
+        assert whole[1] == pytest.approx(sum(mib for _, mib in parts))
+
+
+PARTS = ("/parameters", "/gradients", "/optimizer", "/other")
+
+
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
+def test_standalone_runs_leave_the_last_batch_and_the_predictions_out_of_what_stays(call, tmp_path):
+    with VirtualDevice("1GiB") as device:
+        model = Wide()
+        run = quiet(tmp_path, EmptyCache())
+        options = {} if call == "predict" else {"verbose": False}
+        collected = getattr(run, call)(model, loader(64, 32), **options)
+        assert device.stats().allocated == 512 + (1024 if call == "predict" else 0)
+        assert call != "predict" or len(collected) == 2
+    # Start, the end of evaluation with the batch still there, and teardown.
+    assert in_mib(run.logger.curves, "memory/retained_gib") == [(0, 512 / MIB)] * 3
+
+
+def test_without_the_ledger_only_what_was_given_back_is_logged(tmp_path):
+    with VirtualDevice("1GiB"):
+        run = quiet(tmp_path, EmptyCache(ledger=False))
+        run.fit(Wide(), loader(8, 8), loader(8, 8))
+        run.test(Wide(), loader(8, 8), verbose=False)
+    tags = {tag for tag in run.logger.curves if tag.startswith("memory")}
+    assert tags == {"memory/cache/freed_gib", "memory/cache/ms"}
+
+
+def test_the_time_of_collection_is_part_of_what_is_logged(tmp_path):
+    with VirtualDevice("1GiB"):
+        model = Wide()
+        model.foreign = [torch.zeros(1)]  # not the model's, so that garbage may be the reason
+        run = quiet(tmp_path, EmptyCache(), num_sanity_val_steps=0)
+        run.fit(model, loader(8, 8), loader(8, 8))
+    times = [ms for _, ms in run.logger.curves["memory/cache/ms"]]
+    assert all(ms > 0 for ms in times)
+
+
+LOGGERS = {
+    "tensorboard": TensorBoardLogger,
+    "csv": CSVLogger,
+    "two": lambda root: [TensorBoardLogger(root), CSVLogger(root)],
+    "none": lambda root: False,
+}
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_every_logger_and_every_call(logger, tmp_path):
+    with VirtualDevice("1GiB"):
+        model = Regression()
+        run = quiet(tmp_path, EmptyCache(), logger=LOGGERS[logger](tmp_path), max_epochs=2)
+        run.fit(model, loader(), loader(16))
+        run.validate(model, loader(16), verbose=False)
+        run.test(model, loader(16), verbose=False)
+        run.predict(model, loader(16))
+    for one in run.loggers:
+        if isinstance(one, TensorBoardLogger):
+            assert len(scalars(one.log_dir)["memory/cache/freed_gib"]) == 7 + 6
+        else:
+            assert isinstance(one, CSVLogger)
+            one.save()
+            text = (tmp_path / "lightning_logs").rglob("metrics.csv")
+            assert all("memory/retained_gib" in path.read_text() for path in text)
+
+
+def ends(root, *callbacks, device):
+    L.seed_everything(0, verbose=False)
+    model = Regression()
+    with device:
+        run = quiet(root, *callbacks, max_epochs=2, logger=False, val_check_interval=2)
+        run.fit(model, loader(), loader(16))
+    moments = [value for state in run.optimizers[0].state.values() for value in state.values()]
+    return [*model.state_dict().values(), *moments, torch.get_rng_state()], model
+
+
+def test_weights_optimizer_and_random_numbers_are_the_same_bits_with_and_without(tmp_path):
+    with_it, one = ends(tmp_path, EmptyCache(min_reclaimable="1B"), device=VirtualDevice("1GiB"))
+    without, other = ends(tmp_path, device=VirtualDevice("1GiB"))
+    assert len(with_it) == len(without) > 20
+    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
+    assert one.train_losses == other.train_losses
+    assert one.val_losses == other.val_losses
+
+
+def test_a_device_without_a_cache_is_told_of_once_and_training_goes_on(tmp_path, caplog):
+    callback = EmptyCache()
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        run = quiet(tmp_path, callback)
+        model = Regression()
+        run.fit(model, loader(), loader(16))
+        run.test(model, loader(16), verbose=False)
+    said = [record.getMessage() for record in caplog.records if "EmptyCache" in record.getMessage()]
+    assert said == ["EmptyCache does nothing: cpu keeps no cache of memory that could be given back."]
+    assert run.global_step == 4
+    assert not [tag for tag in run.logger.curves if tag.startswith("memory")]
+
+
+class Fails(Wide):
+    def on_train_epoch_end(self):
+        raise RuntimeError("from the user's code")
+
+
+def test_after_a_run_and_after_a_failure_nothing_is_kept_and_it_can_be_pickled(tmp_path):
+    for model in (Wide(), Fails()):
+        callback = EmptyCache(stages=["val"], min_reclaimable="64MiB", ledger=False, warn_after=2)
+        fresh = EmptyCache(stages=["val"], min_reclaimable="64MiB", ledger=False, warn_after=2)
+        with VirtualDevice("1GiB"):
+            run = quiet(tmp_path, callback, logger=False)
+            if isinstance(model, Fails):
+                with pytest.raises(RuntimeError, match="from the user's code"):
+                    run.fit(model, loader(8, 8), loader(8, 8))
+            else:
+                run.fit(model, loader(8, 8), loader(8, 8))
+        copied = pickle.loads(pickle.dumps(callback))  # noqa: S301, our own
+        kept, again, new = (
+            {name: vars(one)[name] for name in vars(fresh) if name != "_carried"} for one in (callback, copied, fresh)
+        )
+        assert kept == again == new
+
+
+@pytest.mark.parametrize("stages", [["train"], ["val", "tests"], "val"])
+def test_an_unknown_stage_is_refused_with_those_that_exist(stages):
+    with pytest.raises(ValueError, match="'val', 'test', 'predict'") as error:
+        EmptyCache(stages=stages)
+    assert repr(stages) in str(error.value)
+
+
+def test_a_minimum_out_of_range_is_refused():
+    with pytest.raises(ValueError, match=r"min_reclaimable=1\.5.*above 0 and up to 1.*512MiB"):
+        EmptyCache(min_reclaimable=1.5)
+    with pytest.raises(ValueError, match="min_reclaimable='half'"):
+        EmptyCache(min_reclaimable="half")
+
+
+def test_a_count_of_zero_is_refused():
+    with pytest.raises(ValueError, match="warn_after=0"):
+        EmptyCache(warn_after=0)
+
+
+@pytest.mark.gpu
+def test_on_cuda_memory_goes_back_and_what_stays_is_the_model(tmp_path):
+    class Model(Wide):
+        def take(self, stage):
+            steps = self.mib.get(stage, [[]])
+            sizes = steps[self.n_steps[stage] % len(steps)]
+            self.n_steps[stage] += 1
+            return [torch.empty(mib * MIB, dtype=torch.uint8, device=self.device) for mib in sizes]
+
+    torch.cuda.empty_cache()
+    model = Model(train=[[300]], val=[[500]])
+    run = quiet(tmp_path, EmptyCache(min_reclaimable="100MiB"), accelerator="cuda", devices=1, max_epochs=3)
+    run.fit(model, loader(8, 8), loader(8, 8))
+    curves = run.logger.curves
+    freed = [mib for _, mib in in_mib(curves, "memory/cache/freed_gib")]
+    # Sanity check: start, end; three epochs: start, end; the end of fit. Small segments may go back along with them.
+    assert [round(mib / 100) for mib in freed] == [0, 5, 3, 5, 3, 5, 3, 5, 0]
+    retained = [mib for _, mib in in_mib(curves, "memory/retained_gib")]
+    assert retained[3] == retained[5] == retained[7] > 0
+    assert in_mib(curves, "memory/retained/parameters_gib")[3][1] == 512 / MIB

@@ -1,0 +1,348 @@
+"""Whole runs: leaks are named with their true holder after three epochs, healthy runs never are."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools.callbacks.empty_cache import EmptyCache
+from tests.lightning_models import Adversaries, Regression, loader, trainer
+from tests.quick_gc import only_new_objects
+
+
+@pytest.fixture(autouse=True)
+def _quick():
+    with only_new_objects():
+        yield
+
+
+def warnings_of(root: Path, model: L.LightningModule, *callbacks: L.Callback, epochs: int = 3, validate: bool = True,
+                **options: Any) -> list[str]:  # fmt: skip
+    """Train on a virtual device; the ledger's warnings. All other warnings are errors."""
+    device = VirtualDevice("1GiB")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with device:
+            run = trainer(root, EmptyCache(), *callbacks, **({"max_epochs": epochs, "logger": False} | options))
+            run.fit(model, loader(), loader(16, seed=1) if validate else None)
+    texts = [str(warning.message) for warning in said]
+    return [text for text in texts if "in a row" in text]
+
+
+class KeepsValidationOutputs(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[dict[str, Tensor]] = []
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs.append({"pred": self.net(batch[0]), "loss": self.loss(batch)})
+
+
+class AddsUpLosses(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Tensor | float = 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.total += loss
+        return loss
+
+
+class Predictions(torchmetrics.Metric):
+    preds: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("preds", default=[])
+
+    def update(self, preds: Tensor) -> None:
+        self.preds.append(preds)
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.preds).mean()
+
+
+class HasAMetricThatKeepsItsGraph(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Predictions()
+
+    def training_step(self, batch, batch_idx):
+        self.metric.update(self.net(batch[0]))
+        return self.loss(batch)
+
+
+class CatchesTensorsInAClosure(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.register_forward_hook(recorder())
+
+
+def recorder():
+    seen = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(output)
+
+    return hook
+
+
+def test_validation_outputs_kept_in_a_list(tmp_path):
+    (text,) = warnings_of(tmp_path, KeepsValidationOutputs())
+    assert "in 3 epochs in a row" in text
+    # Two batches in each of three epochs, and two of the sanity check.
+    assert "KeepsValidationOutputs.outputs (a list of 8; one is KeepsValidationOutputs.outputs[" in text
+    assert "16 tensors (8 of shape (8, 1) float32, 8 of shape () float32), 8.00 KiB, without autograd graphs" in text
+    assert "Clear KeepsValidationOutputs.outputs when the epoch ends" in text
+
+
+def test_a_sum_of_losses(tmp_path):
+    (text,) = warnings_of(tmp_path, AddsUpLosses())
+    assert "AddsUpLosses.total: 1 tensor of shape () float32" in text
+    assert "`self.total += loss.detach()`" in text
+
+
+def test_a_sum_of_losses_in_a_run_without_validation(tmp_path):
+    (text,) = warnings_of(tmp_path, AddsUpLosses(), validate=False)
+    assert "AddsUpLosses.total" in text
+
+
+def test_a_metric_that_keeps_its_graph(tmp_path):
+    (text,) = warnings_of(tmp_path, HasAMetricThatKeepsItsGraph())
+    assert "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12;" in text
+    assert "12 tensors of shape (8, 1) float32, 6.00 KiB, 12 of them with an autograd graph" in text
+    assert "Reset the metric when the epoch ends" in text
+    assert "`.detach().cpu()`" in text
+
+
+def test_tensors_in_a_closure(tmp_path):
+    (text,) = warnings_of(tmp_path, CatchesTensorsInAClosure())
+    assert "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py:" in text
+    # Training and validation; what training made has graphs.
+    assert "20 tensors of shape (8, 1) float32, 10.0 KiB, 12 of them with an autograd graph" in text
+
+
+def test_a_callback_that_keeps_batches(tmp_path):
+    class Collector(L.Callback):
+        def __init__(self) -> None:
+            self.by_step: dict[int, Any] = {}
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.by_step[trainer.global_step] = batch
+
+    (text,) = warnings_of(tmp_path, Regression(), Collector())
+    assert "Collector.by_step (a dict of 12; one is Collector.by_step[" in text
+
+
+def test_manual_optimization_with_two_optimizers(tmp_path):
+    class Keeps(Adversaries):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.batches = [*getattr(self, "batches", []), batch[0] * 2]
+
+    (text,) = warnings_of(tmp_path, Keeps())
+    assert "Keeps.batches (a list of 12;" in text
+
+
+def test_a_leak_is_told_of_once_in_a_run(tmp_path):
+    assert len(warnings_of(tmp_path, KeepsValidationOutputs(), epochs=8)) == 1
+
+
+def test_one_long_epoch_counts_evaluations(tmp_path):
+    (text,) = warnings_of(tmp_path, KeepsValidationOutputs(), epochs=1, val_check_interval=1)
+    assert "in 3 evaluations in a row" in text
+
+
+def test_two_epochs_are_too_few(tmp_path):
+    assert not warnings_of(tmp_path, KeepsValidationOutputs(), epochs=2)
+
+
+def test_validation_every_second_epoch_is_compared_with_the_last_one(tmp_path):
+    texts = warnings_of(tmp_path, KeepsValidationOutputs(), epochs=6, check_val_every_n_epoch=2)
+    assert len(texts) == 1
+
+
+def test_without_the_ledger_nothing_is_said(tmp_path):
+    with VirtualDevice("1GiB"):
+        run = trainer(tmp_path, EmptyCache(ledger=False), max_epochs=4, logger=False)
+        run.fit(KeepsValidationOutputs(), loader(), loader(16))  # a warning would be an error
+
+
+class ReplaysFromTheHost(Regression):
+    """Keeps every batch on the host: a numpy array, and a tensor in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrays: list[Any] = []
+        self.tensors: list[Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        device = VirtualDevice.current()
+        assert device is not None
+        self.arrays.append(np.array(batch[0]))
+        with device.host():  # what .cpu() is on a GPU
+            self.tensors.append(batch[0].clone())
+        return self.loss(batch)
+
+
+class ThawsALayerPerEpoch(Regression):
+    """Adam makes the moments of a parameter at its first gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), *(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 1))
+
+    def on_train_epoch_start(self):
+        frozen = max(0, 8 - self.current_epoch)
+        self.net[:frozen].requires_grad_(requires_grad=False)
+        self.net[frozen:].requires_grad_(requires_grad=True)
+
+
+class CachesFeatures(Regression):
+    """On the device, by sample: each sample once, in the first two epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[int, Tensor] = {}
+
+    def training_step(self, batch, batch_idx):
+        key = batch_idx + 4 * (self.current_epoch % 2)
+        if key not in self.features:
+            self.features[key] = batch[0] * 2
+        return self.loss(batch)
+
+
+class KeepsTheLastOutputs(Regression):
+    """Of a size that changes from epoch to epoch, and now and then rises three times and more in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+
+    def validation_step(self, batch, batch_idx):
+        sizes = (1, 2, 3, 4, 5, 2, 6, 7, 8, 9)
+        self.last = [{"out": torch.zeros(1000 * sizes[self.current_epoch % 10])}]
+
+
+class KeepsTheLastHundred(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: deque[Tensor] = deque(maxlen=100)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.recent.append(loss.detach() * 1)
+        return loss
+
+
+class LogsMetrics(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+        self.everything = torchmetrics.CatMetric()
+
+    def validation_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        self.error(out, batch[1])
+        self.everything.update(out)
+        self.log("error", self.error)
+        self.log("val_loss", nn.functional.mse_loss(out, batch[1]))
+
+    def on_validation_epoch_end(self):
+        self.everything.compute()
+        self.everything.reset()
+
+
+HEALTHY = {
+    "plain": (Regression, list, {}),
+    "average_of_weights": (Regression, lambda: [EMAWeightAveraging()], {}),
+    "replay_buffer_on_the_host": (ReplaysFromTheHost, list, {}),
+    "optimizer_state_made_late": (ThawsALayerPerEpoch, list, {}),
+    "cache_that_reaches_its_size": (CachesFeatures, list, {}),
+    "last_outputs_of_any_size": (KeepsTheLastOutputs, list, {}),
+    "bounded_history": (KeepsTheLastHundred, list, {}),
+    "metrics": (LogsMetrics, list, {}),
+    "accumulation": (Regression, list, {"accumulate_grad_batches": 3, "val_check_interval": 2}),
+    "two_optimizers": (Adversaries, list, {}),
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_healthy_runs_are_never_accused(case, tmp_path):
+    model, callbacks, options = HEALTHY[case]
+    assert not warnings_of(tmp_path, model(), *callbacks(), epochs=10, **options)
+
+
+def test_the_scores_of_all_checkpoints_are_no_leak(tmp_path):
+    scores = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1, save_weights_only=True)
+    assert not warnings_of(tmp_path, LogsMetrics(), scores, epochs=6, enable_checkpointing=True)
+    assert len(scores.best_k_models) == 6
+
+
+def test_a_cycle_per_batch_is_collected_and_not_accused(tmp_path):
+    class Node:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+            self.me = self
+
+    class MakesCycles(Regression):
+        def training_step(self, batch, batch_idx):
+            Node(torch.zeros(2**18))  # 1 MiB
+            return self.loss(batch)
+
+    class Allocated(L.Callback):
+        def __init__(self) -> None:
+            self.at_start: list[int] = []
+
+        def on_validation_batch_start(self, *args):
+            device = VirtualDevice.current()
+            assert device is not None
+            self.at_start.append(device.stats().allocated or 0)
+
+    allocated = Allocated()
+    assert not warnings_of(tmp_path, MakesCycles(), allocated, epochs=4, num_sanity_val_steps=0)
+    assert max(allocated.at_start) < 2**20  # not one of the four is left when validation begins
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "holder"),
+    [
+        (KeepsValidationOutputs, "KeepsValidationOutputs.outputs (a list of 8;"),
+        (AddsUpLosses, "AddsUpLosses.total: 1 tensor"),
+        (HasAMetricThatKeepsItsGraph, "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12;"),
+        (CatchesTensorsInAClosure, "seen in the closure of recorder.<locals>.hook"),
+    ],
+)
+def test_leaks_on_cuda(model, holder, tmp_path):
+    options = {"accelerator": "cuda", "devices": 1, "max_epochs": 3, "logger": False}
+    with pytest.warns(UserWarning, match="in 3 epochs in a row") as said:
+        trainer(tmp_path, EmptyCache(), **options).fit(model(), loader(), loader(16, seed=1))
+    (text,) = [str(warning.message) for warning in said if "in a row" in str(warning.message)]
+    assert holder in text
+
+
+@pytest.mark.gpu
+def test_a_healthy_run_on_cuda_with_a_replay_buffer_on_the_host(tmp_path):
+    class Replays(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.replay: list[Tensor] = []
+
+        def training_step(self, batch, batch_idx):
+            self.replay.append(batch[0].cpu())
+            return self.loss(batch)
+
+    run = trainer(tmp_path, EmptyCache(), accelerator="cuda", devices=1, max_epochs=8, logger=False)
+    run.fit(Replays(), loader(), loader(16, seed=1))  # a warning would be an error

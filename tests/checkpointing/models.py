@@ -1,0 +1,151 @@
+"""Models to checkpoint, and the harshest plans for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools.checkpointing.find import find_chains
+from lightning_memtools.checkpointing.options import BnDropout, Options
+from lightning_memtools.checkpointing.planning import _chain_plans, _depths
+from lightning_memtools.checkpointing.profiling import profile
+from lightning_memtools.checkpointing.ranges import ChainPlan, Range
+from lightning_memtools.checkpointing.tracing import Step
+from lightning_memtools.checkpointing.units import Unit
+from tests.zoo import timm, torchvision_models
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.attention = nn.MultiheadAttention(width, heads, dropout, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        out: Tensor = x + self.mlp(self.norms[1](x))
+        return out
+
+
+def mlp(width: int = 32) -> nn.Sequential:
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU(inplace=True), nn.Dropout(0.3))]
+    return nn.Sequential(*hidden, nn.Linear(width, 4))
+
+
+def conv_bn_relu(width: int = 8, depth: int = 4) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i in range(depth):
+        layers += [nn.Conv2d(width if i else 3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+def encoder(depth: int = 3, dropout: float = 0.1) -> nn.Sequential:
+    return nn.Sequential(*[Block(32, 4, dropout) for _ in range(depth)])
+
+
+def nested() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(32, 32),
+        nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.2), nn.GELU()), nn.Linear(32, 32)),
+        nn.Sequential(nn.Sequential(nn.BatchNorm1d(32), nn.ReLU()), nn.Linear(32, 4)),
+    )
+
+
+def shared() -> nn.Sequential:
+    twice = nn.Linear(32, 32)
+    norm = nn.BatchNorm1d(32)
+    return nn.Sequential(twice, norm, nn.Tanh(), twice, norm, nn.Dropout(0.1), twice)
+
+
+def classifier(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: getattr(torchvision_models(), name)(num_classes=4, **options)
+
+
+def with_small_head(name: str) -> Callable[[], nn.Module]:
+    """A model whose classifier is as it is, but narrow: most of its weights are there."""
+
+    def make() -> nn.Module:
+        model: Any = classifier(name)()
+        widths = iter([16, 16, 4])
+        width = None
+        for at, layer in enumerate(model.classifier):
+            if isinstance(layer, nn.Linear):
+                out = next(widths)
+                model.classifier[at] = nn.Linear(width or layer.in_features, out)
+                width = out
+        return model  # type: ignore[no-any-return]
+
+    return make
+
+
+def from_timm(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: timm().create_model(name, num_classes=4, **options)
+
+
+# How to make each model, and the shape of a batch for it.
+SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (6, 32)),
+    "conv_bn_relu": (conv_bn_relu, (3, 3, 8, 8)),
+    "encoder": (encoder, (2, 10, 32)),
+    "nested": (nested, (6, 32)),
+    "shared": (shared, (6, 32)),
+}
+ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "alexnet": (with_small_head("alexnet"), (2, 3, 64, 64)),
+    "vgg11_bn": (with_small_head("vgg11_bn"), (2, 3, 32, 32)),
+    "resnet18": (classifier("resnet18"), (2, 3, 32, 32)),
+    "mobilenet_v2": (classifier("mobilenet_v2", width_mult=0.35), (2, 3, 32, 32)),
+    "mobilenet_v3_small": (classifier("mobilenet_v3_small"), (2, 3, 32, 32)),
+    "shufflenet_v2_x0_5": (classifier("shufflenet_v2_x0_5"), (2, 3, 32, 32)),
+    "squeezenet1_1": (classifier("squeezenet1_1"), (2, 3, 48, 48)),
+    "mnasnet0_5": (classifier("mnasnet0_5"), (2, 3, 32, 32)),
+    "regnet_y_400mf": (classifier("regnet_y_400mf"), (2, 3, 32, 32)),
+    "efficientnet_b0": (classifier("efficientnet_b0"), (2, 3, 32, 32)),
+    "timm_vit_tiny": (
+        from_timm("vit_tiny_patch16_224", img_size=32, depth=3, drop_path_rate=0.2, proj_drop_rate=0.1),
+        (2, 3, 32, 32),
+    ),
+    "timm_convnext_atto": (from_timm("convnext_atto", drop_path_rate=0.2), (2, 3, 32, 32)),
+    "timm_resnet10t": (from_timm("resnet10t"), (2, 3, 32, 32)),
+}
+
+
+def harshest(model: nn.Module, *args: Any, bn_dropout: BnDropout, depth: int = 0) -> list[ChainPlan]:
+    """Recompute whatever may be recomputed, most of it twice, at one depth of nesting of chains."""
+    groups = _depths(find_chains(model, Options.parse(bn_dropout=bn_dropout)))
+    chains = groups[min(depth, len(groups) - 1)]
+    measured = profile(Step(model, args, lambda copy, args: copy(*args)), chains)
+    return _chain_plans(measured, chains, tuple(_everything(measured.units)))
+
+
+def _everything(units: tuple[Unit, ...]) -> list[Range]:
+    found, first = [], 0
+    while first < len(units):
+        last = first
+        while (
+            last < len(units)
+            and not units[last].pinned
+            and units[last].chain == units[first].chain
+            and units[first].may_start
+        ):
+            last += 1
+        if last > first:
+            middle = (first + last + 1) // 2
+            inner = (Range(first, middle),) if middle < last else ()
+            found.append(Range(first, last, inner))
+        first = max(last, first + 1)
+    return found
+
+
+def same_seed(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().train()

@@ -1,0 +1,185 @@
+"""Applying leaves the model what it is, and taking it back leaves nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from lightning_memtools.checkpointing.apply import Applied
+from lightning_memtools.checkpointing.find import find_chains
+from lightning_memtools.checkpointing.options import Options
+from lightning_memtools.checkpointing.ranges import ChainPlan, Range
+from tests.checkpointing.models import nested, same_seed
+
+
+def through_torch_save(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),  # noqa: S301, our own
+    "torch.save": through_torch_save,
+}
+
+
+def applied_to(model: nn.Module, *ranges: Range, **options) -> Applied:
+    (chain,) = find_chains(model, Options.parse(bn_dropout="recompute", **options))
+    return Applied(model, [ChainPlan(chain.name, chain.layers, ranges)])
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_is_the_plain_sequential_with_its_own_weights(how):
+    model = same_seed(nested)
+    before = [(type(one), name) for name, one in model.named_modules()]
+    with applied_to(model, Range(0, 8, (Range(1, 4),))):
+        assert [(type(one), name) for name, one in model.named_modules()] == before
+        twin = COPIES[how](model)
+    assert vars(twin).keys() == vars(model).keys()
+    assert type(twin) is nn.Sequential
+    assert list(twin.state_dict()) == list(model.state_dict())
+    if how != "copy":  # a shallow copy shares its layers
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert twin.eval()(torch.ones(2, 32)).abs().max() == 0
+        assert model.eval()(torch.ones(2, 32)).abs().max() > 0
+
+
+def test_a_saved_module_loads_where_this_package_is_not(tmp_path):
+    model = same_seed(nested)
+    with applied_to(model, Range(0, 8)):
+        torch.save(model, tmp_path / "model.pt")
+    code = (
+        "import sys; sys.modules['lightning_memtools'] = None; import torch; "
+        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); print(m(torch.ones(2, 32)).shape)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout.strip() == "torch.Size([2, 4])"
+
+
+def test_slices_and_state_dicts_are_those_of_the_plain_model():
+    model = same_seed(nested)
+    keys = list(model.state_dict())
+    with applied_to(model, Range(0, 8)):
+        part = model[:2]
+        assert "forward" not in vars(part)
+        assert type(part) is nn.Sequential
+        assert list(model.state_dict()) == keys
+        assert isinstance(model.state_dict(), OrderedDict)
+
+
+def test_a_chain_that_is_changed_afterwards_runs_its_new_layers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with applied_to(model, Range(0, 2)):
+        model[1] = nn.Identity()
+        model.append(nn.Hardtanh())
+        x = torch.randn(3, 4)
+        assert torch.equal(model(x), nn.functional.hardtanh(model[2](model[0](x))))
+
+
+def test_removing_twice_and_removing_after_an_error():
+    model = same_seed(nested)
+    attributes = set(vars(model))
+    handle = applied_to(model, Range(0, 8))
+    handle.remove()
+    handle.remove()
+    assert set(vars(model)) == attributes
+    with pytest.raises(RuntimeError, match="from the step"), applied_to(model, Range(0, 8)):
+        raise RuntimeError("from the step")
+    assert set(vars(model)) == attributes
+
+
+def test_a_second_plan_is_refused():
+    model = same_seed(nested)
+    with applied_to(model, Range(0, 8)), pytest.raises(RuntimeError, match="forward of its own instance already"):
+        Applied(model, [ChainPlan("", ("0",), (Range(0, 1),))])
+
+
+def test_layers_run_again_in_backward_and_their_hooks_fire_again():
+    model = same_seed(nested)
+    runs: Counter[str] = Counter()
+    for name in ("0", "1.0", "1.1.0", "2.1"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: runs.update([name]))
+    with applied_to(model, Range(0, 5, (Range(1, 3),))):
+        out = model(torch.randn(6, 32))
+        assert runs == {"0": 1, "1.0": 1, "1.1.0": 1, "2.1": 1}
+        out.sum().backward()
+        # Running again ends with the last tensor that backward needs: a Linear's input, before the layer is done.
+        assert runs == {"0": 2, "1.0": 3, "1.1.0": 2, "2.1": 1}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_calls_pass_straight_through(mode, monkeypatch):
+    model = same_seed(nested).eval()
+    expected = model(torch.ones(2, 32))
+    with applied_to(model, Range(0, 8)):
+        monkeypatch.setattr(
+            "lightning_memtools.checkpointing.apply.checkpoint", lambda *_, **__: pytest.fail("recomputes")
+        )
+        with mode():
+            assert torch.equal(model(torch.ones(2, 32)), expected)
+
+
+def test_a_sequential_with_hooks_of_its_own_is_one_layer():
+    model = same_seed(nested)
+    calls = []
+    model[1][1].register_forward_hook(lambda *_: calls.append("called"))
+    (inner, outer) = sorted(find_chains(model, Options.parse()), key=lambda chain: len(chain.name), reverse=True)
+    assert outer.layers == ("0", "1.0", "1.1", "1.2", "2.0.0", "2.0.1", "2.1")
+    assert inner.name == "1.1"
+    with Applied(model, [ChainPlan(outer.name, outer.layers, (Range(0, 4),))]):
+        model(torch.randn(6, 32)).sum().backward()
+    assert calls == ["called", "called"]
+
+
+class Alternates(nn.Module):
+    """Its output depends on how often it was called."""
+
+    def __init__(self, *ways) -> None:
+        super().__init__()
+        self.ways = ways
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.ways[(self.calls - 1) % len(self.ways)](x)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (torch.relu, torch.sigmoid),
+        (lambda x: x.sin().cos().sigmoid(), lambda x: x.relu().sigmoid()),
+        (lambda x: x, lambda x: x[:2]),
+    ],
+    ids=["another operator", "fewer operators", "another shape"],
+)
+def test_a_layer_that_does_something_else_the_second_time_is_named(ways):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Alternates(*ways)), nn.Linear(4, 4))
+    with applied_to(model, Range(0, 4)), pytest.raises(CheckpointError, match=r"layer 1\.1 .*exclude=\['1\.1'\]"):
+        model(torch.randn(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_compiler_sees_the_plain_chain(depth):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(depth)])
+    x = torch.randn(3, 4)
+    expected = model(x)
+    with applied_to(model, Range(0, 2)):
+        compiled = torch.compile(model, backend="eager")
+        assert torch.allclose(compiled(x), expected)

@@ -1,0 +1,168 @@
+"""Training with recomputation ends in the same bits as training without."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools.checkpointing.apply import Applied
+from lightning_memtools.checkpointing.kinds import is_special
+from lightning_memtools.checkpointing.ranges import runs_again
+from tests.checkpointing.models import SMALL, ZOO, harshest, same_seed
+
+MODES = ("skip", "recompute", "avoid")
+
+
+def train(model: nn.Module, shape: tuple[int, ...], steps: int = 20) -> dict[str, torch.Tensor]:
+    """What training leaves behind: weights, buffers, the last gradients, and the random number generator's state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        out = model(torch.randn(shape))
+        optimizer.zero_grad()
+        out.square().mean().backward()
+        optimizer.step()
+    gradients = {f"gradient of {name}": one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {**model.state_dict(), **gradients, "rng": torch.get_rng_state()}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value.nan_to_num(), other[name].nan_to_num()), name
+
+
+@pytest.fixture(scope="module")
+def plainly():
+    """Trains each model without recomputation, once."""
+    done: dict[str, dict[str, torch.Tensor]] = {}
+
+    def run(name: str) -> dict[str, torch.Tensor]:
+        make, shape = (SMALL | ZOO)[name]
+        if name not in done:
+            done[name] = train(same_seed(make), shape)
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SMALL | ZOO)
+def test_gradients_weights_buffers_and_random_numbers_after_20_steps(name, mode, plainly):
+    make, shape = (SMALL | ZOO)[name]
+    plain = plainly(name)
+    model = same_seed(make)
+    plans = harshest(model, torch.empty(shape), bn_dropout=mode)
+    assert any(plan.ranges for plan in plans) or mode == "avoid"
+    with Applied(model, plans):
+        assert_same_bits(plain, train(model, shape))
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv_bn_relu", "nested", "shared", "alexnet", "mobilenet_v2"])
+def test_batchnorm_and_dropout_layers_run_once_a_step_when_skipped(name):
+    make, shape = (SMALL | ZOO)[name]
+    runs: dict[str, Counter[str]] = {}
+    for mode in ("plain", "skip"):
+        model = same_seed(make)
+        plans = [] if mode == "plain" else harshest(model, torch.empty(shape), bn_dropout="skip")
+        counted = runs[mode] = Counter()
+        # Those that are layers of a chain, and not parts of a block that is one.
+        layers = {
+            path for plan in (plans or harshest(model, torch.empty(shape), bn_dropout="skip")) for path in plan.layers
+        }
+        for path, module in model.named_modules():
+            if is_special(module) and path in layers:
+                module.register_forward_hook(lambda *_, path=path, counted=counted: counted.update([path]))
+        with Applied(model, plans):
+            model(torch.randn(shape)).sum().backward()
+        assert mode == "plain" or any(list(runs_again(plan.ranges)) for plan in plans)
+    assert runs["plain"] == runs["skip"]
+    assert sum(runs["plain"].values()) > 0
+
+
+def test_infinite_activations_leave_the_statistics_as_they_would_be():
+    def run(*, recompute: bool) -> dict[str, torch.Tensor]:
+        model = same_seed(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+        with Applied(model, harshest(model, torch.empty(3, 4), bn_dropout="recompute") if recompute else []):
+            model(torch.full((3, 4), torch.inf)).sum().backward()
+        return dict(model.state_dict())
+
+    assert_same_bits(run(recompute=False), run(recompute=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["encoder", "conv_bn_relu", "shared"])
+def test_under_autocast(name, dtype):
+    make, shape = SMALL[name]
+    ends = []
+    for recompute in (False, True):
+        model = same_seed(make)
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+        plans = harshest(model, torch.empty(shape), bn_dropout="recompute") if recompute else []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with Applied(model, plans):
+            torch.manual_seed(1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                for _ in range(2):  # accumulated
+                    with torch.autocast("cpu", dtype=dtype):
+                        loss = model(torch.randn(shape)).float().square().mean() / 2
+                    scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        ends.append(dict(model.state_dict()))
+    assert_same_bits(*ends)
+
+
+def test_a_model_called_twice_a_step_with_frozen_layers_and_an_input_without_gradient():
+    ends = []
+    for recompute in (False, True):
+        model = same_seed(SMALL["shared"][0])
+        nested = same_seed(SMALL["nested"][0])
+        for one in (*nested[0].parameters(), *model[1].parameters()):
+            one.requires_grad = False
+        optimizer = torch.optim.SGD(
+            [one for one in (*model.parameters(), *nested.parameters()) if one.requires_grad], 0.01
+        )
+        plans = [
+            harshest(one, torch.empty(6, 32), bn_dropout="recompute") if recompute else [] for one in (model, nested)
+        ]
+        with Applied(model, plans[0]), Applied(nested, plans[1]):
+            torch.manual_seed(1)
+            for _ in range(3):
+                x = torch.randn(6, 32)
+                loss = nested(model(x)).square().mean() + nested(model(x + 1)).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        ends.append({**model.state_dict(), **{f"nested.{k}": v for k, v in nested.state_dict().items()}})
+    assert_same_bits(*ends)
+
+
+class Pair(nn.Module):
+    """Takes and gives two tensors, as a layer of a Sequential that passes tuples on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, pair):
+        return self.one(pair[0]).relu(), self.two(pair[1] + pair[0]).tanh()
+
+
+def test_tuples_pass_through():
+    ends = []
+    for recompute in (False, True):
+        model = same_seed(lambda: nn.Sequential(*[Pair() for _ in range(4)]))
+        x = (torch.ones(3, 8), torch.ones(3, 8, requires_grad=True))
+        plans = harshest(model, x, bn_dropout="skip") if recompute else []
+        assert not recompute or plans[0].ranges
+        with Applied(model, plans):
+            first, second = model(x)
+            (first * second).sum().backward()
+        ends.append({name: one.grad for name, one in model.named_parameters()} | {"x": x[1].grad})
+    assert_same_bits(*ends)

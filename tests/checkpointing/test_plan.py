@@ -1,0 +1,98 @@
+"""The dynamic program against all plans there are, under the same memory model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, given, settings
+
+from lightning_memtools.checkpointing.plan import Planner
+from lightning_memtools.checkpointing.ranges import Range, Ranges
+from lightning_memtools.checkpointing.units import Unit, estimate, may_be_range
+
+
+def all_plans(units: Sequence[Unit], start: int, stop: int, whole: Ranges = ()) -> Iterator[Ranges]:
+    """Every set of ranges within [start, stop), nested in every way, but for the range `whole` itself."""
+    if start >= stop:
+        yield ()
+        return
+    yield from all_plans(units, start + 1, stop)
+    for end in range(start + 1, stop + 1):
+        here = Range(start, end)
+        if may_be_range(units, start, end) and here not in whole:
+            for inner in all_plans(units, start, end, (here,)):
+                for rest in all_plans(units, end, stop):
+                    yield (Range(start, end, inner), *rest)
+
+
+sizes = st.integers(0, 6)
+
+
+@st.composite
+def chains(draw, least: int, most: int) -> list[Unit]:
+    units = []
+    for _ in range(draw(st.integers(least, most))):
+        same = draw(st.integers(0, 4)) == 0
+        operations = draw(st.integers(0, 9))
+        base, forward = draw(sizes), draw(sizes)
+        units.append(
+            Unit(
+                own_bytes=draw(sizes),
+                out_bytes=0 if same else draw(sizes),
+                keeps_input=draw(st.booleans()),
+                keeps_output=draw(st.booleans()),
+                same_storage=same,
+                may_start=draw(st.integers(0, 4)) > 0,
+                pinned=draw(st.integers(0, 5)) == 0,
+                chain=draw(st.sampled_from([None, 0, 0, 0, 1])),
+                saves=draw(st.integers(0, 4)) > 0,
+                operations=operations,
+                tail_operations=draw(st.integers(0, operations)),
+                forward_bytes=forward,
+                stopped_bytes=draw(st.integers(0, forward)),
+                forward_base=draw(sizes),
+                backward_base=base,
+                backward_peak=draw(st.one_of(st.none(), st.integers(base, base + 6))),
+            )
+        )
+    return units
+
+
+def least_by_brute_force(units: Sequence[Unit]) -> dict[int, int]:
+    """For every peak that some plan has, the least extra operations of all plans with that peak or a lower one."""
+    found: dict[int, int] = {}
+    for plan in all_plans(units, 0, len(units)):
+        one = estimate(units, plan)
+        found[one.peak_bytes] = min(found.get(one.peak_bytes, 10**9), one.extra_operations)
+    best, least = {}, 10**9
+    for peak in sorted(found):
+        least = min(least, found[peak])
+        best[peak] = least
+    return best
+
+
+def assert_as_good_as_any(units: Sequence[Unit]) -> None:
+    best = least_by_brute_force(units)
+    limit = estimate(units, ()).peak_bytes
+    planner = Planner(units, limit, resolution=max(limit, 1))
+    for peak in range(limit + 1):
+        plan = planner.best(peak)
+        reachable = [cost for known, cost in best.items() if known <= peak]
+        assert (plan is None) == (not reachable), peak
+        if plan is not None:
+            mine = estimate(units, plan)
+            assert mine.peak_bytes <= peak
+            assert mine.extra_operations == min(reachable)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(chains(1, 6))
+def test_no_plan_recomputes_less_in_the_same_memory(units):
+    assert_as_good_as_any(units)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chains(7, 9))
+def test_nor_on_chains_of_nine_layers(units):
+    assert_as_good_as_any(units)

@@ -1,0 +1,154 @@
+"""What a user gets wrong, and what the message says of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools.estimate import estimate_memory
+from tests.estimate.networks import Classifier, mlp, total
+
+
+class Reads(nn.Module):
+    """Looks at values, and picks rows by them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, rows):
+        hidden = self.layer(rows)
+        if hidden.sum().item() > 1e9:  # the line that the message has to name
+            hidden = hidden * 2
+        return hidden[hidden > -1e9]
+
+
+def test_a_step_that_reads_values_falls_back_and_names_the_line():
+    model = Reads()
+    weight, bits = model.layer.weight, model.layer.weight.detach().clone()
+    made = estimate_memory(model, torch.ones(64, 32), step=total, optimizer=torch.optim.SGD, device="cpu")
+    (note,) = made.notes
+    assert "test_bad_input.py" in note
+    assert "hidden.sum().item() > 1e9" in note
+    assert "batch sizes 4 and 16" in note
+    assert model.layer.weight is weight
+    assert torch.equal(weight, bits)
+    assert weight.grad is None
+
+
+def test_the_fallback_extrapolates_what_grows_with_the_batch():
+    # In whole blocks the line through 4 and 16 samples is exact: a row has 2 KiB.
+    class Wide(Reads):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 512)
+
+    estimates = [
+        estimate_memory(Wide(), torch.ones(n, 32), step=total, device="cpu").composition["activations"]
+        for n in (32, 64, 96)
+    ]
+    assert estimates[2] - estimates[1] == estimates[1] - estimates[0] > 0
+
+
+def test_a_model_without_values_cannot_fall_back():
+    with torch.device("meta"):
+        model = Reads()
+    with pytest.raises(RuntimeError, match=r"item\(\) > 1e9.*has no values.*Pass a real model"):
+        estimate_memory(model, torch.ones(8, 32), step=total)
+
+
+def test_an_operator_without_a_fake_kernel_is_named():
+    library = torch.library.Library("memtools_test", "DEF")
+    library.define("scale(Tensor x) -> Tensor")
+    library.impl("scale", lambda x: x * 2, "CPU")
+    try:
+        made = estimate_memory(
+            mlp(8, 8, 8),
+            torch.ones(4, 8),
+            step=lambda m, b: torch.ops.memtools_test.scale(b).sum() + m(b).sum(),
+            device="cpu",
+        )
+    finally:
+        library._destroy()
+    (note,) = made.notes
+    assert "memtools_test.scale" in note
+    assert "torch.library.register_fake" in note
+
+
+def test_the_users_own_error_stays_on_top(caplog):
+    def step(model, batch):
+        return model(batch["rows"]).sum()
+
+    with pytest.raises(KeyError, match="rows"):
+        estimate_memory(mlp(8, 8), {"columns": torch.ones(2, 8)}, step=step)
+    with pytest.raises(RuntimeError, match=r"\[2, 9\] X \[8, 8\]"):
+        estimate_memory(mlp(8, 8), torch.ones(2, 9), step=total)
+    assert caplog.text == ""
+
+
+def test_after_an_error_everything_is_as_before():
+    model = mlp(8, 8)
+    parameters = list(model.parameters())
+
+    def step(model, batch):
+        model.seen = batch
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        estimate_memory(model, torch.ones(2, 8), step=step)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert not hasattr(model, "seen")
+    # and the next estimate works
+    assert estimate_memory(model, torch.ones(2, 8), step=total).peak_allocated > 0
+
+
+def test_a_capacity_below_the_parameters_says_by_how_much():
+    made = estimate_memory(mlp(1024, 1024), torch.ones(1, 1024), step=total, capacity="1MiB")
+    assert not made.fits("1MiB")
+    report = made.to_markdown()
+    assert "parameters and buffers alone take 4.00 MiB, 3.00 MiB more than its 1.00 MiB" in report
+    assert made.shortfall("1MiB") == made.peak_allocated - 2**20
+    assert made.max_batch_size("1MiB") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stage": "fit"}, "Unknown stage 'fit'. Accepted are 'train', 'val', 'test', 'predict'"),
+        ({"precision": "fp16"}, "Unknown precision 'fp16'. Accepted are '32-true'"),
+        ({"device": "mps"}, "Unknown device 'mps'"),
+        ({"steps": 0}, "steps is 0: it has to be a whole number of at least 1"),
+        ({"accumulate": 1.5}, "accumulate is 1.5"),
+        ({"step": None}, "is no LightningModule.*Pass step=lambda model, batch"),
+        ({"capacity": "24"}, "Not a capacity: '24'"),
+        ({"allocator": "expandable:True"}, "expandable"),
+        ({"ddp_bucket_mb": 0}, "ddp_bucket_mb is 0"),
+    ],
+)
+def test_bad_arguments_name_what_is_accepted(changes, message):
+    arguments = {"step": total} | changes
+    with pytest.raises(ValueError, match=message):
+        estimate_memory(mlp(4, 4), torch.ones(1, 4), **arguments)
+
+
+def test_a_step_without_a_loss_is_told_what_to_return():
+    with pytest.raises(TypeError, match=r"returned a tensor of shape \[2, 4\].*has to return the loss"):
+        estimate_memory(mlp(4, 4), torch.ones(2, 4), step=lambda m, b: m(b))
+
+
+def test_a_stage_that_the_module_lacks_is_named():
+    module = Classifier()
+    module.test_step = None
+    with pytest.raises(ValueError, match="has no test_step, which stage='test' runs"):
+        estimate_memory(module, (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long)), stage="test")
+
+
+def test_a_lazy_module_is_to_be_run_first():
+    with pytest.raises(ValueError, match=r"has no shape yet.*Run the model once"):
+        estimate_memory(nn.LazyLinear(3), torch.ones(2, 4), step=total)
+
+
+def test_what_is_not_a_module_is_refused():
+    with pytest.raises(TypeError, match="model is a function"):
+        estimate_memory(lambda x: x, torch.ones(2, 4), step=total)

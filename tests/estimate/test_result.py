@@ -1,0 +1,164 @@
+"""What can be asked of an estimate."""
+
+from __future__ import annotations
+
+import pickle
+import xml.etree.ElementTree as ET
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.memory.allocator import AllocatorConfig
+from tests.estimate.networks import Classifier, Decoder, UNet, mlp, next_token, total
+
+ADAM = torch.optim.Adam
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def estimate():
+    return estimate_memory(mlp(256, 1024, 256), torch.zeros(2048, 256), step=total, optimizer=ADAM)
+
+
+def test_parts_add_up_to_what_is_allocated_at_every_event(estimate):
+    timeline = estimate.timeline
+    assert len(timeline.allocated) > 50
+    for event, allocated in enumerate(timeline.allocated):
+        assert sum(timeline.at(event).values()) == allocated
+    assert max(timeline.allocated) == timeline.allocated[timeline.peak] == estimate.peak_allocated
+    assert max(timeline.reserved) == estimate.peak_reserved
+    assert sum(estimate.composition.values()) == estimate.peak_allocated
+
+
+def test_fits_exactly_what_the_allocator_can_serve(estimate):
+    reserved = estimate.peak_reserved
+    assert estimate.fits(f"{reserved}B")
+    # Emptying the cache may help for a while, but not below what is allocated.
+    assert not estimate.fits(f"{estimate.peak_allocated - 1}B")
+    assert estimate.shortfall(f"{estimate.peak_allocated - 1}B") == 1
+
+
+def test_a_gpu_leaves_room_for_its_context(estimate):
+    gpus = dict(estimate.fitting_gpus())
+    assert len(gpus) > 20
+    assert all(gpus.values())
+    with torch.device("meta"):
+        large = mlp(*[16384] * 7)  # 6.4 GB of parameters, as much of gradients
+    names = dict(estimate_memory(large, torch.zeros(1, 16384, device="meta"), step=total).fitting_gpus())
+    assert not names["RTX 3080 10GB"]
+    assert names["RTX 4090 24GB"]
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "step", "capacity"),
+    [
+        (mlp(256, 1024, 256), torch.zeros(8, 256), total, "64MiB"),
+        (UNet(), torch.zeros(2, 3, 32, 32), total, "100MiB"),
+        (Decoder(), torch.zeros(100, 20, dtype=torch.long), next_token, "60MiB"),
+    ],
+)
+def test_the_largest_batch_fits_and_one_more_does_not(model, batch, step, capacity):
+    estimate = partial(estimate_memory, model, step=step, optimizer=ADAM)
+    size = estimate(batch).max_batch_size(capacity)
+    assert size > 1
+    rows = batch[:1].expand(size + 1, *batch.shape[1:]).contiguous()
+    assert estimate(rows[:-1].clone()).fits(capacity)
+    assert not estimate(rows).fits(capacity)
+
+
+def test_few_traces_find_the_largest_batch(monkeypatch):
+    from lightning_memtools.estimate import estimate as module  # noqa: PLC0415, it is patched here
+
+    n_traces = 0
+    trace = module.trace
+
+    def counted(*arguments, **options):
+        nonlocal n_traces
+        n_traces += 1
+        return trace(*arguments, **options)
+
+    monkeypatch.setattr(module, "trace", counted)
+    made = estimate_memory(mlp(64, 512, 64), torch.zeros(8, 64), step=total, optimizer=ADAM)
+    assert made.max_batch_size("2GiB") > 100_000
+    assert n_traces <= 24
+
+
+def test_memory_that_does_not_grow_has_no_largest_batch():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(8))
+
+        def forward(self, rows):
+            return self.weight * 2
+
+    made = estimate_memory(Constant(), {"n": torch.zeros(4, 0)}, step=total, device="cpu")
+    with pytest.raises(ValueError, match="does not grow with the batch"):
+        made.max_batch_size("1GiB")
+
+
+def test_a_snapshot_tells_the_same_peak(estimate, tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    estimate.as_snapshot(path)
+    with path.open("rb") as file:
+        snapshot = pickle.load(file)  # noqa: S301, written above
+    allocated = peak = 0
+    for event in snapshot["device_traces"][0]:
+        if event["action"] in {"alloc", "free_completed"}:
+            # The history has the sizes asked for; blocks are multiples of 512.
+            size = -(-event["size"] // 512) * 512
+            allocated += size if event["action"] == "alloc" else -size
+            peak = max(peak, allocated)
+    assert peak == estimate.peak_allocated
+    assert sum(segment["total_size"] for segment in snapshot["segments"]) == estimate.peak_reserved
+
+
+def test_the_picture_shows_every_part_at_its_height(estimate, tmp_path):
+    path = tmp_path / "memory.svg"
+    estimate.save_picture(path)
+    picture = ET.parse(path).getroot()  # noqa: S314, written above
+    space = "{http://www.w3.org/2000/svg}"
+    names = [polygon.find(f"{space}title").text for polygon in picture.iter(f"{space}polygon")]
+    assert names == [name for name in estimate.composition if any(estimate.timeline.parts[name])]
+    # The mark of the peak stands on the highest point of the topmost area.
+    circle = picture.find(f"{space}circle")
+    heights = [
+        float(point.split(",")[1])
+        for polygon in picture.iter(f"{space}polygon")
+        for point in polygon.get("points").split()
+    ]
+    assert float(circle.get("cy")) == pytest.approx(min(heights), abs=0.11)
+
+
+def test_tables_hold_the_figures(estimate):
+    text = estimate.to_markdown()
+    assert "| parameters | 525,568 |" in text
+    assert f"The peak stands at {estimate.peak_at}." in text
+    rows = {row[0]: row for row in estimate.module_table().rows}
+    # ReLU keeps its output, 2048 x 1024 floats, which the last layer wants too.
+    assert rows["1"][4] == "8.00 MiB"
+    assert rows["0"][1:4] == ("Linear", "[2048, 1024]", "263,168")
+    assert [row[0] for row in estimate.module_table(top=1).rows] == ["1"]
+
+
+def test_a_capacity_that_is_enough_is_said_so():
+    made = estimate_memory(mlp(8, 8), torch.zeros(1, 8), step=total, capacity="RTX 4090")
+    assert "It fits in RTX 4090." in made.to_markdown()
+
+
+def test_expandable_segments_reserve_no_more_than_pages():
+    made = estimate_memory(UNet(), torch.zeros(4, 3, 64, 64), step=total, allocator="expandable_segments:True")
+    plain = estimate_memory(UNet(), torch.zeros(4, 3, 64, 64), step=total)
+    assert made.peak_allocated == plain.peak_allocated
+    assert made.peak_reserved <= made.peak_allocated + 22 * MIB
+    assert AllocatorConfig.parse("expandable_segments:True").expandable_segments
+
+
+def test_a_lightning_module_knows_its_largest_batch():
+    batch = torch.zeros(64, 32), torch.zeros(64, dtype=torch.long)
+    made = estimate_memory(Classifier(), batch)
+    assert made.batch_size == 64
+    assert made.max_batch_size("40MiB") > 64

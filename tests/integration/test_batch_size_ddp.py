@@ -1,0 +1,62 @@
+"""The tuner on two and three ranks over gloo, as a user's script starts them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch import nn
+
+from lightning_memtools.callbacks._collectives import why_refused
+from lightning_memtools.memory.sizes import MIB
+from tests.two_processes import run_script
+
+SCRIPT = Path(__file__).with_name("batch_size_ddp_run.py")
+
+
+def results(root, ranks, case):
+    run_script(SCRIPT, root, ranks, case)
+    return [json.loads((root / f"{case}{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_agree_on_the_size_of_the_smallest_device(ranks, tmp_path):
+    found = results(tmp_path, ranks, "plain")
+    assert all("error" not in one for one in found), found
+    first = found[0]
+    assert first["limits"] == [int(128 * MIB * 0.95)] * (ranks - 1) + [int(48 * MIB * 0.95)]
+    assert all(one["trials"] == first["trials"] for one in found)
+    assert all(one["size"] == first["size"] for one in found)
+    assert any(f"rank {ranks - 1}" in outcome for _, outcome in first["trials"])
+    assert 8 < first["size"] < 48 / 0.75  # 0.75 MiB per sample and rank at the least
+    per_rank = -(-400 // ranks)
+    assert all(max(one["seen"]) == min(first["size"], per_rank) for one in found)
+    assert len({one["weights"] for one in found}) == 1
+    assert all(one["steps"] == -(-per_rank // first["size"]) for one in found)
+
+
+def test_the_effective_batch_is_that_of_all_ranks(tmp_path):
+    found = results(tmp_path, 2, "effective")
+    assert all(one["size"] * one["accumulate"] * 2 == 96 == one["effective"] for one in found)
+    assert found[0]["size"] == found[1]["size"]
+
+
+def test_collectives_in_the_step_are_refused_with_the_reason(tmp_path):
+    for one in results(tmp_path, 2, "sync_dist"):
+        assert "collective 'allreduce' was called while BatchSizeTuner ran" in one["error"]
+
+
+def test_what_needs_the_other_ranks_in_forward_is_refused():
+    ddp = SimpleNamespace(strategy=DDPStrategy(), world_size=2)
+    assert why_refused(ddp, nn.Linear(1, 1)) is None
+    assert "SyncBatchNorm exchanges" in why_refused(ddp, nn.Sequential(nn.SyncBatchNorm(2)))
+    assert "FSDPStrategy shards" in why_refused(SimpleNamespace(strategy=FSDPStrategy(), world_size=2), nn.Linear(1, 1))
+
+
+def test_an_error_of_one_rank_ends_all(tmp_path):
+    first, second = results(tmp_path, 2, "error")
+    assert "rank 1 raised an error" in first["error"]
+    assert "KeyError" in second["error"]

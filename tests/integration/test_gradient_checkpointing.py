@@ -1,0 +1,169 @@
+"""GradientCheckpointing in real Trainers: one process and two, every logger, failures."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+
+from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_memtools.memory.virtual import VirtualDevice
+from tests.checkpointing.models import encoder
+from tests.lightning_models import Adversaries, Regression, loader, trainer
+from tests.two_processes import run_script
+
+
+class Deep(Regression):
+    """Wide hidden layers, so that activations are worth recomputing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(5)]
+        self.net = nn.Sequential(nn.Linear(4, 32), *blocks, nn.Linear(32, 1))
+
+
+def fit(root: Path, *callbacks: L.Callback, model: type[L.LightningModule] = Deep, **options) -> L.LightningModule:
+    L.seed_everything(0, verbose=False)
+    made = model()
+    trainer(root, *callbacks, **options).fit(made, loader(512, 64), loader(16))
+    return made
+
+
+def assert_same_bits(one: L.LightningModule, other: L.LightningModule) -> None:
+    for (name, value), twin in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(value, twin), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.1}, {"max_epochs": 2}],
+    ids=str,
+)
+def test_training_ends_in_the_same_bits(options, tmp_path):
+    callback = GradientCheckpointing()
+    with_it = fit(tmp_path, callback, logger=False, **options)
+    assert callback.plan is not None
+    assert callback.plan.refused is None
+    assert_same_bits(with_it, fit(tmp_path, logger=False, **options))
+    assert all("forward" not in vars(one) for one in with_it.modules())
+
+
+def test_manual_optimization(tmp_path):
+    callback = GradientCheckpointing(bn_dropout="recompute")
+    with_it = fit(tmp_path, callback, model=Adversaries, logger=False)
+    assert callback.plan is not None
+    assert_same_bits(with_it, fit(tmp_path, model=Adversaries, logger=False))
+
+
+def test_the_table_is_in_every_logger_a_file_and_the_console_with_the_measured_peak(tmp_path, capsys):
+    loggers = [TensorBoardLogger(tmp_path, name="", version="board"), CSVLogger(tmp_path, name="", version="table")]
+    callback = GradientCheckpointing()
+    with VirtualDevice():
+        fit(tmp_path, callback, logger=loggers)
+    assert callback.plan is not None
+    text = (tmp_path / "board" / "memtools" / "checkpoint_plan.md").read_text()
+    printed = " ".join(capsys.readouterr().out.split())
+    for word in ("Dropout never runs twice", "extra computation", "predicted peak (simulated)", "measured peak"):
+        assert word in text
+        assert word.split()[-1] in printed
+    assert "measured peak" in printed
+    (line,) = (line for line in text.splitlines() if "measured peak" in line)
+    share = float(line.split("(")[1].split("%")[0])
+    assert abs(share) <= 2
+
+
+def test_a_checkpoint_saved_within_training_is_that_of_the_plain_model(tmp_path):
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert any("forward" in vars(one) for one in pl_module.modules())
+            trainer.save_checkpoint(tmp_path / "model.ckpt")
+
+    with_it = fit(tmp_path, GradientCheckpointing(), Saves(), logger=False)
+    saved = torch.load(tmp_path / "model.ckpt", weights_only=False)["state_dict"]
+    assert list(saved) == list(with_it.state_dict())
+
+
+def test_a_failing_step_leaves_nothing_behind(tmp_path):
+    class Fails(Deep):
+        def on_train_batch_end(self, *args):
+            raise RuntimeError("from the user's code")
+
+    model = Fails()
+    with pytest.raises(RuntimeError, match="from the user's code"):
+        trainer(tmp_path, GradientCheckpointing(), logger=False).fit(model, loader(512, 64))
+    assert all(not {"forward", "__getstate__"} & set(vars(one)) for one in model.modules())
+
+
+def test_what_cannot_be_traced_is_left_alone_with_the_reason(tmp_path):
+    class Looks(Deep):
+        def training_step(self, batch, batch_idx):
+            batch[0].numpy().mean()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="leaves the model alone: a step could not be traced on fake tensors"):
+        with_it = fit(tmp_path, GradientCheckpointing(), model=Looks, logger=False)
+    assert_same_bits(with_it, fit(tmp_path, model=Looks, logger=False))
+
+
+def test_the_users_own_objects_do_not_see_the_traced_step(tmp_path):
+    model = fit(tmp_path, GradientCheckpointing(), logger=False)
+    assert len(model.train_losses) == 8
+
+
+def test_a_budget_that_cannot_be_kept_ends_the_fit(tmp_path):
+    with pytest.raises(ValueError, match="The smallest reachable peak is"):
+        fit(tmp_path, GradientCheckpointing(memory_budget="1KiB"), logger=False)
+
+
+def test_a_compiled_model_is_left_alone_in_words(tmp_path):
+    L.seed_everything(0, verbose=False)
+    model = torch.compile(Deep(), backend="eager")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer(tmp_path, GradientCheckpointing(), logger=False).fit(model, loader(64, 32))
+    assert any("leaves the model alone: it is compiled" in str(one.message) for one in said)
+
+
+@pytest.mark.parametrize("find_unused", ["off", "on"])
+def test_two_ranks_recompute_the_same_and_end_in_the_same_bits(find_unused, tmp_path):
+    run_script(Path(__file__).with_name("checkpointing_ddp_run.py"), tmp_path, find_unused, timeout_s=240)
+    found = {
+        (name, rank): torch.load(tmp_path / f"{find_unused}-{name}-{rank}.pt", weights_only=False)
+        for name in ("plain", "checkpointed")
+        for rank in (0, 1)
+    }
+    plans = [found["checkpointed", rank]["plan"] for rank in (0, 1)]
+    assert plans[0] == plans[1]
+    assert any(chain.ranges for chain in plans[0])
+    for rank in (0, 1):
+        for name, value in found["plain", rank]["weights"].items():
+            assert torch.equal(value, found["checkpointed", rank]["weights"][name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_measured_peak_on_a_gpu_is_near_the_predicted_one(dropout):
+    from lightning_memtools.checkpointing.planning import plan_checkpoints  # noqa: PLC0415
+
+    model = encoder(12, dropout).cuda()
+    x = torch.randn(256, 64, 32, device="cuda")
+    plan = plan_checkpoints(model, x)
+    peaks = []
+    for chains in (False, True):
+        handle = plan.apply(model) if chains else None
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            loss = model(x).sum()
+            model.zero_grad()
+            loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        if handle is not None:
+            handle.remove()
+    workspace = 2 * 32 * 2**20  # cuBLAS, forward and backward
+    assert peaks[1] < peaks[0]
+    assert plan.peak_bytes == pytest.approx(peaks[1], rel=0.1, abs=workspace)

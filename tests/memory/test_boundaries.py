@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools.memory.boundaries import Boundaries
+from lightning_memtools.memory.owned import on_device_of
+from lightning_memtools.memory.reclaim import WorthReclaiming
+from lightning_memtools.memory.sizes import GIB, MIB
+from tests.quick_gc import only_new_objects
+
+
+class Cycle:
+    """An object that refers to itself, so that only the garbage collector can end its life."""
+
+    def __init__(self, mib: int) -> None:
+        self.tensor = torch.empty(mib * MIB, dtype=torch.uint8)
+        self.me = self
+
+
+@pytest.fixture
+def device():
+    gc.disable()  # Python's own collections would come at moments of their own
+    with only_new_objects(), VirtualDevice("1GiB") as device:
+        yield device
+    gc.enable()
+
+
+def boundaries(device: VirtualDevice, minimum: float | str = "2MiB", *, collect_garbage: bool = True) -> Boundaries:
+    on_device = on_device_of(device, torch.device("cpu"))
+    return Boundaries(device, on_device, worth_reclaiming=WorthReclaiming(minimum), collect_garbage=collect_garbage)
+
+
+@pytest.fixture
+def collections():
+    """Counts full collections."""
+    seen = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            seen.append(1)
+
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+def test_unreachable_tensors_are_collected_and_their_memory_is_given_back(device):
+    model = nn.Linear(2, 2, bias=False)
+    Cycle(30)
+    assert device.stats().allocated == 30 * MIB + 512
+    given_back, retained = boundaries(device).give_back(model, [])
+    assert given_back.freed_bytes == 30 * MIB
+    assert given_back.elapsed_ms > 0
+    assert (retained.total, retained.unaccounted) == (512, 0)
+    assert device.stats().reserved == 2 * MIB
+
+
+def test_without_collection_they_stay(device):
+    model = nn.Linear(2, 2, bias=False)
+    Cycle(30)
+    given_back, retained = boundaries(device, collect_garbage=False).give_back(model, [])
+    assert given_back.freed_bytes == 0
+    assert retained.unaccounted == 30 * MIB
+
+
+def test_less_than_the_minimum_is_kept(device):
+    model = nn.Linear(2, 2, bias=False)
+    Cycle(30)
+    given_back, _ = boundaries(device, "31MiB").give_back(model, [])
+    assert given_back.freed_bytes == 0
+    assert device.stats().reserved == 32 * MIB
+    assert device.stats().allocated == 512
+
+
+def test_nothing_is_collected_while_all_that_is_allocated_belongs_to_the_model(device, collections):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    work = boundaries(device)
+    for _ in range(3):
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        work.collect(model, [optimizer])
+    assert not collections
+
+
+def test_what_survives_one_collection_does_not_cause_another(device, collections):
+    model = nn.Linear(2, 2)
+    kept = torch.empty(MIB)
+    work = boundaries(device)
+    for _ in range(3):
+        work.collect(model, [])
+    assert len(collections) == 1
+    more = Cycle(1)
+    work.collect(model, [])
+    assert len(collections) == 2
+    del more
+    assert work.collect(model, []).unaccounted == 4 * MIB + MIB  # not above the last time's: left for later
+    Cycle(1)
+    assert work.collect(model, []).unaccounted == 4 * MIB
+    assert len(collections) == 3
+    del kept
+
+
+def test_where_no_exact_figure_is_needed_only_what_is_worth_giving_back_is_a_reason_to_collect(device, collections):
+    model = nn.Linear(2, 2)
+    work = boundaries(device, "4MiB")
+    Cycle(3)
+    assert work.collect(model, [], exact=False).unaccounted == 3 * MIB
+    assert not collections
+    Cycle(1)
+    assert work.collect(model, [], exact=False).unaccounted == 0
+    assert len(collections) == 1
+    Cycle(3)
+    work.collect(model, [], exact=False)
+    assert work.collect(model, []).unaccounted == 0  # what was left out before is still a reason for an exact one
+    assert len(collections) == 2
+
+
+class Clock:
+    """Time that passes when it is told to; a garbage collection takes 2 s."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.collect = gc.collect
+
+    def read(self) -> float:
+        return self.now
+
+    def collect_slowly(self) -> None:
+        self.now += 2
+        self.collect()
+
+
+def test_a_slow_collection_is_done_again_only_once_it_is_little_of_the_time_since(device, collections, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock.read)
+    monkeypatch.setattr(time, "thread_time", clock.read)
+    monkeypatch.setattr(gc, "collect", clock.collect_slowly)
+    model = nn.Linear(2, 2)
+    work = boundaries(device)
+    for moment, expected_mib in ((10, 0), (50, 1), (90, 2), (213, 0)):  # 2 s are 1% of the 200 s since 12
+        clock.now = moment
+        Cycle(1)
+        retained = work.collect(model, [])
+        assert retained.unaccounted == expected_mib * MIB
+    assert len(collections) == 2
+    Cycle(1)
+    assert work.collect(model, []).unaccounted == MIB
+    assert work.collect_now(retained.owned).unaccounted == 0
+
+
+def test_expected_inputs_are_left_out(device):
+    model = nn.Linear(2, 2, bias=False)
+    batch = [torch.empty(MIB)]
+    retained = boundaries(device).collect(model, [], inputs=batch)
+    assert (retained.total, retained.unaccounted) == (512, 0)
+
+
+def test_the_parts_add_up_to_what_stays(device):
+    model = nn.Sequential(nn.Linear(256, 1024), nn.BatchNorm1d(1024))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.randn(2, 256)).sum().backward()
+    optimizer.step()
+    other = torch.empty(MIB)
+    scalars = boundaries(device).collect(model, [optimizer]).scalars()
+    weights = MIB + 3 * 4096
+    buffers = 2 * 4096 + 512
+    assert scalars == {
+        "memory/retained_gib": (3 * weights + buffers + 4 * MIB) / GIB,
+        "memory/retained/parameters_gib": weights / GIB,
+        "memory/retained/gradients_gib": weights / GIB,
+        "memory/retained/optimizer_gib": weights / GIB,
+        "memory/retained/other_gib": (buffers + 4 * MIB) / GIB,
+    }
+    del other
+
+
+class Stubborn:
+    """Stands for a backend whose allocator has no way to give memory back, as torch's generic one raises."""
+
+    def __init__(self, device: VirtualDevice, error: Exception) -> None:
+        self.name, self.simulated, self.stats = "odd:0", True, device.stats
+        self.reset_peaks, self.summary, self.composition_at_peak = (
+            device.reset_peaks,
+            device.summary,
+            device.composition_at_peak,
+        )
+        self.error = error
+        self.n_tries = 0
+
+    def empty_cache(self) -> None:
+        self.n_tries += 1
+        raise self.error
+
+
+def test_a_device_that_cannot_empty_its_cache_is_asked_once(device):
+    model = nn.Linear(2, 2)
+    torch.empty(30 * MIB, dtype=torch.uint8)
+    reader = Stubborn(device, NotImplementedError("no emptyCache on this backend"))
+    work = Boundaries(reader, device.holds, worth_reclaiming=WorthReclaiming("2MiB"))
+    for _ in range(2):
+        assert work.give_back(model, [])[0].freed_bytes == 0
+    assert reader.n_tries == 1
+    assert work.cannot_empty == "odd:0 cannot empty its cache: no emptyCache on this backend"
+
+
+def test_the_failure_of_a_kernel_is_not_hidden(device):
+    torch.empty(30 * MIB, dtype=torch.uint8)
+    reader = Stubborn(device, torch.AcceleratorError("an illegal memory access was encountered"))
+    work = Boundaries(reader, device.holds, worth_reclaiming=WorthReclaiming("2MiB"))
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        work.give_back(nn.Linear(2, 2), [])

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from lightning_memtools.memory.oom import is_killed_worker, is_out_of_memory
+from lightning_memtools.memory.virtual import VirtualDevice
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 1 GiB"),
+    RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
+    RuntimeError("XPU out of memory. Tried to allocate 20.00 MiB"),
+    RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 1.00 GB, other allocations: 2.00 GB, max allowed: 3 GB)"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 400 bytes."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
+    RuntimeError("GET was unable to find an engine to execute this computation"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    MemoryError(),
+    MemoryError("Unable to allocate 8.00 TiB for an array"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda e: str(e)[:40])
+def test_every_wording_is_known(error):
+    assert is_out_of_memory(error)
+    assert not is_killed_worker(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear with a non-contiguous input."),
+        ValueError("out of memory"),  # nobody's allocator raises this type
+        KeyError("CUDA out of memory"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+    ids=str,
+)
+def test_other_errors_are_not_taken_for_it(error):
+    assert not is_out_of_memory(error)
+
+
+def test_errors_raised_from_it_or_while_handling_it_or_grouped():
+    def raised_from() -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        except RuntimeError as error:
+            raise ValueError("the forward pass failed") from error
+
+    def while_handling() -> None:
+        try:
+            raised_from()
+        except ValueError:
+            raise KeyError("clean-up failed")  # noqa: B904, the context is what is tested
+
+    for function in (raised_from, while_handling):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            function()
+        assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(ExceptionGroup("two ranks", [ValueError("x"), MemoryError()]))
+
+
+def test_a_circle_of_causes_ends():
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert not is_out_of_memory(one)
+
+
+def test_the_simulated_error_and_the_cpu_allocators_own():
+    with VirtualDevice("4MiB"), pytest.raises(RuntimeError) as simulated:
+        torch.empty(8 << 20, dtype=torch.uint8)
+    assert is_out_of_memory(simulated.value)
+    with pytest.raises(RuntimeError) as real:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(real.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker (pid 4242) is killed by signal: Killed. ",
+        "DataLoader worker (pid(s) 4242, 4243) exited unexpectedly",
+        "DataLoader worker (pid 1) is killed by signal: Bus error. Workers may be out of shared memory.",
+    ],
+)
+def test_a_killed_worker_is_known(text):
+    assert is_killed_worker(RuntimeError(text))
+
+
+def test_an_error_in_a_worker_is_no_killed_worker():
+    assert not is_killed_worker(RuntimeError("Caught ValueError in DataLoader worker process 0."))
