@@ -29,7 +29,7 @@ from lightning_memtools.nonfinite.optimizers import (
 from lightning_memtools.nonfinite.ranks import Ranks, over_ranks, poison
 from lightning_memtools.nonfinite.step import Step, Trip
 from lightning_memtools.nonfinite.traces import GradientTraces
-from lightning_memtools.nonfinite.veto import Reading, Veto
+from lightning_memtools.nonfinite.veto import Veto
 
 Gradients = Literal["whole", "replicated", "sharded"]
 
@@ -153,9 +153,8 @@ class Guard:
 
     def undo(self, trip: Trip) -> tuple[str, ...]:
         """Put buffers and optimizer state back to the start of the bad step; what could not be put back is named."""
-        later = self._veto.notes() if self._veto is not None else ()
         undone: set[Optimizer] = set()
-        for step in (trip.step, *later):
+        for step in (trip.step, *trip.later):
             if step.keys is not None and step.optimizer is not None and step.optimizer not in undone:
                 step.keys.put_back()
                 if step.settings is not None:
@@ -224,25 +223,25 @@ class Guard:
     def _read(self, *, wait: bool) -> Trip | None:
         if self._veto is None:
             return None
-        for reading in self._veto.read(wait=wait):
+        readings = self._veto.read(wait=wait)
+        for position, reading in enumerate(readings, start=1):
             step, n_losses = reading.note, len(reading.note.losses())
             losses, norms = reading.numbers[1 : 1 + n_losses], reading.numbers[1 + n_losses :]
             self._remember(step, losses, reading.numbers[0])
             if reading.halts:
-                return self._late_trip(reading, losses, norms)
+                assert step.traces is not None
+                bad = step.traces.bad(names_of(self._model, step.parameters), norms)
+                later = tuple(each.note for each in (*readings[position:], *self._veto.read(wait=True)))
+                return Trip(step, tuple(losses), reading.numbers[0], tuple(bad), late=True, later=later)
             if reading.bad:
                 assert step.keys is not None
                 step.keys.put_back()
                 if step is self._latest:  # else the next step began by putting them back, on the device
                     self._buffers.put_back()
                 self._note_skip(step)
+            elif not all(map(math.isfinite, losses)):
+                self._warn_of_private_loss()
         return None
-
-    def _late_trip(self, reading: Reading[Step], losses: list[float], norms: list[float]) -> Trip:
-        step = reading.note
-        assert step.traces is not None
-        bad = step.traces.bad(names_of(self._model, step.parameters), norms)
-        return Trip(step, tuple(losses), reading.numbers[0], tuple(bad), late=True)
 
     def _check_on_host(self, step: Step, optimizer: Optimizer, scaler: Any) -> Trip | None:
         step.parameters, gradients = gradients_of(optimizer)

@@ -55,6 +55,7 @@ class Trip:
         gradients: The bad gradients.
         late: Whether the update was held back on the device and the host learned of it afterwards.
         scaler: What the gradient scaler did, where that is the reason; else empty.
+        later: The steps that were held back after it, because the host did not know of it yet.
     """
 
     step: Step
@@ -63,6 +64,7 @@ class Trip:
     gradients: tuple[BadTensor, ...]
     late: bool
     scaler: str = ""
+    later: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

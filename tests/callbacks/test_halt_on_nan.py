@@ -322,6 +322,31 @@ def test_a_bad_loss_is_never_a_normal_skip(fused, tmp_path):
     assert (error.step, error.cause) == (BAD, Cause.DIRTY_DATA)
 
 
+@pytest.mark.parametrize("kind", ["dirty batch", "loss alone"])
+@fused_or_not
+def test_bad_steps_can_be_left_out_with_a_scaler_too(fused, kind, tmp_path):
+    class Bad(Net):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch.nan_to_num() if kind == "loss alone" else batch)
+            return loss + torch.inf if batch_idx == BAD and kind == "loss alone" else loss
+
+    observer = Observer()
+    L.seed_everything(0, verbose=False)
+    trainer(tmp_path, observer, plugins=half(2.0**4), max_epochs=None, max_steps=BAD + 1).fit(
+        Bad(fused=fused), loader(BAD)
+    )
+    L.seed_everything(0, verbose=False)
+    model = Bad(fused=fused)
+    callback = HaltOnNaN(max_skips=1)
+    run = trainer(tmp_path, callback, plugins=half(2.0**4), max_epochs=None, max_steps=BAD + 1)
+    run.fit(model, loader(BAD))
+    changed = differences(observer.before, state_bits(model, run.optimizers))
+    assert changed == ["optimizer0.lr0"], "the scheduler counts the step"
+    again = trainer(tmp_path, HaltOnNaN(max_skips=1), plugins=half(2.0**4))
+    again.fit(model.train(), loader(BAD))
+    assert again.global_step == 16
+
+
 @fused_or_not
 def test_a_skip_at_a_scale_below_one_is_not_normal(fused, tmp_path):
     class Worse(Big):
@@ -476,7 +501,7 @@ def test_bad_arguments_fail_with_their_value(arguments):
 @pytest.mark.parametrize("kind", ["tensorboard", "csv", "both", "none", "fast_dev_run"])
 @fused_or_not
 def test_every_logger(kind, fused, tmp_path, capsys):
-    loggers: dict[str, Any] = {
+    loggers = {
         "tensorboard": TensorBoardLogger(tmp_path),
         "csv": CSVLogger(tmp_path),
         "both": [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)],

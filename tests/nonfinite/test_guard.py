@@ -12,6 +12,7 @@ from lightning_memtools.nonfinite.diagnose import Cause, diagnose
 from lightning_memtools.nonfinite.examine import examine
 from lightning_memtools.nonfinite.guard import Guard
 from lightning_memtools.nonfinite.step import Trip
+from lightning_memtools.nonfinite.veto import Veto
 from tests.nonfinite.observe import differences
 
 
@@ -191,3 +192,26 @@ def test_an_immediate_step_waits_for_the_fused_optimizer_before_it():
     assert trip is not None
     assert trip.step.optimizer is fused
     assert torch.equal(two.weight, before)
+
+
+def test_state_that_another_optimizer_created_while_held_back_is_removed_too(monkeypatch):
+    """The host learns of the first optimizer's bad step only after the second one's first step."""
+    torch.manual_seed(0)
+    one, two = nn.Linear(3, 1), nn.Linear(3, 1)
+    guard = Guard(nn.ModuleList([one, two]))
+    first, second = (torch.optim.AdamW(net.parameters(), fused=True) for net in (one, two))
+    monkeypatch.setattr(Veto, "read", lambda veto, *, wait: [])
+    guard.begin(None, 0, 0)
+    for net, optimizer, batch in ((one, first, dirty()), (two, second, good())):
+        loss = net(batch).mean()
+        guard.loss(loss)
+        loss.backward()
+        assert guard.check(optimizer, reopen=True) is None
+        optimizer.step()
+    assert len(first.state) == len(second.state) == 2
+    monkeypatch.undo()
+    trip = guard.drain()
+    assert trip is not None
+    assert (trip.step.optimizer, [step.optimizer for step in trip.later]) == (first, [second])
+    guard.undo(trip)
+    assert len(first.state) == len(second.state) == 0
