@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from lightning_memtools.memory.reclaim import WorthReclaiming, reclaim
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 
+# About what a full collection takes for each block of memory that Python has given out: 0.58 s were measured with 5.4
+# million objects of the kind that is collected, lists of a few numbers, which take two to four blocks each.
+SECONDS_PER_BLOCK = 6e-8
 # A collection that takes longer than this is done again only once it is less than this share of the time since.
 QUICK_COLLECTION_S = 0.5
 SHARE_OF_TIME = 0.01
@@ -68,7 +72,8 @@ class Boundaries:
     where more is allocated than the model and its optimizers own, and more so than after the last collection. For an
     exact figure any such growth is a reason, otherwise only growth that would be worth giving back. In a healthy run
     that is two or three times at its beginning. And where one takes long, as with many millions of objects, the next
-    waits until it is less than 1% of the time since. Smaller generations would be cheaper, but Python collects those by
+    waits until it is less than 1% of the time since; so does the first, whose time is guessed from how many blocks of
+    memory Python has given out. Smaller generations would be cheaper, but Python collects those by
     itself all the time; what holds on to memory is in the oldest.
 
     Args:
@@ -92,7 +97,8 @@ class Boundaries:
         self._worth_reclaiming = worth_reclaiming
         self._collect_garbage = collect_garbage
         self._unaccounted_after_collection = 0
-        self._collection_s = 0.0  # what the last one took
+        # What the last one took, or the first would take.
+        self._collection_s = SECONDS_PER_BLOCK * sys.getallocatedblocks()
         self._last_collection = time.perf_counter()
 
     def collect(
