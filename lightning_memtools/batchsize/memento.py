@@ -7,6 +7,7 @@ writes back into the very same objects.
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import types
@@ -218,7 +219,36 @@ class RandomState:
         if self._mps is not None:
             torch.mps.set_rng_state(self._mps)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            importlib.import_module("numpy").random.set_state(self._numpy)
+
+    def packed(self) -> dict[str, Any]:
+        """The streams' states as tensors and numbers, by name: what `torch.load(weights_only=True)` takes."""
+        version, numbers, gauss = self._python
+        packed: dict[str, Any] = {"python": [version, torch.tensor(numbers), gauss], "torch": self._torch}
+        if self._cuda is not None:
+            packed["cuda"] = list(self._cuda)
+        if self._mps is not None:
+            packed["mps"] = self._mps
+        if isinstance(self._numpy, tuple):
+            name, key, *rest = self._numpy
+            packed["numpy"] = [str(name), torch.from_numpy(key.astype("int64")), *map(float, rest)]
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any]) -> RandomState:
+        """From what `packed` gave; a stream that is not in it is as it is now."""
+        state = cls()
+        if "python" in packed:
+            version, numbers, gauss = packed["python"]
+            state._python = (version, tuple(numbers.tolist()), gauss)
+        state._torch = packed.get("torch", state._torch)
+        cuda = packed.get("cuda", state._cuda) if torch.cuda.is_available() else None
+        state._cuda = None if cuda is None else cuda[: torch.cuda.device_count()]
+        state._mps = packed.get("mps", state._mps) if torch.backends.mps.is_available() else None
+        if "numpy" in packed:
+            name, key, position, has_gauss, cached = packed["numpy"]
+            state._numpy = (name, key.numpy().astype("uint32"), int(position), int(has_gauss), cached)
+        return state
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState):

@@ -12,15 +12,18 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools.callbacks._halt_files import save_on_rank_zero, write_on_rank_zero
+from lightning_memtools.callbacks._halt_files import NO_FILES, save_on_rank_zero, write_on_rank_zero
+from lightning_memtools.callbacks._rerun import Account, Aftermath, culprit_of
+from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.nonfinite.diagnose import diagnose
 from lightning_memtools.nonfinite.error import HaltStage, NonFiniteError
 from lightning_memtools.nonfinite.examine import bad_optimizer_state, bad_state, examine
 from lightning_memtools.nonfinite.guard import Guard
 from lightning_memtools.nonfinite.outputs import BadOutput, OutputWatch, bad_metrics
-from lightning_memtools.nonfinite.ranks import Ranks
+from lightning_memtools.nonfinite.ranks import PATIENCE, Ranks
 from lightning_memtools.nonfinite.report import Halt, evaluation_message, overflow_message
-from lightning_memtools.nonfinite.step import Trip
+from lightning_memtools.nonfinite.rerun.start import StartKeeper
+from lightning_memtools.nonfinite.step import Evidence, Trip
 from lightning_memtools.nonfinite.strategies import gradients_under
 from lightning_memtools.reporting._lightning import (
     LoopMark,
@@ -69,10 +72,16 @@ class HaltOnNaN(Callback):
         check_outputs: After each validation or test run, also raise if a single number that the step returned or
             logged is NaN or Inf, or a larger output holds NaN. Read once per run.
         save_last_good: Before raising, write a checkpoint of the state before the bad step.
+        explain: Before raising, run the bad step again, with logging off and everything put back after it, to name the
+            operation that made the first bad value, its module and line, and to try out what causes it. Takes some
+            ten times as long as a step, and the host's memory for a copy of the module and its optimizers.
+        capsule: Before raising, keep the step as a file: batch, weights, buffers, random numbers. `replay` and
+            `memtools replay` run it again, bit for bit.
+        max_bytes: The largest that file may be, as "2GiB". What does not fit is left out, and named.
         directory: Where the report and that checkpoint go, instead of `<log_dir>/memtools/`.
 
     Raises:
-        ValueError: `max_skips` is negative or `amp_patience` is below 1; at setup, if the strategy hides the gradients.
+        ValueError: `max_skips` is negative, `amp_patience` is below 1, or `max_bytes` is no size; at setup, if the strategy hides the gradients.
         NonFiniteError: From the hooks, when a step or an evaluation run is bad.
     """
 
@@ -83,6 +92,9 @@ class HaltOnNaN(Callback):
         amp_patience: int = 10,
         check_outputs: bool = True,
         save_last_good: bool = True,
+        explain: bool = True,
+        capsule: bool = True,
+        max_bytes: str = "2GiB",
         directory: str | None = None,
     ) -> None:
         if max_skips < 0:
@@ -93,9 +105,14 @@ class HaltOnNaN(Callback):
         self.amp_patience = amp_patience
         self.check_outputs = check_outputs
         self.save_last_good = save_last_good
+        self.explain = explain
+        self.capsule = capsule
+        self.max_bytes = max_bytes
+        self._max_bytes = parse_size(max_bytes)
         self.directory = directory
         self._files: Path | None = None
         self._ranks: Ranks | None = None
+        self._patient: Ranks | None = None
         self._guard: Guard | None = None
         self._watch: OutputWatch | None = None
         self._bad_at_start: frozenset[str] = frozenset()
@@ -111,6 +128,9 @@ class HaltOnNaN(Callback):
             amp_patience=self.amp_patience,
             check_outputs=self.check_outputs,
             save_last_good=self.save_last_good,
+            explain=self.explain,
+            capsule=self.capsule,
+            max_bytes=self.max_bytes,
             directory=self.directory,
         )
 
@@ -120,6 +140,7 @@ class HaltOnNaN(Callback):
         if stage == "fit":
             gradients_under(type(trainer.strategy), world_size=trainer.world_size)
         self._ranks = Ranks()
+        self._patient = Ranks(PATIENCE) if self.explain or self.capsule else None
         self._files = report_directory(trainer)
         if self.directory is not None:
             self._files = Path(self.directory)
@@ -134,6 +155,7 @@ class HaltOnNaN(Callback):
             gradients=gradients_under(type(trainer.strategy), world_size=trainer.world_size),
             ranks=self._ranks,
             mark=lambda: mark_loops(trainer),
+            start=StartKeeper(pl_module).note if self.explain or self.capsule else lambda _batch: None,
             budget_bytes=int(4 * parameter_bytes * BATCH_SHARE),
         )
         self._n_logged = 0
@@ -221,6 +243,9 @@ class HaltOnNaN(Callback):
             amp_patience=self.amp_patience,
             check_outputs=self.check_outputs,
             save_last_good=self.save_last_good,
+            explain=self.explain,
+            capsule=self.capsule,
+            max_bytes=self.max_bytes,
             directory=self.directory,
         )
         return vars(fresh)
@@ -260,6 +285,7 @@ class HaltOnNaN(Callback):
             skipped=guard.skipped,
             n_missing=ranks.world_size - len(everyone),
         )
+        self._run_again(trainer, pl_module, trip, evidence, halt)
         if any(theirs.parameters for theirs in everyone):
             halt.checkpoint_note = "not written: weights or buffers were bad before this step"
             forbid_saving_on_exception(trainer)
@@ -272,6 +298,32 @@ class HaltOnNaN(Callback):
         if trainer.is_global_zero:
             Console().print(halt.console(), soft_wrap=True, markup=False, highlight=False)
         return halt.error()
+
+    def _run_again(
+        self, trainer: Trainer, pl_module: LightningModule, trip: Trip, evidence: Evidence, halt: Halt
+    ) -> None:
+        """Find the operation and write the capsule, on the rank that met the bad value."""
+        guard, patient = self._running(), self._patient
+        if patient is None:
+            return
+        if guard.is_sharded:
+            halt.explanation_note = halt.capsule_note = "not sought: no rank has all weights to run the step again alone"
+            return
+        aftermath, mine = None, Account(evidence.rank, None)
+        if halt.diagnosis.rank in {None, evidence.rank}:
+            aftermath = Aftermath(trainer, pl_module, trip, evidence, tuple(guard.history))
+            mine = aftermath.account(explains=self.explain)
+        theirs = culprit_of(patient.gather(mine), halt.diagnosis.rank)
+        halt.tell(theirs.rank, theirs.explanation, theirs.note)
+        if not self.capsule:
+            return
+        path, note = None, NO_FILES
+        if self._files is not None and aftermath is not None and theirs.rank == evidence.rank:
+            name = f"nonfinite-step{evidence.step}-rank{evidence.rank}-capsule.pt"
+            path, note = aftermath.write(self._files / name, self._max_bytes, halt.about())
+        halt.capsule_path, halt.capsule_note = dict(patient.gather((evidence.rank, (path, note)))).get(
+            theirs.rank, (path, note)
+        )
 
     def _last_good(self, trainer: Trainer, step: int) -> tuple[Path | None, str]:
         if not self.save_last_good:
@@ -363,7 +415,9 @@ class HaltOnNaN(Callback):
             self._guard.close()
         if self._ranks is not None:
             self._ranks.close()
-        self._guard = self._ranks = self._watch = self._files = None
+        if self._patient is not None:
+            self._patient.close()
+        self._guard = self._ranks = self._patient = self._watch = self._files = None
         self._bad_at_start = frozenset()
         self._n_logged = 0
         self._said_blind = False

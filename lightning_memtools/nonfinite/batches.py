@@ -24,12 +24,18 @@ class MicroBatch:
         batch: The batch as training_step got it; None once it was let go.
         losses: The losses that were sent backward for it, as 0-dim tensors, as training_step returned them.
         keep: Its loss is known to be bad: it is not let go.
+        start: What it began with, if that is noted: a `rerun.start.Start`.
+        steps_before: In manual optimization: how many updates had been made in this batch when this step began.
+        resumed: Where there were such: what was there to begin with after the last of them.
     """
 
     index: int
     batch: Any
     losses: list[Tensor] = field(default_factory=list)
     keep: bool = False
+    start: Any = None
+    steps_before: int = 0
+    resumed: Any = None
 
 
 @dataclass(frozen=True, slots=True)

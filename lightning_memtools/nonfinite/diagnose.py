@@ -19,6 +19,9 @@ class Cause(StrEnum):
     EXPLODING = "exploding gradient"
     LOW_PRECISION = "low-precision overflow"
     DOMAIN = "domain error of the loss or the network"
+    # These two take a replay of the step to tell.
+    OVERFLOW = "overflow"
+    NOT_REPRODUCIBLE = "not reproducible"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past
     evidence = culprit or everyone[0]
     rank = culprit.rank if culprit else None
     history = histories[evidence.rank]
-    grown = _grown(history, evidence)
+    grown = what_grew(history, evidence)
     dirty = [bad for bad in evidence.inputs if not bad.is_mask]
     bad = evidence.parameters
     if dirty:
@@ -114,7 +117,7 @@ def _culprit(everyone: Sequence[Evidence]) -> Evidence | None:
     return next(iter([*both, *by_loss, *by_input]), None)
 
 
-def _grown(history: Sequence[Past], evidence: Evidence) -> str:
+def what_grew(history: Sequence[Past], evidence: Evidence) -> str:
     """What grew before the step, as text; empty if nothing did."""
     before = list(history)[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):

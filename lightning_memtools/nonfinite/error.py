@@ -27,6 +27,7 @@ class NonFiniteError(RuntimeError):
         norms: The gradient norms that belong to `losses`.
         path: The report, if it could be written.
         checkpoint_path: The checkpoint of the last good state, if one was written.
+        capsule_path: The step as a file for `replay`, if one was written.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class NonFiniteError(RuntimeError):
         norms: Sequence[float] = (),
         path: Path | None = None,
         checkpoint_path: Path | None = None,
+        capsule_path: Path | None = None,
     ) -> None:
         super().__init__(message)
         self.step = step
@@ -55,6 +57,7 @@ class NonFiniteError(RuntimeError):
         self.norms = tuple(norms)
         self.path = path
         self.checkpoint_path = checkpoint_path
+        self.capsule_path = capsule_path
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Launchers that spawn processes send errors through pickle, which by default would pass the message alone.

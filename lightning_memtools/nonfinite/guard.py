@@ -19,6 +19,7 @@ from lightning_memtools.nonfinite.confirm import count_bad
 from lightning_memtools.nonfinite.detect import gradients_of, measure, measure_exactly
 from lightning_memtools.nonfinite.history import History, Past
 from lightning_memtools.nonfinite.names import names_of
+from lightning_memtools.nonfinite.losses import noted
 from lightning_memtools.nonfinite.optimizers import (
     StateKeys,
     hide_gradients,
@@ -51,6 +52,7 @@ class Guard:
             after backward (replicated), each has a part (sharded).
         ranks: The other ranks.
         mark: Called at the start of each step; what it returns is kept in `Step.mark`.
+        start: Called with each batch before its forward pass; what it returns is kept in `MicroBatch.start`.
         budget_bytes: What older batches of an accumulation may hold of memory.
 
     Attributes:
@@ -69,6 +71,7 @@ class Guard:
         gradients: Gradients = "whole",
         ranks: Ranks | None = None,
         mark: Callable[[], object] = lambda: None,
+        start: Callable[[Any], Any] = lambda _batch: None,
         budget_bytes: int = 0,
     ) -> None:
         self.history = History()
@@ -81,6 +84,7 @@ class Guard:
         self._gradients = gradients
         self._ranks = ranks or Ranks()
         self._mark = mark
+        self._start = start
         self._budget_bytes = budget_bytes
         self._buffers = BufferKeeper(model)
         self._veto: Veto[Step] | None = None
@@ -90,6 +94,7 @@ class Guard:
         self._step: Step | None = None
         self._latest: Step | None = None
         self._now: tuple[int, MicroBatch] | None = None
+        self._n_steps_in_batch = 0
         self._has_warned = False
 
     @property
@@ -97,10 +102,16 @@ class Guard:
         """Whether a bad loss of one rank is made known to the others as NaN gradients."""
         return self._gradients == "replicated"
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank has all weights and gradients."""
+        return self._gradients == "sharded"
+
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
         """Note a batch before its forward pass. `first`: it begins a step of training step `number`."""
-        micro = MicroBatch(batch_idx, batch)
+        micro = MicroBatch(batch_idx, batch, start=self._start(batch))
         self._now = number, micro
+        self._n_steps_in_batch = 0
         if first or self._step is None or not self._step.losses():
             self._open()
         else:
@@ -118,11 +129,8 @@ class Guard:
         assert self._step is not None
         if self._step.mark is None:
             self._step.mark = self._mark()
-        with torch.no_grad():
-            value = loss.detach().float() * divided_by
-            if scaler is not None:
-                value = value / scaler.scale(torch.ones((), device=value.device))
-            value = value if value.dim() == 0 else value.mean()
+        scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
+        value = noted(loss, divided_by, scale)
         micro = self._step.micro[-1]
         micro.losses.append(value)
         self.saw_losses = True
@@ -143,6 +151,7 @@ class Guard:
         else:
             trip = self.drain() or self._check_on_host(step, optimizer, scaler)
         if trip is None and reopen:
+            self._n_steps_in_batch += 1
             self._open()
             self._step.mark = None  # type: ignore[attr-defined]  # to be taken once the update is through
         return trip
@@ -175,8 +184,14 @@ class Guard:
 
     def _open(self) -> None:
         number, micro = self._now or (0, MicroBatch(0, None))
-        if micro.losses:  # a second step within the batch has losses of its own
-            micro = MicroBatch(micro.index, micro.batch)
+        if micro.losses or self._n_steps_in_batch:  # a second step within the batch has losses of its own
+            micro = MicroBatch(
+                micro.index,
+                micro.batch,
+                start=micro.start,
+                steps_before=self._n_steps_in_batch,
+                resumed=self._start(micro.batch),
+            )
         self._step = self._latest = Step(number, self._mark(), [micro])
         flag = None if self._veto is None else self._veto.flag
         if flag is not None and self._max_skips:

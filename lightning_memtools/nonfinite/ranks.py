@@ -12,19 +12,25 @@ T = TypeVar("T")
 
 # All ranks trip at the same step, so an answer takes as long as the slowest rank is behind.
 TIMEOUT = timedelta(seconds=60)
+# One rank runs a step several times, each operation looked at, while the others wait.
+PATIENCE = timedelta(minutes=10)
 
 
 class Ranks:
-    """Gathers Python objects from all ranks. Make it on every rank or on none."""
+    """Gathers Python objects from all ranks. Make it on every rank or on none.
 
-    def __init__(self) -> None:
+    Args:
+        timeout: How long a rank waits for the others.
+    """
+
+    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
         self.rank, self.world_size = 0, 1
         self._group: distributed.ProcessGroup | None = None
         if distributed.is_available() and distributed.is_initialized():
             self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         if self.world_size > 1:
             # A group of its own: gloo takes host objects whatever the training backend is, and the timeout is ours.
-            self._group = distributed.new_group(backend="gloo", timeout=TIMEOUT)
+            self._group = distributed.new_group(backend="gloo", timeout=timeout)
 
     def gather(self, mine: T) -> list[T]:
         """What each rank gave, in the order of ranks; only `mine` if a rank does not answer in time."""

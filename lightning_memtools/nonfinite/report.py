@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from lightning_memtools.nonfinite.cause.explain import Explanation
 from lightning_memtools.nonfinite.confirm import BadTensor
-from lightning_memtools.nonfinite.diagnose import Diagnosis
+from lightning_memtools.nonfinite.diagnose import Cause, Diagnosis
 from lightning_memtools.nonfinite.error import NonFiniteError
 from lightning_memtools.nonfinite.history import Past, growth
 from lightning_memtools.nonfinite.outputs import BadOutput
@@ -31,7 +33,10 @@ class Halt:
         report_note: Why there is no report.
         checkpoint_path: The checkpoint of the last good state.
         checkpoint_note: Why there is no such checkpoint.
-        sections: Further parts of the report: (title, markdown). What finds the operation adds itself here.
+        explanation: Which operation made the first bad value; None where that was not found.
+        explanation_note: Why not.
+        capsule_path: The step as a file, to run it again.
+        capsule_note: Why there is none, or what it does not hold.
     """
 
     everyone: Sequence[Evidence]
@@ -43,7 +48,10 @@ class Halt:
     report_note: str = ""
     checkpoint_path: Path | None = None
     checkpoint_note: str = ""
-    sections: list[tuple[str, str]] = field(default_factory=list)
+    explanation: Explanation | None = None
+    explanation_note: str = ""
+    capsule_path: Path | None = None
+    capsule_note: str = ""
 
     @property
     def culprit(self) -> Evidence:
@@ -72,6 +80,30 @@ class Halt:
             what = f"gradient norm is {culprit.norm}"
         return f"{what} at step {culprit.step} ({self._place()})."
 
+    def tell(self, rank: int, explanation: Explanation | None, note: str) -> None:
+        """Take up what running the step again has shown: it knows better than the evidence."""
+        self.explanation, self.explanation_note = explanation, note
+        if explanation is None:
+            return
+        found_rank = self.diagnosis.rank
+        if explanation.cause is not Cause.NOT_REPRODUCIBLE and found_rank is None:
+            found_rank = rank
+        self.diagnosis = Diagnosis(explanation.cause, f"{explanation.because}.", explanation.advice, found_rank)
+
+    def about(self) -> dict[str, Any]:
+        """The small JSON beside a capsule: what is known of the step without loading it."""
+        found = self.explanation
+        return {
+            "headline": self.headline,
+            "step": self.culprit.step,
+            "rank": self.culprit.rank,
+            "batches": list(self.culprit.batches),
+            "cause": self.diagnosis.cause.value,
+            "because": self.diagnosis.because,
+            "what": "" if found is None else found.what,
+            "advice": self.diagnosis.advice,
+        }
+
     def _place(self) -> str:
         rank = self.diagnosis.rank
         if rank is None:
@@ -84,6 +116,8 @@ class Halt:
         culprit = self.culprit
         facts = [
             ("Cause", f"{self.diagnosis.cause}: {self.diagnosis.because}"),
+            ("Operation", self.explanation_note if self.explanation is None else self.explanation.what),
+            ("Tried", "" if self.explanation is None else self.explanation.confirmed),
             ("Losses of the step", _losses(culprit)),
             ("Bad gradients", _named(culprit.gradients, "none") + _carried(culprit)),
             ("Bad weights before the step", _named(culprit.parameters, "none")),
@@ -95,7 +129,7 @@ class Halt:
         ]
         others = [each for each in self.everyone if each.rank != culprit.rank]
         if others:
-            facts.insert(2, ("Losses of the other ranks", "; ".join(f"rank {e.rank}: {_losses(e)}" for e in others)))
+            facts.insert(4, ("Losses of the other ranks", "; ".join(f"rank {e.rank}: {_losses(e)}" for e in others)))
         if self.n_missing:
             facts.append(("Ranks that did not answer", str(self.n_missing)))
         if self.skipped:
@@ -103,7 +137,8 @@ class Halt:
             facts.append(("Bad steps skipped before", steps))
         facts.append(("State", self._state()))
         facts.append(("Last good checkpoint", str(self.checkpoint_path or self.checkpoint_note)))
-        return facts
+        facts.append(("The step as a file", " ".join(filter(None, [str(self.capsule_path or ""), self.capsule_note]))))
+        return [(what, value) for what, value in facts if value]
 
     def _state(self) -> str:
         culprit = self.culprit
@@ -123,15 +158,20 @@ class Halt:
 
     def message(self) -> str:
         """The text of the error: complete by itself."""
-        lines = [f"{what}: {value}" for what, value in self.facts() if value]
+        lines = [f"{what}: {value}" for what, value in self.facts()]
         report = f"Report: {self.report_path or self.report_note}"
-        return "\n".join([self.headline, *lines, report, f"Next: {self.diagnosis.advice}"])
+        return "\n".join([self.headline, *lines, report, f"Next: {self._next()}"])
+
+    def _next(self) -> str:
+        again = f" Run the step again: memtools replay {self.capsule_path}" if self.capsule_path else ""
+        return f"{self.diagnosis.advice}{again}"
 
     def console(self) -> str:
         """The short form: the error that follows says the rest."""
         lines = [self.headline, f"Cause: {self.diagnosis.cause}: {self.diagnosis.because}"]
+        lines += [self.explanation.what] if self.explanation is not None else []
         lines += [f"{what}: {path}" for what, path in self._files()]
-        return "\n".join(["HaltOnNaN stops training.", *lines, f"Next: {self.diagnosis.advice}"])
+        return "\n".join(["HaltOnNaN stops training.", *lines, f"Next: {self._next()}"])
 
     def error(self) -> NonFiniteError:
         """The error to raise, the same on every rank."""
@@ -148,6 +188,7 @@ class Halt:
             norms=[past.norm for past in self.history],
             path=self.report_path,
             checkpoint_path=self.checkpoint_path,
+            capsule_path=self.capsule_path,
         )
 
     def _files(self) -> list[tuple[str, Path]]:
@@ -156,7 +197,7 @@ class Halt:
 
     def markdown(self) -> str:
         """The report: the message as a table, then every bad gradient and the last steps."""
-        rows = [("Next", self.diagnosis.advice), *self.facts()]
+        rows = [("Next", self._next()), *self.facts()]
         parts = [f"# Not finite: {self.headline}", _table(("", ""), rows)]
         for title, bad in (("Bad gradients", self.culprit.gradients), ("Bad weights", self.culprit.parameters)):
             if bad:
@@ -166,8 +207,6 @@ class Halt:
         if self.skipped:
             skipped = [(str(step), ", ".join(map(str, batches))) for step, batches in self.skipped]
             parts += ["## Skipped steps", _table(("step", "batches"), skipped)]
-        for title, text in self.sections:
-            parts += [f"## {title}", text]
         return "\n\n".join(parts) + "\n"
 
 

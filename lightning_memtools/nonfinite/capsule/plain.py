@@ -1,0 +1,122 @@
+"""Nested values as what `torch.load(weights_only=True)` takes: tensors, numbers, texts, lists and dictionaries of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ATOMS = (bool, int, float, str, bytes, type(None))
+_KIND = "_kind"  # a dictionary of ours; those of users become lists of pairs
+
+
+class LeftOut:
+    """Stands for a value that no capsule can hold."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name} was left out>"
+
+
+def to_plain(value: Any, left_out: list[str], name: str) -> Any:  # noqa: PLR0911, one kind of value each
+    """The value as plain data. What cannot be held is replaced by a note, and its name added to `left_out`."""
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, Tensor):
+        return compact(value) if type(value) in {Tensor, torch.nn.Parameter} else _leave_out(value, left_out, name)
+    if isinstance(value, np.generic):
+        return to_plain(value.item(), left_out, name)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        return {_KIND: "array", "tensor": torch.from_numpy(np.ascontiguousarray(value).copy())}
+    if isinstance(value, (torch.dtype, torch.device, torch.Size)):
+        return {_KIND: type(value).__name__, "text": list(value) if isinstance(value, torch.Size) else str(value)}
+    if isinstance(value, Mapping):
+        pairs = [[to_plain(k, left_out, name), to_plain(v, left_out, f"{name}[{k!r}]")] for k, v in value.items()]
+        return {_KIND: "mapping", "class": _path(type(value)), "pairs": pairs}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [to_plain(item, left_out, f"{name}[{i}]") for i, item in enumerate(value)]
+        kind = "named tuple" if hasattr(value, "_fields") else "sequence"
+        return {_KIND: kind, "class": _path(type(value)), "items": items}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        fields = {key: to_plain(item, left_out, f"{name}.{key}") for key, item in held.items()}
+        return {_KIND: "dataclass", "class": _path(type(value)), "fields": fields}
+    return _leave_out(value, left_out, name)
+
+
+def from_plain(value: Any) -> Any:  # noqa: PLR0911, as above
+    """The value again.
+
+    Raises:
+        ImportError, AttributeError: A class in it cannot be found.
+    """
+    if not isinstance(value, dict):
+        return value
+    kind = value[_KIND]
+    if kind == "array":
+        return value["tensor"].numpy()
+    if kind == "dtype":
+        return getattr(torch, value["text"].removeprefix("torch."))
+    if kind == "device":
+        return torch.device(value["text"])
+    if kind == "Size":
+        return torch.Size(value["text"])
+    if kind == "left out":
+        return LeftOut(value["name"])
+    made: Any = _class(value["class"])
+    if kind == "mapping":
+        held = {from_plain(k): from_plain(v) for k, v in value["pairs"]}
+        return held if issubclass(made, defaultdict) else made(held)
+    if kind == "dataclass":
+        new = object.__new__(made)
+        for key, item in value["fields"].items():
+            object.__setattr__(new, key, from_plain(item))
+        return new
+    items = [from_plain(item) for item in value["items"]]
+    return made(*items) if kind == "named tuple" else made(items)
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """The tensor with its strides, without the rest of the storage that it is a view of: files hold whole storages."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return tensor
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.untyped_storage().nbytes() <= extent * tensor.element_size():
+        return tensor
+    flat = torch.as_strided(tensor, (extent,), (1,), tensor.storage_offset()).clone()
+    return torch.as_strided(flat, tensor.shape, tensor.stride())
+
+
+def n_bytes_of(plain: Any) -> int:
+    """What the tensors in it take."""
+    if isinstance(plain, Tensor):
+        return plain.untyped_storage().nbytes() if plain.layout == torch.strided else plain.element_size() * plain.numel()
+    if isinstance(plain, dict):
+        return sum(map(n_bytes_of, plain.values()))
+    return sum(map(n_bytes_of, plain)) if isinstance(plain, list) else 0
+
+
+def _leave_out(value: Any, left_out: list[str], name: str) -> dict[str, str]:
+    left_out.append(f"{name} (a {type(value).__qualname__})")
+    return {_KIND: "left out", "name": f"{name}, a {type(value).__qualname__},"}
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _class(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,148 @@
+"""Makes the module of a capsule again: its class, its hyperparameters, its weights."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools.nonfinite.capsule.plain import from_plain
+from lightning_memtools.nonfinite.capsule.read import CapsuleError
+from lightning_memtools.nonfinite.names import plain_name
+from lightning_memtools.nonfinite.rerun.start import put_attributes_back
+
+
+def rebuilt(saved: Mapping[str, Any], model: Any, device: torch.device) -> nn.Module:
+    """The module with the state that the step began with, on a device.
+
+    Args:
+        saved: What `read_capsule` gave.
+        model: A module to use, or a class or function that makes one; None for the capsule's own class.
+        device: Where to put it.
+
+    Raises:
+        CapsuleError: It cannot be made, or is another one.
+    """
+    about = saved["module"]
+    module = model if isinstance(model, nn.Module) else _made(about, model)
+    if _missing(saved, module) and callable(getattr(module, "configure_model", None)):
+        module.configure_model()
+    module.to(device)
+    if saved["weights"] is not None:
+        _load(saved["weights"], module, about)
+    names = {plain_name(name): name for name, _ in module.named_modules()}
+    put_attributes_back(module, {names[name]: values for name, values in about["attributes"].items() if name in names})
+    evaluating, frozen = set(about["evaluating"]), set(about["frozen"])
+    for name, part in module.named_modules():
+        part.training = plain_name(name) not in evaluating
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(plain_name(name) not in frozen)
+    return module
+
+
+def _made(about: Mapping[str, Any], model: Any) -> nn.Module:
+    kind = _class_of(about) if model is None else model
+    name = about["class"].replace(":", ".")
+    accepted = inspect.signature(kind).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    hparams = {key: value for key, value in about["hparams"].items() if takes_all or key in accepted}
+    needs = [key for key, each in accepted.items() if each.default is each.empty and key not in hparams
+             and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]  # fmt: skip
+    odd = [key for key in hparams if any(out.startswith(f"{key} (") for out in about["hparams_left_out"])]
+    if needs or odd:
+        which = f"was not saved: {', '.join(needs)}" if needs else f"cannot be held by a file: {', '.join(odd)}"
+        raise CapsuleError(
+            f"{name} cannot be made again: what its constructor takes {which}. It has no such saved hyperparameters.\n"
+            "Next: make the module yourself and pass it, replay(path, model=my_module), or a function that makes it, "
+            "memtools replay PATH --model package.function; call self.save_hyperparameters() in its constructor for "
+            "the next time."
+        )
+    try:
+        module = kind(**{key: from_plain(value) for key, value in hparams.items()})
+    except Exception as error:
+        raise CapsuleError(
+            f"{name} cannot be made again: its constructor failed with {type(error).__name__}: {error}.\n"
+            "Next: make the module yourself and pass it: replay(path, model=my_module)."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise CapsuleError(f"{kind!r} made a {type(module).__name__}, which is no module. Pass what makes a module.")
+    return module
+
+
+def _class_of(about: Mapping[str, Any]) -> Any:
+    module_name, _, name = about["class"].partition(":")
+    advice = "Next: pass it: replay(path, model=my_module), or memtools replay PATH --model package.Class."
+    if "<locals>" in name:
+        raise CapsuleError(f"{name} was defined within a function and cannot be imported.\n{advice}")
+    try:
+        found: Any = _script(Path(about["script"])) if about["script"] else importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise CapsuleError(
+            f"The module's class {about['class'].replace(':', '.')} cannot be imported ({type(error).__name__}: "
+            f"{error}). The weights, batch and random numbers in the capsule can be read: "
+            f"torch.load(path, weights_only=True).\n{advice}"
+        ) from error
+    return found
+
+
+def _script(path: Path) -> Any:
+    """The script that was run, imported: only if that does not start what it does when it is run."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body):
+        raise ImportError(f"it stands in the script {path}, which has no `if __name__ == '__main__':` and would train")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _missing(saved: Mapping[str, Any], module: nn.Module) -> bool:
+    here = {plain_name(name) for name, _ in module.named_parameters()}
+    return saved["weights"] is not None and bool(saved["weights"]["parameters"].keys() - here)
+
+
+@torch.no_grad()
+def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about: Mapping[str, Any]) -> None:
+    parameters = {plain_name(name): each for name, each in module.named_parameters()}
+    missing = sorted(parameters.keys() ^ weights["parameters"].keys())
+    wrong = [name for name, value in weights["parameters"].items()
+             if name in parameters and not _is_lazy(parameters[name]) and parameters[name].shape != value.shape]  # fmt: skip
+    if missing or wrong:
+        what = ", ".join([*missing[:3], *(f"{name} (shape)" for name in wrong[:3])])
+        raise CapsuleError(
+            f"This is not the module that the step ran with: {what} differ. {about['class'].replace(':', '.')} was "
+            "made from its saved hyperparameters, which may not be all that it is made of.\n"
+            "Next: make the module as the training script does and pass it: replay(path, model=my_module)."
+        )
+    for name, value in weights["parameters"].items():
+        parameter: Any = parameters[name]
+        if _is_lazy(parameter):
+            parameter.materialize(value.shape)
+        parameter.data = value.to(parameter.device)
+    names = {plain_name(name): part for name, part in module.named_modules()}
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    for name, value in weights["buffers"].items():
+        owner, _, key = name.rpartition(".")
+        part = names[owner]
+        here = part._buffers.get(key)  # noqa: SLF001, a buffer may be None or not there yet
+        if here is not None and here.shape == value.shape and here.dtype == value.dtype:
+            here.copy_(value)
+        else:
+            part._buffers[key] = value.to(device)  # noqa: SLF001, as above
+
+
+def _is_lazy(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, nn.parameter.UninitializedParameter)

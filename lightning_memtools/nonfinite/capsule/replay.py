@@ -1,0 +1,186 @@
+"""Runs a bad step again, in a fresh process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools.batchsize.memento import RandomState
+from lightning_memtools.estimate.nesting import map_tensors
+from lightning_memtools.estimate.stand_in import configured_optimizers, is_lightning_module
+from lightning_memtools.nonfinite.batches import MicroBatch
+from lightning_memtools.nonfinite.capsule.machine import differences, machine_now, switched
+from lightning_memtools.nonfinite.capsule.plain import LeftOut, from_plain
+from lightning_memtools.nonfinite.capsule.read import CapsuleError, read_capsule
+from lightning_memtools.nonfinite.capsule.rebuild import rebuilt
+from lightning_memtools.nonfinite.cause.explain import Background, Explanation, explain
+from lightning_memtools.nonfinite.diagnose import Cause
+from lightning_memtools.nonfinite.names import plain_name
+from lightning_memtools.nonfinite.rerun.conditions import Conditions
+from lightning_memtools.nonfinite.rerun.doubts import mismatches
+from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Rerun
+from lightning_memtools.nonfinite.rerun.start import Start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What a step gave when it was run again from its capsule.
+
+    Attributes:
+        path: The capsule.
+        step: The training step.
+        losses: The loss of each micro-batch (in manual optimization: of each backward pass).
+        gradients: Name of the parameter to its gradient, as the optimizer would get it.
+        mismatches: What was otherwise than in the step, one sentence each.
+        differences: What this machine has otherwise than the one that the step ran on, such as ``"torch 2.11.0, was
+            2.13.0"``.
+        doubts: Why it may not be exact, one sentence each.
+        gradients_of: What the gradients were compared with: ``"step"``, or ``"replay"``: that in the training process.
+        explanation: Which operation made the first bad value; None where that was not found.
+        model: The module, as it was when the step began.
+        batches: The batches of the step.
+    """
+
+    path: Path
+    step: int
+    losses: tuple[float, ...]
+    gradients: Mapping[str, Tensor]
+    mismatches: tuple[str, ...]
+    differences: tuple[str, ...]
+    doubts: tuple[str, ...]
+    gradients_of: str
+    explanation: Explanation | None
+    model: nn.Module
+    batches: tuple[Any, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether losses and gradients are the same in every bit."""
+        return not self.mismatches
+
+    def summary(self) -> str:
+        """What came out, for people."""
+        lines = [f"Step {self.step} of {self.path}, run again.", f"Losses: {' '.join(f'{x:.6g}' for x in self.losses)}"]
+        bad = [name for name, gradient in self.gradients.items() if not bool(torch.isfinite(_dense(gradient)).all())]
+        lines.append(f"Gradients: {len(self.gradients)}, of which {len(bad)} hold NaN or Inf")
+        if self.exact:
+            of = "" if self.gradients_of == "step" else ", these as replayed in the training process"
+            lines.append(f"Bit for bit the same as in the step: losses and gradients{of}.")
+        else:
+            lines += ["Not the same as in the step:", *(f"- {each}" for each in self.mismatches)]
+        if self.differences:
+            lines.append(f"This machine is another: {'; '.join(self.differences)}.")
+        elif not self.exact:
+            lines.append("Machine and versions are the same.")
+        lines += [f"Note: {doubt}" for doubt in self.doubts]
+        if self.explanation is not None:
+            lines += ["", f"Cause: {self.explanation.cause}: {self.explanation.because}.", self.explanation.what]
+            if self.explanation.confirmed:
+                lines.append(f"Tried: {self.explanation.confirmed}.")
+            lines.append(f"Next: {self.explanation.advice}")
+        return "\n".join(lines)
+
+
+def replay(path: str | Path, *, model: Any = None) -> Replay:
+    """Run the step that HaltOnNaN stopped at once more, from its capsule, and compare every bit.
+
+    On the machine that wrote it, losses and gradients are the same bit for bit; on another, the result says what
+    differs. No Trainer, data set or process group is needed, and nothing is logged or written.
+
+    Args:
+        path: The capsule, ``nonfinite-step<n>-rank<r>-capsule.pt``.
+        model: A LightningModule of the same class, or what makes one. When left out, the class is imported and made
+            from its saved hyperparameters. The module given gets the weights of the capsule.
+
+    Raises:
+        CapsuleError: The capsule cannot be read, or its module cannot be made; the message says what can still be read.
+    """
+    path = Path(path)
+    saved = read_capsule(path)
+    conditions = Conditions(**saved["conditions"])
+    device = torch.device(saved["machine"]["device"])
+    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("cpu")
+        conditions = dataclasses.replace(conditions, device_type="cpu")
+    with switched(saved["switches"]) as not_set:
+        module = rebuilt(saved, model, device)
+        doubts = [*saved["doubts"], *(f"The switch {name!r} could not be set here." for name in not_set)]
+        if saved["weights"] is None:
+            doubts.append("The capsule holds no weights (max_bytes): the module's own were used.")
+        micro = [_micro(each, module, device) for each in saved["micro"]]
+        optimizers, schedulers = configured_optimizers(module) if is_lightning_module(module) else ([], [])
+        wanted = set(saved["parameters"])
+        rerun = Rerun(
+            module,
+            micro,
+            conditions,
+            optimizers=optimizers,
+            schedulers=schedulers,
+            parameters=[p for name, p in module.named_parameters() if plain_name(name) in wanted],
+        )
+        try:
+            with rerun:
+                outcome = rerun.run()
+                losses = tuple(float(loss) for loss in outcome.losses)
+                gradients = {name: gradient.clone() for name, gradient in outcome.gradients.items()}
+                found = mismatches(saved["losses"], saved["digests"], outcome)
+                explanation = _explanation(saved)
+                if explanation is None and not outcome.is_finite:
+                    explanation = explain(rerun, outcome, Background(doubts=doubts))
+        except CannotRerunError as error:
+            raise CapsuleError(f"{path}: {error}") from error
+    return Replay(
+        path=path,
+        step=int(saved["step"]),
+        losses=losses,
+        gradients=gradients,
+        mismatches=tuple(found),
+        differences=tuple(differences(saved["machine"], machine_now(str(device)))),
+        doubts=tuple(doubts),
+        gradients_of=saved["digests_of"],
+        explanation=explanation,
+        model=module,
+        batches=tuple(each.batch for each in micro),
+    )
+
+
+def _micro(saved: Mapping[str, Any], module: nn.Module, device: torch.device) -> MicroBatch:
+    try:
+        batch = from_plain(saved["batch"])
+    except (ImportError, AttributeError) as error:
+        raise CapsuleError(f"A class of the batch cannot be imported: {error}. Run where the training code is.") from error
+    if isinstance(batch, LeftOut):
+        raise CapsuleError(f"{batch.name} was left out of the capsule: only tensors and plain values can be held.")
+    moved = map_tensors(batch, lambda tensor: tensor.to(device))
+    return MicroBatch(
+        saved["index"],
+        moved,
+        start=_start(saved["start"], module),
+        steps_before=saved["steps_before"],
+        resumed=_start(saved["resumed"], module),
+    )
+
+
+def _start(saved: Mapping[str, Any] | None, module: nn.Module) -> Start | None:
+    if saved is None:
+        return None
+    names = {plain_name(name): name for name, _ in module.named_modules()}
+    attributes = {names[name]: values for name, values in saved["attributes"].items() if name in names}
+    return Start(RandomState.unpacked(saved["random"]), attributes, ())
+
+
+def _explanation(saved: Mapping[str, Any]) -> Explanation | None:
+    if saved["explanation"] is None:
+        return None
+    fields = from_plain(saved["explanation"])
+    return Explanation(**{**fields, "cause": Cause(fields["cause"]), "samples": tuple(fields["samples"])})
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,0 +1,188 @@
+"""Writes a bad step to a file, whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.nonfinite.batches import MicroBatch
+from lightning_memtools.nonfinite.capsule.machine import machine_now, switches_now
+from lightning_memtools.nonfinite.capsule.plain import compact, n_bytes_of, to_plain
+from lightning_memtools.nonfinite.names import plain_name
+from lightning_memtools.nonfinite.rerun.conditions import Conditions
+from lightning_memtools.nonfinite.rerun.start import Attributes, Start, simple_items
+
+VERSION = 1
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Capsule:
+    """What a capsule is made of.
+
+    Attributes:
+        step: The training step.
+        module: The LightningModule, with the weights and buffers that the step began with.
+        micro: The step's micro-batches.
+        conditions: How it ran.
+        optimizers: The module's optimizers, before the update.
+        scaler: The gradient scaler's state; empty without one.
+        parameters: The names of those whose gradients belong to the step.
+        losses: Its losses.
+        digests: Name of the parameter to the digest of its gradient.
+        digests_of: What the digests were taken of: ``"step"``, or ``"replay"`` where its gradients were gone or shared.
+        doubts: Why a replay may differ, one sentence each.
+        about: What the small JSON says beside: plain values.
+        explanation: The fields of the explanation, as plain values; None without one.
+    """
+
+    step: int
+    module: Module
+    micro: Sequence[MicroBatch]
+    conditions: Conditions
+    optimizers: Sequence[Optimizer]
+    scaler: Mapping[str, Any]
+    parameters: Sequence[str]
+    losses: Sequence[float]
+    digests: Mapping[str, str]
+    digests_of: str
+    doubts: Sequence[str]
+    about: Mapping[str, Any]
+    explanation: Mapping[str, Any] | None
+
+
+def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> list[str]:
+    """Write the capsule to `path`, and the small JSON beside it; returns the names of what was left out.
+
+    Both appear whole or not at all. What does not fit into `max_bytes` is left out: first the optimizers' state, which
+    a replay of loss and gradients does not use; then the weights and buffers; then nothing is written.
+
+    Raises:
+        ValueError: Even without weights it does not fit.
+        OSError: It cannot be written.
+    """
+    left_out: list[str] = []
+    saved = _contents(capsule, left_out)
+    for part, what in (("optimizers", "optimizer state"), ("weights", "weights and buffers")):
+        if n_bytes_of(saved) > max_bytes:
+            left_out.append(f"{what} ({format_size(n_bytes_of(saved[part]))}, for max_bytes)")
+            saved[part] = None
+    if n_bytes_of(saved) > max_bytes:
+        needed = format_size(n_bytes_of(saved))
+        raise ValueError(f"the batch alone takes {needed}, more than max_bytes ({format_size(max_bytes)})")
+    about = {
+        "version": VERSION,
+        **capsule.about,
+        "losses": [repr(loss) for loss in capsule.losses],
+        "class": saved["module"]["class"],
+        "machine": saved["machine"],
+        "left_out": left_out,
+        "doubts": list(capsule.doubts),
+    }
+    saved |= {"left_out": left_out, "about": json.dumps(about)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    n_bytes = _whole(path, lambda file: torch.save(saved, file))
+    text = json.dumps({**about, "capsule": path.name, "bytes": n_bytes}, indent=2) + "\n"
+    _whole(path.with_suffix(".json"), lambda file: file.write(text.encode()))
+    return left_out
+
+
+def _whole(path: Path, write: Callable[[Any], object]) -> int:
+    """Write a file under another name first, so that nobody sees half of it; returns its size."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        n_bytes = unfinished.stat().st_size
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return n_bytes
+
+
+def _contents(capsule: Capsule, left_out: list[str]) -> dict[str, Any]:
+    module = capsule.module
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return {
+        "version": VERSION,
+        "step": capsule.step,
+        "conditions": {**dataclasses.asdict(capsule.conditions), "trainer": dict(capsule.conditions.trainer)},
+        "machine": machine_now(str(device)),
+        "switches": switches_now(),
+        "module": _module(module, left_out),
+        "weights": {
+            "parameters": {plain_name(name): compact(each) for name, each in module.named_parameters()},
+            "buffers": {plain_name(name): compact(each) for name, each in module.named_buffers()},
+        },
+        "micro": [_micro(each, left_out) for each in capsule.micro if each.batch is not None],
+        "optimizers": [to_plain(each.state_dict(), [], "optimizer") for each in capsule.optimizers],
+        "scaler": dict(capsule.scaler),
+        "parameters": list(capsule.parameters),
+        "losses": list(capsule.losses),
+        "digests": dict(capsule.digests),
+        "digests_of": capsule.digests_of,
+        "doubts": list(capsule.doubts),
+        "explanation": None if capsule.explanation is None else to_plain(dict(capsule.explanation), [], ""),
+    }
+
+
+def _module(module: Any, left_out: list[str]) -> dict[str, Any]:
+    kind = type(module)
+    hparams: list[str] = []
+    main: Any = sys.modules.get("__main__")
+    return {
+        "class": f"{kind.__module__}:{kind.__qualname__}",
+        # A class of the script that was run has no name to import it by.
+        "script": str(getattr(main, "__file__", "") or "") if kind.__module__ == "__main__" else "",
+        "hparams": {key: to_plain(value, hparams, key) for key, value in dict(getattr(module, "hparams", {})).items()},
+        "hparams_left_out": hparams,
+        "needs": [
+            name
+            for name, each in inspect.signature(kind.__init__).parameters.items()
+            if each.default is each.empty and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD} and name != "self"
+        ],
+        "attributes": _attributes({plain_name(name): simple_items(vars(part)) for name, part in module.named_modules()}),
+        "attributes_left_out": _odd_attributes(module, left_out),
+        "evaluating": [plain_name(name) for name, part in module.named_modules() if not part.training],
+        "frozen": [plain_name(name) for name, each in module.named_parameters() if not each.requires_grad],
+    }
+
+
+def _odd_attributes(module: Any, left_out: list[str]) -> list[str]:
+    """Tensors that the module keeps as plain attributes: a step may use them, and its constructor makes others."""
+    odd = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+    left_out += [f"attribute {name} (a tensor that is no buffer)" for name in odd]
+    return odd
+
+
+def _attributes(attributes: Attributes) -> Attributes:
+    return {name: values for name, values in attributes.items() if values}
+
+
+def _micro(micro: MicroBatch, left_out: list[str]) -> dict[str, Any]:
+    return {
+        "index": micro.index,
+        "batch": to_plain(micro.batch, left_out, "batch"),
+        "start": _start(micro.start),
+        "steps_before": micro.steps_before,
+        "resumed": _start(micro.resumed) if micro.steps_before else None,
+    }
+
+
+def _start(start: Start | None) -> dict[str, Any] | None:
+    if start is None:
+        return None
+    return {"random": start.random.packed(), "attributes": _attributes(start.attributes)}

@@ -1,0 +1,1 @@
+"""Which operation made the first bad value, and why: traced, sliced backwards, tried out."""

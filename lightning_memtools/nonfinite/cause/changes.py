@@ -1,0 +1,132 @@
+"""What a step is run with instead, to see whether that is what makes it bad: other samples, wider numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from lightning_memtools.estimate.nesting import map_tensors, tensors_of
+from lightning_memtools.nonfinite.batches import named_tensors
+
+_NARROWER = {
+    torch.float32: {torch.float16, torch.bfloat16},
+    torch.float64: {torch.float16, torch.bfloat16, torch.float32},
+}
+
+
+def n_samples_of(batch: Any) -> int | None:
+    """The length of dimension 0 that the batch's tensors share; None where they differ or have none."""
+    lengths = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() and tensor.layout == torch.strided}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
+    """The batch with the first good sample in the place of some, and which that is; None where none is good."""
+    n_samples = n_samples_of(batch)
+    bad = set(samples)
+    good = next((index for index in range(n_samples or 0) if index not in bad), None)
+    if good is None or not bad:
+        return None
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.layout != torch.strided:
+            return tensor
+        changed = tensor.detach().clone()
+        changed[list(bad)] = changed[good].clone()
+        return changed.requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, change), good
+
+
+def cleaned(batch: Any) -> tuple[Any, str]:
+    """The batch without NaN and Inf, and how they were replaced: by whole good samples where there are some, else by 0.
+
+    Tensors that hold 0 and -inf alone are masks, and stay.
+    """
+    bad: set[int] = set()
+    for _, tensor in named_tensors(batch, "batch"):
+        if tensor.is_floating_point() and tensor.dim() and tensor.layout == torch.strided and not _is_mask(tensor):
+            bad.update((~torch.isfinite(tensor)).flatten(1).any(1).nonzero()[:, 0].tolist() if tensor.dim() > 1
+                       else (~torch.isfinite(tensor)).nonzero()[:, 0].tolist())  # fmt: skip
+    changed = with_other_samples(batch, sorted(bad))
+    if changed is not None:
+        return changed[0], f"with sample {changed[1]} in the place of the bad ones"
+
+    def fill(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.layout != torch.strided or _is_mask(tensor):
+            return tensor
+        return torch.nan_to_num(tensor.detach(), 0.0, 0.0, 0.0).requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, fill), "with 0 in the place of NaN and Inf"
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return bool(((tensor == 0) | (tensor == -torch.inf)).all())
+
+
+def widened_batch(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating point numbers in a wider type."""
+    return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.dtype in _NARROWER[dtype] else tensor)
+
+
+@contextmanager
+def wide(module: Module, dtype: torch.dtype) -> Iterator[None]:
+    """Compute everything in a wider type, weights and buffers included, whatever the code asks for.
+
+    The weights and buffers themselves are not written: others take their place meanwhile.
+    """
+    narrow = _NARROWER[dtype]
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    kept = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in narrow]
+    default = torch.get_default_dtype()
+    try:
+        for tensor, data in kept:
+            tensor.data = data.to(dtype)
+        if default in narrow:
+            torch.set_default_dtype(dtype)
+        with torch.compiler.set_stance("force_eager"), _Wide(dtype):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for tensor, data in kept:
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.grad = None
+            tensor.data = data
+
+
+class _Wide(TorchDispatchMode):
+    """Has every operation compute in a wider type. Below autocast, whose casts it turns around too."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        narrow = _NARROWER[self._dtype]
+        written = {
+            argument.name for argument in func._schema.arguments  # noqa: SLF001, no public way tells
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }  # fmt: skip
+
+        def widen(each: Any) -> Any:
+            if isinstance(each, Tensor):
+                return each.to(self._dtype) if each.dtype in narrow else each
+            return self._dtype if each in narrow else each
+
+        names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001, as above
+        args = tuple(
+            arg if name in written else tree_map_only((Tensor, torch.dtype), widen, arg)
+            for name, arg in zip(names, args, strict=False)
+        )
+        kwargs = {
+            name: arg if name in written else tree_map_only((Tensor, torch.dtype), widen, arg)
+            for name, arg in (kwargs or {}).items()
+        }
+        return func(*args, **kwargs)

@@ -1,0 +1,92 @@
+"""What went into an operation: zeros, magnitudes, and which samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+from lightning_memtools.nonfinite.detect import floats_of
+
+_MOST_SAMPLES = 1024
+NAN, POSITIVE, NEGATIVE = "nan", "inf", "-inf"
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A tensor that an operation took or gave.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its type, as ``"float32"``.
+        n_elements: How many elements it has.
+        n_zeros: How many are 0.
+        n_bad: How many are NaN or Inf.
+        largest: The largest magnitude among the finite ones; 0 where there are none.
+        smallest: The smallest value among the finite ones.
+        highest: The highest value among the finite ones.
+        n_negative: How many are below 0.
+        samples: Of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    n_elements: int
+    n_zeros: int
+    n_bad: int
+    largest: float
+    smallest: float
+    highest: float
+    n_negative: int
+    samples: tuple[int, ...]
+
+    def __str__(self) -> str:
+        what = "a number" if not self.shape else f"{list(self.shape)}"
+        parts = [f"{what} of {self.dtype}"]
+        if not self.shape and not self.n_bad:
+            return f"{parts[0]}: {self.smallest:.4g}"
+        if self.n_bad:
+            parts.append(f"{self.n_bad} of {self.n_elements} NaN or Inf")
+        if self.n_zeros:
+            parts.append(f"{self.n_zeros} of {self.n_elements} are 0")
+        if self.n_negative:
+            parts.append(f"{self.n_negative} are below 0")
+        parts.append(f"largest magnitude {self.largest:.4g}")
+        return ", ".join(parts)
+
+
+def kinds_of(tensor: Tensor) -> frozenset[str]:
+    """Which of NaN, Inf and -Inf a tensor holds; empty for a good one. Waits for the device."""
+    floats = floats_of(tensor)
+    if floats is None or bool(torch.isfinite(floats).all()):
+        return frozenset()
+    tests = ((NAN, torch.isnan), (POSITIVE, torch.isposinf), (NEGATIVE, torch.isneginf))
+    return frozenset(kind for kind, test in tests if bool(test(floats).any()))
+
+
+def values_of(tensor: Tensor) -> Values | None:
+    """Describe a tensor; None where it holds no floating point numbers."""
+    floats = floats_of(tensor)
+    if floats is None:
+        return None
+    good = torch.isfinite(floats)
+    finite = floats[good].double() if floats.device.type != "mps" else floats[good]
+    bad, zeros = ~good, floats == 0
+    n_bad = int(bad.sum())
+    of_interest = bad if n_bad else zeros
+    has_samples = floats.dim() > 0 and tensor.layout == torch.strided and not tensor.is_complex()
+    samples = of_interest.flatten(1).any(1) if has_samples and floats.dim() > 1 else of_interest
+    return Values(
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        n_elements=floats.numel(),
+        n_zeros=int(zeros.sum()),
+        n_bad=n_bad,
+        largest=float(finite.abs().max()) if finite.numel() else 0.0,
+        smallest=float(finite.min()) if finite.numel() else 0.0,
+        highest=float(finite.max()) if finite.numel() else 0.0,
+        n_negative=int((floats < 0).sum()),
+        samples=tuple(samples.nonzero()[:_MOST_SAMPLES, 0].tolist()) if has_samples else (),
+    )

@@ -1,0 +1,277 @@
+"""A step, run once more."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+from torch.optim import SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memtools.batchsize.memento import Memento
+from lightning_memtools.estimate.stand_in import attach, is_lightning_module
+from lightning_memtools.nonfinite.batches import MicroBatch
+from lightning_memtools.nonfinite.confirm import find_bad
+from lightning_memtools.nonfinite.losses import noted
+from lightning_memtools.nonfinite.names import plain_name
+from lightning_memtools.nonfinite.rerun.conditions import Conditions
+from lightning_memtools.nonfinite.rerun.start import put_attributes_back
+from lightning_memtools.nonfinite.rerun.trainer import RerunTrainer
+
+
+class CannotRerunError(Exception):
+    """The step could not be run once more; the message says why."""
+
+
+class _StepIsOver(BaseException):
+    """Leaves a training_step of manual optimization where its bad update would follow. No `except Exception` stops it."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step gave.
+
+    Attributes:
+        losses: The loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors.
+        graph: The last loss, with its graph.
+        gradients: Name of the parameter to its gradient, unscaled.
+    """
+
+    losses: list[Tensor]
+    graph: Tensor | None
+    gradients: dict[str, Tensor]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses and gradients are."""
+        return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())
+
+
+COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses what talks to other processes: they do not run this step again, and would be waited for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVES:
+            raise CannotRerunError(f"the step talks to the other ranks ({func.name()}), which do not run it again")
+        return func(*args, **(kwargs or {}))
+
+
+class Rerun:
+    """Runs a step as often as asked, each time from the same state; on exit everything is as it was on entry.
+
+    Within it, the module has a Trainer that logs nothing and moves nothing, and nothing that the step prints or warns
+    of is shown.
+
+    Args:
+        module: The LightningModule, with the weights and buffers that the step began with.
+        micro: The step's micro-batches.
+        conditions: How the step ran.
+        optimizers: The module's optimizers.
+        schedulers: Its schedulers.
+        parameters: Those whose gradients belong to the step; all when left out.
+        trainer: The Trainer, where there is one.
+        host: Makes a context in which copies of the state are made.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        micro: Sequence[MicroBatch],
+        conditions: Conditions,
+        *,
+        optimizers: Sequence[Optimizer] = (),
+        schedulers: Sequence[Any] = (),
+        parameters: Sequence[Tensor] = (),
+        trainer: Any = None,
+        host: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.module = module
+        self.micro = [each for each in micro if each.batch is not None]
+        self.conditions = conditions
+        self.names = {id(p): plain_name(name) for name, p in module.named_parameters()}
+        self._wanted = {id(p) for p in parameters}
+        self._optimizers = list(optimizers)
+        self._schedulers = list(schedulers)
+        self._trainer = trainer
+        self._host = host
+        self._memento: Memento | None = None
+        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
+        self._losses: list[Tensor] = []
+        self._graph: Tensor | None = None
+        self._n_steps = 0
+        self._now: MicroBatch | None = None
+
+    def __enter__(self) -> Self:
+        skip = () if self._trainer is None else (type(self._trainer),)
+        roots = [self.module, *self._optimizers, [each.batch for each in self.micro]]
+        self._memento = Memento(roots, skip=skip, host=self._host)
+        if any(micro.steps_before for micro in self.micro):
+            self._buffers = {name: (buffer, buffer.clone()) for name, buffer in self.module.named_buffers()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._memento is not None
+        self._memento.restore()
+        self._memento = self._graph = self._now = None
+        self._losses, self._buffers = [], {}
+
+    def reset(self) -> None:
+        """Put everything back to what it was on entry."""
+        assert self._memento is not None, "Rerun is a context manager"
+        self._memento.restore()
+
+    def run(
+        self,
+        *,
+        within: AbstractContextManager[Any] | None = None,
+        batches: Mapping[int, Any] | None = None,
+        restore: bool = True,
+    ) -> Outcome:
+        """Run the step from its start.
+
+        Args:
+            within: A context for forward and backward, such as a dispatch mode.
+            batches: Other batches in the place of some, by position.
+            restore: Begin with what everything was like on entry; False where the caller has put other weights there.
+
+        Raises:
+            CannotRerunError: It failed otherwise than by NaN.
+        """
+        if restore:
+            self.reset()
+        self._losses, self._graph, self._n_steps = [], None, 0
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        try:
+            alone = _Alone() if distributed.is_available() and distributed.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
+            with _quiet(), torch.enable_grad(), alone, within or nullcontext():
+                self._attach()
+                for position, micro in enumerate(self.micro):
+                    batch = (batches or {}).get(position, micro.batch)
+                    if self._run_batch(micro, batch):
+                        break
+        except CannotRerunError:
+            raise
+        except Exception as error:
+            raise CannotRerunError(f"the step could not be run once more: {type(error).__name__}: {error}") from error
+        self._unscale()
+        gradients = {
+            self.names[id(p)]: p.grad
+            for p in self.module.parameters()
+            if p.grad is not None and (not self._wanted or id(p) in self._wanted)
+        }
+        return Outcome(self._losses, self._graph, gradients)
+
+    def _attach(self) -> None:
+        if not is_lightning_module(self.module):
+            return
+        facts = self.conditions.trainer
+        trainer = RerunTrainer(
+            self._optimizers, self._schedulers, self._backward, self._step, facts, self.module, self._trainer
+        )
+        attach(self.module, trainer)
+
+    def _run_batch(self, micro: MicroBatch, batch: Any) -> bool:
+        """Run one batch; whether the step ends within it."""
+        module: Any = self.module
+        if micro.start is not None:
+            put_attributes_back(module, micro.start.attributes)
+            micro.start.random.restore()
+        self._now, self._n_steps = micro, 0
+        _call(module, "on_train_batch_start", batch, micro.index)
+        try:
+            with self.conditions.forward():
+                out = module.training_step(*_arguments(module.training_step, batch, micro.index))
+        except _StepIsOver:
+            return True
+        if not self.conditions.automatic:
+            return False
+        loss = out.get("loss") if isinstance(out, Mapping) else out
+        if loss is None:
+            return False
+        self._backward(loss / self.conditions.divided_by)
+        return False
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        module: Any = self.module
+        scaled = loss if self.conditions.scale is None else loss * self._scale_on(loss)
+        self._losses.append(noted(scaled, self.conditions.divided_by, self._scale_on(loss)))
+        self._graph = loss
+        _call(module, "on_before_backward", scaled)
+        if hasattr(module, "backward"):
+            module.backward(scaled, *args, **kwargs)
+        else:
+            scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        _call(module, "on_after_backward")
+
+    def _scale_on(self, loss: Tensor) -> Tensor | None:
+        scale = self.conditions.scale
+        return None if scale is None else torch.full((), scale, dtype=torch.float32, device=loss.device)
+
+    def _step(self, _optimizer: Optimizer) -> None:
+        """In place of an optimizer's step in manual optimization: earlier ones of this batch were taken already."""
+        micro = self._now
+        assert micro is not None
+        self._n_steps += 1
+        if self._n_steps > micro.steps_before:
+            if micro is self.micro[-1]:
+                raise _StepIsOver
+            return
+        if self._n_steps == micro.steps_before and micro.resumed is not None:
+            # What came before ran with weights it had not run with; from here on everything is as it was.
+            self._losses.clear()
+            micro.resumed.random.restore()
+            put_attributes_back(self.module, micro.resumed.attributes)
+            assert self._memento is not None
+            self._put_buffers_back()
+
+    def _put_buffers_back(self) -> None:
+        with torch.no_grad():
+            for name, (buffer, kept) in self._buffers.items():
+                buffer.copy_(kept)
+                owner, _, key = name.rpartition(".")
+                self.module.get_submodule(owner)._buffers[key] = buffer  # noqa: SLF001, the step may have put a new tensor there
+
+    def _unscale(self) -> None:
+        scale = self.conditions.scale
+        if scale is None or self.conditions.unscales_itself:
+            return
+        moved = [p for p in self.module.parameters() if p.grad is not None and (not self._wanted or id(p) in self._wanted)]
+        if moved:
+            scaler = torch.amp.GradScaler(self.conditions.device_type, init_scale=scale)
+            scaler.scale(moved[0].new_zeros(()))  # makes it ready
+            scaler.unscale_(SGD(moved))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _call(module: Any, hook: str, *arguments: Any) -> None:
+    if hasattr(module, hook):
+        getattr(module, hook)(*_arguments(getattr(module, hook), *arguments))
+
+
+def _arguments(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
+    """As many of the arguments as the function takes, as Lightning gives them."""
+    kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return arguments
+    n_taken = sum(kind in {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD} for kind in kinds)
+    return arguments[:n_taken]
