@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_memtools.estimate import estimate_memory
     from lightning_memtools.memory.stats import MemoryStats
     from lightning_memtools.memory.virtual import VirtualDevice
+    from lightning_memtools.nonfinite.capsule.replay import replay
     from lightning_memtools.nonfinite.error import NonFiniteError
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOME_OF_NAME = {
     "default_callbacks": "callbacks.presets",
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
+    "replay": "nonfinite.capsule.replay",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "default_callbacks",
     "estimate_memory",
     "plan_checkpoints",
+    "replay",
 ]
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_memtools.cli import estimate
+from lightning_memtools.cli import estimate, replay
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     estimate.add_to(commands)
+    replay.add_to(commands)
     chosen = parser.parse_args(arguments)
     try:
         chosen.run(chosen)

@@ -25,6 +25,9 @@ from lightning_memtools.nonfinite.names import plain_name
 from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Outcome, Rerun
 
 
+_SMALLEST_WEIGHTS = 6  # powers of ten
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Background:
     """What is known of the step without running it again.
@@ -198,7 +201,7 @@ class _Classifier:
         self._try(how, batches={self._position: batch})
         return (
             Cause.DIRTY_DATA,
-            f"{leaf.name} of batch {self._micro.index} held it already",
+            "; ".join(str(bad) for bad in bad_inputs(self._micro) if not bad.is_mask),
             "look at those samples in the data set and repair or drop them.",
         )
 
@@ -207,6 +210,7 @@ class _Classifier:
         tensor = next(each for name, each in tensors.items() if plain_name(name) == leaf.name)
         self._rerun.reset()
         kept = tensor.data
+        (bad,) = find_bad([(leaf.name, tensor)])
         try:
             tensor.data = torch.nan_to_num(kept, 0.0, 0.0, 0.0)
             self._try(f"with 0 in the place of NaN and Inf in {leaf.name}", restore=False)
@@ -214,14 +218,15 @@ class _Classifier:
             tensor.data = kept
         return (
             Cause.BAD_PARAMETER,
-            f"{leaf.origin} {leaf.name} held it before this step",
-            "check the checkpoint or code that wrote it; start again from a finite one.",
+            f"{bad} held NaN or Inf before this step",
+            "check the checkpoint or code that wrote these weights; start again from a finite one.",
         )
 
     def _exploding(self, grown: str) -> tuple[Cause, str, str]:
         rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(self._background.learning_rates)) or "not known"
-        self._is_finite_when("float64", torch.float64)
-        if self._background.plain_sgd and self._background.learning_rates:
+        if not self._is_finite_when("float64", torch.float64):
+            self._try_smaller_weights()
+        elif self._background.plain_sgd and self._background.learning_rates:
             tried = try_rates(self._rerun, max(self._background.learning_rates))
             if tried:
                 self._tried.append(tried)
@@ -231,6 +236,24 @@ class _Classifier:
             f"{grown}, until the value was too large for its type",
             f"lower the learning rate (now {rates}) or clip gradients (Trainer(gradient_clip_val=1.0)){summed}.",
         )
+
+    def _try_smaller_weights(self) -> None:
+        """Where not even float64 holds what the weights have grown to."""
+        kept = [(p, p.data) for p in self._rerun.module.parameters() if p.is_floating_point()]
+        for power in range(1, _SMALLEST_WEIGHTS + 1):
+            self._rerun.reset()
+            try:
+                for parameter, data in kept:
+                    parameter.data = data / 10**power
+                finite = self._rerun.run(restore=False).is_finite
+            except CannotRerunError:
+                return
+            finally:
+                for parameter, data in kept:
+                    parameter.data = data
+            if finite:
+                self._tried.append(f"with all weights divided by {10**power} the step is finite")
+                return
 
     def _domain(self) -> tuple[Cause, str, str]:
         event = self._root.event

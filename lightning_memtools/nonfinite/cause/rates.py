@@ -20,26 +20,24 @@ def try_rates(rerun: Rerun, rate: float) -> str:
     """
     batches = {i: widened_batch(micro.batch, torch.float64) for i, micro in enumerate(rerun.micro)}
     rerun.reset()
+    found: list[tuple[float, float]] = []
     try:
+        # What `wide` puts in the place of the weights is dropped at its end, with what is done to it here.
         with wide(rerun.module, torch.float64):
             outcome = rerun.run(batches=batches, restore=False)
             loss = sum(float(each) for each in outcome.losses)
-            gradients = {name: gradient.clone() for name, gradient in outcome.gradients.items()}
             if not math.isfinite(loss):
                 return ""
             parameters = {rerun.names[id(p)]: p for p in rerun.module.parameters()}
-            start = {name: parameters[name].data for name in gradients}
-            found: list[tuple[float, float]] = []
+            moves = [(parameters[name], parameters[name].data, g.clone()) for name, g in outcome.gradients.items()]
             for power in range(_SMALLEST + 1):
                 tried = rate / 10**power
-                for name, gradient in gradients.items():
-                    parameters[name].data = start[name] - tried * gradient
+                for parameter, start, gradient in moves:
+                    parameter.data = start - tried * gradient
                 after = sum(float(each) for each in rerun.run(batches=batches, restore=False).losses)
                 found.append((tried, after / loss if loss else math.nan))
                 if after < loss:
                     break
-            for name, data in start.items():
-                parameters[name].data = data
     except CannotRerunError:
         return ""
     (_, factor), (good, lowered) = found[0], found[-1]

@@ -153,7 +153,7 @@ class Trace(TorchDispatchMode):
             return out
         if not self.uses_narrow_floats:
             self.uses_narrow_floats = any(t.dtype in {torch.float16, torch.bfloat16} for t in _tensors(out))
-        if bad:
+        if bad and not _is_view(func):
             self._note(func, taken, out, tuple(bad), backward=backward)
         return out
 
@@ -203,7 +203,8 @@ class Trace(TorchDispatchMode):
         event = Event(
             number=self._n_operations,
             operation=_name(func),
-            of_forward=known.operation if known is not None else "",
+            # A line within backward is the user's own, of a torch.autograd.Function: no forward operation stands for it.
+            of_forward=known.operation if known is not None and place is None else "",
             backward=backward,
             module=(known.module if known is not None else "") or self._modules.now,
             place=place or (known.place if known is not None else None),
@@ -223,6 +224,12 @@ class Trace(TorchDispatchMode):
 def _name(func: Any) -> str:
     name: str = func.name().partition(".")[0].replace("::", ".")
     return name.replace("aten._", "aten.") if name.endswith("softmax") else name
+
+
+def _is_view(func: Any) -> bool:
+    """Whether it writes nothing: the memory's writer stays who it was."""
+    returns = func._schema.returns  # noqa: SLF001, no public way tells
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
 
 def _number(value: Any) -> float:

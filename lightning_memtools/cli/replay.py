@@ -1,0 +1,48 @@
+"""`memtools replay PATH`: run the step that HaltOnNaN stopped at once more, and compare every bit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_memtools.cli.estimate import UsageError, load
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the command's parser."""
+    parser = commands.add_parser(
+        "replay", help="run a step with NaN or Inf once more, from its capsule", description=__doc__
+    )
+    parser.add_argument("path", metavar="PATH", type=Path, help="the capsule that HaltOnNaN wrote")
+    parser.add_argument(
+        "--model",
+        metavar="package.Class",
+        help="the module's class, made from the saved hyperparameters, or a function without arguments that makes it",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Replay, and print what came out.
+
+    Raises:
+        UsageError: The capsule or the module is not what is needed.
+    """
+    from lightning_memtools.nonfinite.capsule.read import CapsuleError  # noqa: PLC0415, --help does not need torch
+    from lightning_memtools.nonfinite.capsule.replay import replay  # noqa: PLC0415, as above
+
+    here = str(Path.cwd())
+    if here not in sys.path:  # a command finds the modules of the working directory as `python -m` does
+        sys.path.insert(0, here)
+    model: Any = None if chosen.model is None else load(_with_colon(chosen.model))
+    try:
+        print(replay(chosen.path, model=model).summary())  # noqa: T201, a command prints
+    except CapsuleError as error:
+        raise UsageError(str(error)) from error
+
+
+def _with_colon(target: str) -> str:
+    module, _, name = target.rpartition(".")
+    return target if ":" in target or not module else f"{module}:{name}"
