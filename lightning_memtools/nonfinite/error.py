@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_memtools.nonfinite.cause.explain import Explanation
 from lightning_memtools.nonfinite.confirm import BadTensor
 
 HaltStage = Literal["train", "val", "test"]
@@ -28,6 +29,7 @@ class NonFiniteError(RuntimeError):
         path: The report, if it could be written.
         checkpoint_path: The checkpoint of the last good state, if one was written.
         capsule_path: The step as a file for `replay`, if one was written.
+        explanation: Which operation made the first bad value, and why, if that was found.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class NonFiniteError(RuntimeError):
         path: Path | None = None,
         checkpoint_path: Path | None = None,
         capsule_path: Path | None = None,
+        explanation: Explanation | None = None,
     ) -> None:
         super().__init__(message)
         self.step = step
@@ -58,6 +61,7 @@ class NonFiniteError(RuntimeError):
         self.path = path
         self.checkpoint_path = checkpoint_path
         self.capsule_path = capsule_path
+        self.explanation = explanation
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Launchers that spawn processes send errors through pickle, which by default would pass the message alone.

@@ -189,6 +189,7 @@ class Halt:
             path=self.report_path,
             checkpoint_path=self.checkpoint_path,
             capsule_path=self.capsule_path,
+            explanation=self.explanation,
         )
 
     def _files(self) -> list[tuple[str, Path]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -31,6 +32,10 @@ class Case:
         cause: What it fails of; None for a healthy one.
         bad_batch: Which batch makes it fail; None where it runs away by itself or never fails.
         options: Trainer options that it needs.
+        operation: Which operation makes the first bad value; of a backward pass, the forward operation.
+        module: In which module; empty for training_step and what it calls.
+        code: What stands on the line of this file where it does.
+        backward: Whether it is in the backward pass.
     """
 
     make: Callable[[], L.LightningModule]
@@ -38,6 +43,17 @@ class Case:
     cause: Cause | None = None
     bad_batch: int | None = BAD_BATCH
     options: dict[str, Any] = field(default_factory=dict)
+    operation: str = ""
+    module: str = ""
+    code: str = ""
+    backward: bool = False
+
+    @property
+    def line(self) -> int:
+        """The number of the line with `code`."""
+        lines = Path(__file__).read_text().splitlines()
+        (number,) = (number for number, line in enumerate(lines, start=1) if line.strip() == self.code)
+        return number
 
     def loader(self) -> DataLoader[Any]:
         """The batches, in order."""
@@ -62,6 +78,7 @@ class Small(L.LightningModule):
     """A linear layer, BatchNorm and a loss for subclasses to spoil."""
 
     fused = False
+    masked = False  # a causal mask of -inf in the body, as decoders have it by right
     lr = 1e-2
 
     def __init__(self) -> None:
@@ -71,7 +88,11 @@ class Small(L.LightningModule):
         self.last = nn.Linear(FEATURES, 3)
 
     def body(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.norm(self.first(x))))
+        hidden = torch.tanh(self.norm(self.first(x)))
+        if self.masked:
+            mask = torch.full((len(x), len(x)), -torch.inf).triu(1)
+            hidden = torch.softmax(hidden @ hidden.T + mask, dim=1) @ hidden
+        out: Tensor = self.last(hidden)
         return out
 
     def loss(self, x: Any) -> Tensor:
@@ -256,6 +277,7 @@ def _set(value: float, rows: slice) -> Callable[[Tensor], object]:
     return change
 
 
+BODY = "hidden = torch.tanh(self.norm(self.first(x)))"
 ZERO_ROW, ALL = slice(3, 4), slice(None)
 WORDS = [torch.randint(1, 5, (BATCH,), generator=torch.Generator().manual_seed(i)) for i in range(N_BATCHES)]
 ALLOWED = torch.ones(BATCH, 3, dtype=torch.bool)
@@ -280,26 +302,84 @@ def _with_targets() -> list[dict[str, Tensor]]:
 
 
 FAILING: dict[str, Case] = {
-    "log_of_zero": Case(LogOfZero, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN),
-    "zero_over_zero": Case(ZeroOverZero, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN),
-    "sqrt_backward_at_zero": Case(SqrtAtZero, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN),
-    "half_overflow": Case(HalfOverflow, bad_data(_set(1000.0, ZERO_ROW)), Cause.LOW_PRECISION),
-    "exp_overflow": Case(ExpOverflow, bad_data(_set(400.0, ZERO_ROW)), Cause.DOMAIN),
-    "zero_deviation": Case(ZeroDeviation, bad_data(_set(2.0, ZERO_ROW)), Cause.DOMAIN),
-    "nan_in_inputs": Case(Small, bad_data(_set(torch.nan, ALL)), Cause.DIRTY_DATA),
-    "inf_in_inputs": Case(Small, bad_data(_set(torch.inf, ALL)), Cause.DIRTY_DATA),
-    "nan_in_one_sample": Case(Small, bad_data(lambda batch: batch[3:4, 2:3].fill_(torch.nan)), Cause.DIRTY_DATA),
-    "exploding_recurrence": Case(ExplodingRecurrence, good_data(60), Cause.EXPLODING, None),
-    "summed_loss": Case(SummedLoss, good_data(60), Cause.EXPLODING, None),
-    "custom_backward": Case(CustomBackward, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN),
-    "embedding": Case(UnitEmbedding, _with_padding(), Cause.DOMAIN),
-    "fully_masked_softmax": Case(MaskedSoftmax, _with_masks(), Cause.DOMAIN),
-    "all_targets_ignored": Case(IgnoredTargets, _with_targets(), Cause.DOMAIN),
-    "bad_parameter": Case(BadCheckpoint, good_data(), Cause.BAD_PARAMETER, 0),
-    "one_sample": Case(OneSample, [*good_data()[:BAD_BATCH], good_data()[0][:1]], Cause.DOMAIN),
-    "arc_cosine": Case(ArcCosine, bad_data(_set(50.0, ZERO_ROW)), Cause.DOMAIN),
-    "manual": Case(Manual, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN),
-}
+    "log_of_zero": Case(
+        LogOfZero, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN,
+        operation="aten.log", code="return -torch.log(amount).mean()",
+    ),
+    "zero_over_zero": Case(
+        ZeroOverZero, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN,
+        operation="aten.div", code="share = x.abs() / x.abs().sum(1, keepdim=True)",
+    ),
+    "sqrt_backward_at_zero": Case(
+        SqrtAtZero, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN, operation="aten.sqrt", backward=True,
+        code="return (torch.sqrt((x * self.body(x).mean()).square().sum(1)) - 1).square().mean() + self.body(x).mean()",
+    ),
+    "half_overflow": Case(
+        HalfOverflow, bad_data(_set(1000.0, ZERO_ROW)), Cause.LOW_PRECISION,
+        operation="aten.pow", code="return self.first(batch.half()).square().mean()",
+    ),
+    "exp_overflow": Case(
+        ExpOverflow, bad_data(_set(400.0, ZERO_ROW)), Cause.OVERFLOW,
+        operation="aten.exp", code="return torch.exp(x.amax(1) * torch.sigmoid(self.body(x)).amax(1)).mean()",
+    ),
+    "zero_deviation": Case(
+        ZeroDeviation, bad_data(_set(2.0, ZERO_ROW)), Cause.DOMAIN,
+        operation="aten.div", code="standard = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)",
+    ),
+    "nan_in_inputs": Case(
+        Small, bad_data(_set(torch.nan, ALL)), Cause.DIRTY_DATA,
+        operation="aten.addmm", module="first", code=BODY,
+    ),
+    "inf_in_inputs": Case(
+        Small, bad_data(_set(torch.inf, ALL)), Cause.DIRTY_DATA,
+        operation="aten.addmm", module="first", code=BODY,
+    ),
+    "nan_in_one_sample": Case(
+        Small, bad_data(lambda batch: batch[3:4, 2:3].fill_(torch.nan)), Cause.DIRTY_DATA,
+        operation="aten.addmm", module="first", code=BODY,
+    ),
+    "exploding_recurrence": Case(
+        ExplodingRecurrence, good_data(60), Cause.EXPLODING, None,
+        operation="aten.addmm", module="cell", code="hidden = self.cell(hidden) + batch",
+    ),
+    "summed_loss": Case(
+        SummedLoss, good_data(60), Cause.EXPLODING, None, operation="aten.mse_loss",
+        code='return F.mse_loss(self.first(batch), batch.sum(1, keepdim=True), reduction="sum")',
+    ),
+    "custom_backward": Case(
+        CustomBackward, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN,
+        operation="aten.div", code="return gradient * x / x.abs()  # 0 / 0 at 0", backward=True,
+    ),
+    "embedding": Case(
+        UnitEmbedding, _with_padding(), Cause.DOMAIN, operation="aten.div",
+        code="return self.body(words / words.norm(dim=1, keepdim=True)).square().mean()",
+    ),
+    "fully_masked_softmax": Case(
+        MaskedSoftmax, _with_masks(), Cause.DOMAIN, operation="aten.softmax",
+        code="weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), dim=1)",
+    ),
+    "all_targets_ignored": Case(
+        IgnoredTargets, _with_targets(), Cause.DOMAIN, operation="aten.nll_loss_forward",
+        code='return F.cross_entropy(self.body(batch["x"]), batch["y"], ignore_index=-1)',
+    ),
+    "bad_parameter": Case(
+        BadCheckpoint, good_data(), Cause.BAD_PARAMETER, 0, operation="aten.addmm", module="last",
+        code="out: Tensor = self.last(hidden)",
+    ),
+    "one_sample": Case(
+        OneSample, [*good_data()[:BAD_BATCH], good_data()[0][:1]], Cause.DOMAIN, operation="aten.div",
+        code="return ((hidden - hidden.mean(0)).square().sum(0) / (len(x) - 1)).mean()",
+    ),
+    "arc_cosine": Case(
+        ArcCosine, bad_data(_set(50.0, ZERO_ROW)), Cause.DOMAIN, operation="aten.acos",
+        code="return torch.acos(0.9 * torch.tanh(self.body(x)) * x[:, :1].clamp(min=1)).mean()",
+    ),
+    "manual": Case(
+        Manual, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN, operation="aten.log",
+        code="(critic, lambda: -torch.log(batch.abs().sum(1) * torch.sigmoid(self.critic(batch)).sum(1)).mean()),",
+    ),
+}  # fmt: skip
+BODY_IS_MASKED = [name for name, case in FAILING.items() if hasattr(case.make, "masked") and name != "one_sample"]
 
 
 class CausalAttention(Small):

@@ -12,7 +12,8 @@ import torch
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.error import NonFiniteError
 from tests.lightning_models import trainer
-from tests.nonfinite.gallery import FAILING, HEALTHY, Case
+from tests.nonfinite import gallery
+from tests.nonfinite.gallery import BODY_IS_MASKED, FAILING, HEALTHY, Case
 from tests.nonfinite.observe import Observer, differences, state_bits
 
 FUSABLE = [name for name, case in FAILING.items() if hasattr(case.make, "fused")]
@@ -28,9 +29,18 @@ def observed(case: Case, root: Path, *, fused: bool) -> Observer:
     return observer
 
 
-@pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in FAILING), *((name, True) for name in FUSABLE)])
-def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, fused, tmp_path):
+VARIANTS = [
+    *((name, False, False) for name in FAILING),
+    *((name, True, False) for name in FUSABLE),
+    *((name, index % 2 == 0, True) for index, name in enumerate(BODY_IS_MASKED)),
+]
+
+
+@pytest.mark.parametrize(("name", "fused", "masked"), VARIANTS)
+def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, fused, masked, tmp_path, monkeypatch):
     case = FAILING[name]
+    if masked:
+        monkeypatch.setattr(case.make, "masked", True)
     observer = observed(case, tmp_path, fused=fused)
     assert observer.first_bad is not None, "the gallery's model must fail"
     if case.bad_batch is not None:
@@ -47,6 +57,10 @@ def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, 
     assert error.batch_idx == observer.batch_idx
     assert error.cause == case.cause
     assert (error.rank, error.stage) == (0, "train")
+    found = error.explanation
+    assert found is not None
+    assert (found.operation, found.module, found.backward) == (case.operation, case.module, case.backward)
+    assert (Path(found.file or ""), found.line) == (Path(gallery.__file__), case.line)
     assert differences(observer.before, state_bits(model, run.optimizers)) == []
     assert run.global_step == observer.first_bad * len(run.optimizers) + (name == "manual")
     if case.cause is not None and name != "bad_parameter":
@@ -66,6 +80,10 @@ def test_a_healthy_model_runs_two_hundred_steps(name, fused, tmp_path, recwarn):
     run.fit(model, case.loader(), case.loader() if name == "forbidden_class" else None)
     assert run.global_step == 200
     assert not [warning for warning in recwarn if "HaltOnNaN" in str(warning.message)]
+
+
+def test_half_of_the_failing_models_are_shown_with_a_mask_too():
+    assert len(BODY_IS_MASKED) >= len(FAILING) / 2
 
 
 def test_the_overflowing_norm_does_overflow(tmp_path):
