@@ -112,6 +112,7 @@ class Aftermath:
             grown=what_grew(history, evidence),
             learning_rates=evidence.learning_rates,
             plain_sgd=evidence.plain_sgd,
+            scaler=evidence.scaler,
             doubts=doubts_about(trip.step.micro, evidence.unkept),
         )
         self._doubts = list(self._background.doubts)

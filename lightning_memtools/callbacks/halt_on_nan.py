@@ -22,6 +22,7 @@ from lightning_memtools.nonfinite.guard import Guard
 from lightning_memtools.nonfinite.outputs import BadOutput, OutputWatch, bad_metrics
 from lightning_memtools.nonfinite.ranks import PATIENCE, Ranks
 from lightning_memtools.nonfinite.report import Halt, evaluation_message, overflow_message
+from lightning_memtools.nonfinite.rerun.offload import move_to_host
 from lightning_memtools.nonfinite.rerun.start import StartKeeper
 from lightning_memtools.nonfinite.step import Evidence, Trip
 from lightning_memtools.nonfinite.strategies import gradients_under
@@ -81,7 +82,8 @@ class HaltOnNaN(Callback):
         directory: Where the report and that checkpoint go, instead of `<log_dir>/memtools/`.
 
     Raises:
-        ValueError: `max_skips` is negative, `amp_patience` is below 1, or `max_bytes` is no size; at setup, if the strategy hides the gradients.
+        ValueError: `max_skips` is negative, `amp_patience` is below 1, or `max_bytes` is no size; at setup, if the
+            strategy hides the gradients.
         NonFiniteError: From the hooks, when a step or an evaluation run is bad.
     """
 
@@ -155,7 +157,7 @@ class HaltOnNaN(Callback):
             gradients=gradients_under(type(trainer.strategy), world_size=trainer.world_size),
             ranks=self._ranks,
             mark=lambda: mark_loops(trainer),
-            start=StartKeeper(pl_module).note if self.explain or self.capsule else lambda _batch: None,
+            **self._for_a_replay(pl_module),
             budget_bytes=int(4 * parameter_bytes * BATCH_SHARE),
         )
         self._n_logged = 0
@@ -307,7 +309,9 @@ class HaltOnNaN(Callback):
         if patient is None:
             return
         if guard.is_sharded:
-            halt.explanation_note = halt.capsule_note = "not sought: no rank has all weights to run the step again alone"
+            halt.explanation_note = halt.capsule_note = (
+                "not sought: no rank has all weights to run the step again alone"
+            )
             return
         aftermath, mine = None, Account(evidence.rank, None)
         if halt.diagnosis.rank in {None, evidence.rank}:
@@ -324,6 +328,11 @@ class HaltOnNaN(Callback):
         halt.capsule_path, halt.capsule_note = dict(patient.gather((evidence.rank, (path, note)))).get(
             theirs.rank, (path, note)
         )
+
+    def _for_a_replay(self, pl_module: LightningModule) -> dict[str, Any]:
+        if not self.explain and not self.capsule:
+            return {}
+        return {"start": StartKeeper(pl_module).note, "move": move_to_host}
 
     def _last_good(self, trainer: Trainer, step: int) -> tuple[Path | None, str]:
         if not self.save_last_good:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,13 @@ class MicroBatch:
 
     Attributes:
         index: Its batch index within the epoch.
-        batch: The batch as training_step got it; None once it was let go.
+        batch: The batch as training_step got it; None once it was let go, a copy on the host once it was moved there.
         losses: The losses that were sent backward for it, as 0-dim tensors, as training_step returned them.
         keep: Its loss is known to be bad: it is not let go.
         start: What it began with, if that is noted: a `rerun.start.Start`.
         steps_before: In manual optimization: how many updates had been made in this batch when this step began.
         resumed: Where there were such: what was there to begin with after the last of them.
+        changed: Once it was moved to the host: the names of its tensors that had been written in place by then.
     """
 
     index: int
@@ -36,6 +37,7 @@ class MicroBatch:
     start: Any = None
     steps_before: int = 0
     resumed: Any = None
+    changed: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +115,17 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
     return found
 
 
-def let_go(held: Sequence[MicroBatch], budget_bytes: int) -> None:
-    """Drop the oldest batches. `held`: newest first.
+def let_go(held: Sequence[MicroBatch], budget_bytes: int, move: Callable[[MicroBatch], object] | None = None) -> None:
+    """Drop the oldest batches, or `move` them elsewhere. `held`: newest first.
 
     The newest is alive anyway. One more is kept, and of those before it what fits the budget.
     """
     spent = 0
     for micro in held[2:]:
-        if micro.batch is None or micro.keep:
+        if micro.batch is None or micro.keep or micro.changed is not None:
             continue
         spent += sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(micro.batch, ""))
-        if spent > budget_bytes:
+        if spent > budget_bytes and move is not None:
+            move(micro)
+        elif spent > budget_bytes:
             micro.batch = None

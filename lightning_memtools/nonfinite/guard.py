@@ -18,8 +18,8 @@ from lightning_memtools.nonfinite.buffers import BufferKeeper
 from lightning_memtools.nonfinite.confirm import count_bad
 from lightning_memtools.nonfinite.detect import gradients_of, measure, measure_exactly
 from lightning_memtools.nonfinite.history import History, Past
-from lightning_memtools.nonfinite.names import names_of
 from lightning_memtools.nonfinite.losses import noted
+from lightning_memtools.nonfinite.names import names_of
 from lightning_memtools.nonfinite.optimizers import (
     StateKeys,
     hide_gradients,
@@ -54,6 +54,7 @@ class Guard:
         mark: Called at the start of each step; what it returns is kept in `Step.mark`.
         start: Called with each batch before its forward pass; what it returns is kept in `MicroBatch.start`.
         budget_bytes: What older batches of an accumulation may hold of memory.
+        move: What is done with those beyond it; when left out, they are dropped.
 
     Attributes:
         history: The last steps.
@@ -73,6 +74,7 @@ class Guard:
         mark: Callable[[], object] = lambda: None,
         start: Callable[[Any], Any] = lambda _batch: None,
         budget_bytes: int = 0,
+        move: Callable[[MicroBatch], object] | None = None,
     ) -> None:
         self.history = History()
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
@@ -86,6 +88,7 @@ class Guard:
         self._mark = mark
         self._start = start
         self._budget_bytes = budget_bytes
+        self._move = move
         self._buffers = BufferKeeper(model)
         self._veto: Veto[Step] | None = None
         self._is_fused: dict[Optimizer, bool] = {}
@@ -203,7 +206,7 @@ class Guard:
         steps = [*pending, *([self._step] if self._step else [])]
         held = [micro for step in reversed(steps) for micro in reversed(step.micro)]
         if len(held) > 2:  # noqa: PLR2004, the present one and one more are always held
-            let_go(held, self._budget_bytes)
+            let_go(held, self._budget_bytes, self._move)
 
     def _honours(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._is_fused:

@@ -243,7 +243,10 @@ def test_the_message_names_everything(tmp_path):
     assert "net.0.weight (32 NaN of 32, 100%)" in text
     assert "Bad weights before the step: none" in text
     assert f"Learning rate: {0.05 * 0.9**2:g}" in text
-    assert last == "Next: look at those samples in the data set and repair or drop them."
+    advice = "Next: look at those samples in the data set and repair or drop them."
+    assert last == f"{advice} Run the step again: memtools replay {error.capsule_path}"
+    assert "The first bad value was in batch, first used by aten.addmm in net.0 (" in text
+    assert "Tried: with sample 0 in the place of the bad ones the step is finite" in text
     assert len(error.losses) == len(error.norms) == 3
     assert [str(bad).split()[0] for bad in error.parameters] == [name for name, _ in model.named_parameters()]
     assert error.path is not None
@@ -477,7 +480,7 @@ def test_an_unwritable_directory_does_not_stop_the_halt(tmp_path):
     assert error.step == BAD
     assert (error.path, error.checkpoint_path) == (None, None)
     text = str(error)
-    assert text.count("could not be written") == 2
+    assert text.count("could not be written") == 3
     assert "Cause: dirty data: batch of batch 9 holds 1 NaN" in text
     assert "Next: look at those samples" in text
 
@@ -486,6 +489,8 @@ def test_directory_takes_the_place_of_the_log_directory(tmp_path):
     error = halted(trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "here"))), Net(), loader(BAD))
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [
         "nonfinite-step9-last-good.ckpt",
+        "nonfinite-step9-rank0-capsule.json",
+        "nonfinite-step9-rank0-capsule.pt",
         "nonfinite-step9-report.md",
     ]
     assert error.path == tmp_path / "here" / "nonfinite-step9-report.md"
@@ -518,7 +523,7 @@ def test_every_logger(kind, fused, tmp_path, capsys):
         assert "dirty data" in error.path.read_text()
     out = capsys.readouterr().out
     assert "loss is nan at step 9" in out
-    assert len(out.splitlines()) <= 6
+    assert len(out.splitlines()) <= 7
     if kind in {"tensorboard", "both"}:
         events = b"".join(file.read_bytes() for file in tmp_path.rglob("*.tfevents.*"))
         assert b"memtools/nonfinite_report" in events

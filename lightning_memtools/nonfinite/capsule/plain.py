@@ -1,4 +1,4 @@
-"""Nested values as what `torch.load(weights_only=True)` takes: tensors, numbers, texts, lists and dictionaries of them."""
+"""Nested values as what `torch.load(weights_only=True)` takes: tensors, numbers, texts, lists and dictionaries."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def compact(tensor: Tensor) -> Tensor:
 def n_bytes_of(plain: Any) -> int:
     """What the tensors in it take."""
     if isinstance(plain, Tensor):
-        return plain.untyped_storage().nbytes() if plain.layout == torch.strided else plain.element_size() * plain.numel()
+        return (
+            plain.untyped_storage().nbytes() if plain.layout == torch.strided else plain.element_size() * plain.numel()
+        )
     if isinstance(plain, dict):
         return sum(map(n_bytes_of, plain.values()))
     return sum(map(n_bytes_of, plain)) if isinstance(plain, list) else 0

@@ -33,8 +33,9 @@ def rebuilt(saved: Mapping[str, Any], model: Any, device: torch.device) -> nn.Mo
     """
     about = saved["module"]
     module = model if isinstance(model, nn.Module) else _made(about, model)
-    if _missing(saved, module) and callable(getattr(module, "configure_model", None)):
-        module.configure_model()
+    configure: Any = getattr(module, "configure_model", None)
+    if configure is not None and _missing(saved, module):
+        configure()
     module.to(device)
     if saved["weights"] is not None:
         _load(saved["weights"], module, about)
@@ -118,8 +119,9 @@ def _missing(saved: Mapping[str, Any], module: nn.Module) -> bool:
 def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about: Mapping[str, Any]) -> None:
     parameters = {plain_name(name): each for name, each in module.named_parameters()}
     missing = sorted(parameters.keys() ^ weights["parameters"].keys())
-    wrong = [name for name, value in weights["parameters"].items()
-             if name in parameters and not _is_lazy(parameters[name]) and parameters[name].shape != value.shape]  # fmt: skip
+    ready = {name: each for name, each in parameters.items() if not _is_lazy(each)}
+    saved = weights["parameters"]
+    wrong = [name for name in saved if name in ready and ready[name].shape != saved[name].shape]
     if missing or wrong:
         what = ", ".join([*missing[:3], *(f"{name} (shape)" for name in wrong[:3])])
         raise CapsuleError(

@@ -101,7 +101,15 @@ def replay(path: str | Path, *, model: Any = None) -> Replay:
     Raises:
         CapsuleError: The capsule cannot be read, or its module cannot be made; the message says what can still be read.
     """
-    path = Path(path)
+    # Making a module takes random numbers.
+    random = RandomState()
+    try:
+        return _replay(Path(path), model)
+    finally:
+        random.restore()
+
+
+def _replay(path: Path, model: Any) -> Replay:
     saved = read_capsule(path)
     conditions = Conditions(**saved["conditions"])
     device = torch.device(saved["machine"]["device"])
@@ -154,7 +162,9 @@ def _micro(saved: Mapping[str, Any], module: nn.Module, device: torch.device) ->
     try:
         batch = from_plain(saved["batch"])
     except (ImportError, AttributeError) as error:
-        raise CapsuleError(f"A class of the batch cannot be imported: {error}. Run where the training code is.") from error
+        raise CapsuleError(
+            f"A class of the batch cannot be imported: {error}. Run where the training code is."
+        ) from error
     if isinstance(batch, LeftOut):
         raise CapsuleError(f"{batch.name} was left out of the capsule: only tensors and plain values can be held.")
     moved = map_tensors(batch, lambda tensor: tensor.to(device))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import os
 import sys
@@ -142,6 +141,7 @@ def _contents(capsule: Capsule, left_out: list[str]) -> dict[str, Any]:
 def _module(module: Any, left_out: list[str]) -> dict[str, Any]:
     kind = type(module)
     hparams: list[str] = []
+    left_out += _odd_attributes(module)
     main: Any = sys.modules.get("__main__")
     return {
         "class": f"{kind.__module__}:{kind.__qualname__}",
@@ -149,27 +149,20 @@ def _module(module: Any, left_out: list[str]) -> dict[str, Any]:
         "script": str(getattr(main, "__file__", "") or "") if kind.__module__ == "__main__" else "",
         "hparams": {key: to_plain(value, hparams, key) for key, value in dict(getattr(module, "hparams", {})).items()},
         "hparams_left_out": hparams,
-        "needs": [
-            name
-            for name, each in inspect.signature(kind.__init__).parameters.items()
-            if each.default is each.empty and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD} and name != "self"
-        ],
-        "attributes": _attributes({plain_name(name): simple_items(vars(part)) for name, part in module.named_modules()}),
-        "attributes_left_out": _odd_attributes(module, left_out),
+        "attributes": _attributes({name: simple_items(vars(part)) for name, part in module.named_modules()}),
         "evaluating": [plain_name(name) for name, part in module.named_modules() if not part.training],
         "frozen": [plain_name(name) for name, each in module.named_parameters() if not each.requires_grad],
     }
 
 
-def _odd_attributes(module: Any, left_out: list[str]) -> list[str]:
+def _odd_attributes(module: Any) -> list[str]:
     """Tensors that the module keeps as plain attributes: a step may use them, and its constructor makes others."""
     odd = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-    left_out += [f"attribute {name} (a tensor that is no buffer)" for name in odd]
-    return odd
+    return [f"attribute {name} (a tensor that is no buffer)" for name in odd]
 
 
 def _attributes(attributes: Attributes) -> Attributes:
-    return {name: values for name, values in attributes.items() if values}
+    return {plain_name(name): values for name, values in attributes.items() if values}
 
 
 def _micro(micro: MicroBatch, left_out: list[str]) -> dict[str, Any]:

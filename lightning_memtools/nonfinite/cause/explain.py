@@ -24,7 +24,6 @@ from lightning_memtools.nonfinite.diagnose import Cause
 from lightning_memtools.nonfinite.names import plain_name
 from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Outcome, Rerun
 
-
 _SMALLEST_WEIGHTS = 6  # powers of ten
 
 
@@ -36,12 +35,14 @@ class Background:
         grown: What had grown before it, as text; empty if nothing had.
         learning_rates: Those of the update.
         plain_sgd: Whether an update is the learning rate times the gradient.
+        scaler: What the gradient scaler did, where that is the reason.
         doubts: Why a replay may differ from the step, one sentence each.
     """
 
     grown: str = ""
     learning_rates: Sequence[float] = ()
     plain_sgd: bool = False
+    scaler: str = ""
     doubts: Sequence[str] = ()
 
 
@@ -174,17 +175,17 @@ class _Classifier:
     def _classify(self) -> tuple[Cause, str, str]:
         leaf, grown = self._root.leaf, self._background.grown
         if leaf is not None and leaf.origin is Origin.BATCH:
-            return self._dirty(leaf)
+            return self._dirty()
         if leaf is not None and leaf.origin in {Origin.PARAMETER, Origin.BUFFER} and not grown:
             return self._bad_state(leaf)
         if grown and (leaf is not None or self._is_overflow()):
             return self._exploding(grown)
         if self._trace.uses_narrow_floats and leaf is None and self._is_finite_when("float32", torch.float32):
+            reason = f"{self._background.scaler}; " if self._background.scaler else ""
             return (
                 Cause.LOW_PRECISION,
-                "the step is finite in float32, so the value left the range of a 16-bit type (float16 ends at 65504)",
-                'train with precision="bf16-mixed" or "32-true", or keep this operation in float32 '
-                '(with torch.autocast(device_type, enabled=False)).',
+                f"{reason}the step is finite in float32, so a value left a 16-bit type's range (float16 ends at 65504)",
+                'train with precision="bf16-mixed" or "32-true", or keep this operation in float32.',
             )
         if leaf is None and self._is_overflow():
             self._is_finite_when("float64", torch.float64)
@@ -196,7 +197,7 @@ class _Classifier:
             )
         return self._domain()
 
-    def _dirty(self, leaf: Leaf) -> tuple[Cause, str, str]:
+    def _dirty(self) -> tuple[Cause, str, str]:
         batch, how = cleaned(self._micro.batch)
         self._try(how, batches={self._position: batch})
         return (
@@ -268,7 +269,7 @@ class _Classifier:
         return Cause.DOMAIN, because, advice_for(event.operation, event.of_forward)
 
     def _find_samples(self) -> tuple[int, ...]:
-        """Which samples of the batch are affected, where dimension 0 of what the operation gave or took is the batch's."""
+        """Which samples are affected, where dimension 0 of what the operation gave or took is the batch's."""
         n_samples = n_samples_of(self._micro.batch)
         event = self._root.event
         for values in (*event.gave, *event.took):
@@ -306,7 +307,9 @@ class _Classifier:
 
 def _not_reproducible(rerun: Rerun, background: Background) -> Explanation:
     if background.doubts:
-        raise CannotRerunError(f"run again it was finite, but it could not be run exactly: {' '.join(background.doubts)}")
+        raise CannotRerunError(
+            f"run again it was finite, but it could not be run exactly: {' '.join(background.doubts)}"
+        )
     again = rerun.run().is_finite
     if not again:
         raise CannotRerunError("run again it was finite once and bad once: the step itself is not deterministic")

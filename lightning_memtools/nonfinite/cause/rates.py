@@ -43,4 +43,6 @@ def try_rates(rerun: Rerun, rate: float) -> str:
     (_, factor), (good, lowered) = found[0], found[-1]
     if len(found) == 1 or not lowered < 1:
         return ""
-    return f"an update at the rate {rate:g} multiplies the loss of this batch by {factor:.3g}, one at {good:g} lowers it"
+    return (
+        f"an update at the rate {rate:g} multiplies the loss of this batch by {factor:.3g}, one at {good:g} lowers it"
+    )

@@ -71,50 +71,69 @@ def find_root(events: Sequence[Event], start: Iterable[int], leaf_of: Callable[[
         start: Keys of the memory that is bad at the end.
         leaf_of: What lies in a piece of memory that no operation wrote.
     """
-    roots: list[Root] = []
-    converters: list[Event] = []
-    writers: dict[int, list[int]] = defaultdict(list)
-    for index, event in enumerate(events):
-        for use in event.outputs:
-            writers[use.key].append(index)
+    found = _Slice(events, leaf_of)
+    found.follow(start)
+    real = [root for root in found.roots if not root.is_benign]
+    if real:
+        return min(real, key=lambda root: root.event.number)
+    if found.converters:
+        return Root(min(found.converters, key=lambda event: event.number))
+    return min(found.roots, key=lambda root: root.event.number, default=None)
 
-    def writer_of(key: int, before: int) -> int | None:
-        position = bisect_left(writers[key], before)
-        return writers[key][position - 1] if position else None
 
-    # What is wanted of an event: why its NaN, or why its infinity.
-    waiting = [(index, NAN in _kinds(events[index], key)) for key in start
-               if (index := writer_of(key, len(events))) is not None]  # fmt: skip
-    seen: set[tuple[int, bool]] = set()
-    while waiting:
-        index, wants_nan = waiting.pop()
-        if (index, wants_nan) in seen:
-            continue
-        seen.add((index, wants_nan))
-        event = events[index]
+class _Slice:
+    """What is found on the way back."""
+
+    def __init__(self, events: Sequence[Event], leaf_of: Callable[[int], Leaf]) -> None:
+        self.roots: list[Root] = []
+        self.converters: list[Event] = []  # those that made NaN of infinities
+        self._events = events
+        self._leaf_of = leaf_of
+        self._writers: dict[int, list[int]] = defaultdict(list)
+        for index, event in enumerate(events):
+            for use in event.outputs:
+                self._writers[use.key].append(index)
+
+    def follow(self, start: Iterable[int]) -> None:
+        """Walk back from the memory `start`."""
+        # What is wanted of an event: why its NaN, or why its infinity.
+        waiting: list[tuple[int, bool]] = []
+        for key in start:
+            index = self._writer_of(key, len(self._events))
+            if index is not None:
+                waiting.append((index, NAN in _kinds(self._events[index], key)))
+        seen: set[tuple[int, bool]] = set()
+        while waiting:
+            one = waiting.pop()
+            if one not in seen:
+                seen.add(one)
+                waiting += self._before(*one)
+
+    def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
+        """The events that an event has its bad values from."""
+        event = self._events[index]
         inputs = event.inputs
         if wants_nan:
             with_nan = tuple(use for use in inputs if NAN in use.kinds)
             if inputs and not with_nan:
-                converters.append(event)
+                self.converters.append(event)
             inputs = with_nan or inputs
         if not inputs:
-            roots.append(Root(event))
+            self.roots.append(Root(event))
+        earlier = []
         for use in inputs:
-            earlier = writer_of(use.key, index)
-            if earlier is not None:
-                waiting.append((earlier, NAN in use.kinds))
-                continue
-            leaf = leaf_of(use.key)
-            roots.append(Root(event, leaf if NAN not in use.kinds else _without_excuse(leaf)))
-    if not roots:
-        return None
-    real = [root for root in roots if not root.is_benign]
-    if real:
-        return min(real, key=lambda root: root.event.number)
-    if converters:
-        return Root(min(converters, key=lambda event: event.number))
-    return min(roots, key=lambda root: root.event.number)
+            writer = self._writer_of(use.key, index)
+            if writer is not None:
+                earlier.append((writer, NAN in use.kinds))
+            else:
+                leaf = self._leaf_of(use.key)
+                self.roots.append(Root(event, leaf if NAN not in use.kinds else _without_excuse(leaf)))
+        return earlier
+
+    def _writer_of(self, key: int, before: int) -> int | None:
+        """The last event before this one that wrote something bad there."""
+        position = bisect_left(self._writers[key], before)
+        return self._writers[key][position - 1] if position else None
 
 
 def _kinds(event: Event, key: int) -> Kinds:

@@ -187,9 +187,7 @@ class Trace(TorchDispatchMode):
         if number not in self._forward:
             self._forward[number] = _Forward(_name(func), self._modules.now, place_here(in_backward=False))
 
-    def _note(
-        self, func: Any, taken: _Taken, out: Any, outputs: tuple[Use, ...], *, backward: bool
-    ) -> None:
+    def _note(self, func: Any, taken: _Taken, out: Any, outputs: tuple[Use, ...], *, backward: bool) -> None:
         flat, _ = tree_flatten((taken.args, taken.kwargs))
         numbers = tuple(float(each) for each in flat if isinstance(each, (int, float)) and not isinstance(each, bool))
         constant = not all(map(math.isfinite, numbers))
@@ -203,7 +201,7 @@ class Trace(TorchDispatchMode):
         event = Event(
             number=self._n_operations,
             operation=_name(func),
-            # A line within backward is the user's own, of a torch.autograd.Function: no forward operation stands for it.
+            # A line within backward is the user's own, of a torch.autograd.Function: it stands for itself.
             of_forward=known.operation if known is not None and place is None else "",
             backward=backward,
             module=(known.module if known is not None else "") or self._modules.now,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 from lightning_memtools.nonfinite.detect import floats_of
 
 _MOST_SAMPLES = 1024

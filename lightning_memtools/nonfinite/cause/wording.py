@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lightning_memtools.nonfinite.batches import MAX_SAMPLES
@@ -31,7 +32,7 @@ def _where(event: Event, class_name: str) -> str:
 
 
 def _took(event: Event) -> str:
-    numbers = [f"the number {number:g}" for number in event.scalars if number in {0.0} or number != number]  # noqa: PLR0124, NaN
+    numbers = [f"the number {number:g}" for number in event.scalars if not number or math.isnan(number)]
     took = [*map(str, event.took), *(numbers if event.operation.endswith("div") else [])]
     return f", which took {' and '.join(took)}" if took else ""
 

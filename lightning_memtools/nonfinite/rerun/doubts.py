@@ -23,8 +23,10 @@ def doubts_about(micro: Sequence[MicroBatch], unkept: Sequence[str]) -> list[str
     for each in micro:
         if each.batch is None or not isinstance(each.start, Start):
             continue
-        for name in changed_in_place(each.batch, each.start.versions):
-            doubts.append(f"{name} of batch {each.index} was changed in place by the step: it begins with what was left.")
+        doubts += [
+            f"{name} of batch {each.index} was changed in place by the step: a replay begins with what was left."
+            for name in (changed_in_place(each.batch, each.start.versions) if each.changed is None else each.changed)
+        ]
     if unkept:
         doubts.append(f"Buffer {', '.join(unkept)} could not be put back to before the step.")
     return doubts
@@ -47,7 +49,7 @@ def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
 
 def is_same_number(one: float, other: float) -> bool:
     """Whether two float32 losses are the same in every bit; NaN is NaN."""
-    return one != one and other != other or struct.pack("f", one) == struct.pack("f", other)  # noqa: PLR0124, NaN
+    return (one != one and other != other) or struct.pack("f", one) == struct.pack("f", other)  # noqa: PLR0124, NaN
 
 
 def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: Outcome) -> list[str]:

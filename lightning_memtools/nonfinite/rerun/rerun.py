@@ -19,6 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memtools.batchsize.memento import Memento
+from lightning_memtools.estimate.nesting import map_tensors
 from lightning_memtools.estimate.stand_in import attach, is_lightning_module
 from lightning_memtools.nonfinite.batches import MicroBatch
 from lightning_memtools.nonfinite.confirm import find_bad
@@ -34,7 +35,7 @@ class CannotRerunError(Exception):
 
 
 class _StepIsOver(BaseException):
-    """Leaves a training_step of manual optimization where its bad update would follow. No `except Exception` stops it."""
+    """Leaves a manual training_step where the bad update would follow. No `except Exception` takes it."""
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Outcome:
 COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 
 
-class _Alone(TorchDispatchMode):
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what talks to other processes: they do not run this step again, and would be waited for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,6 +101,7 @@ class Rerun:
     ) -> None:
         self.module = module
         self.micro = [each for each in micro if each.batch is not None]
+        self._bring_back()
         self.conditions = conditions
         self.names = {id(p): plain_name(name) for name, p in module.named_parameters()}
         self._wanted = {id(p) for p in parameters}
@@ -113,6 +115,15 @@ class Rerun:
         self._graph: Tensor | None = None
         self._n_steps = 0
         self._now: MicroBatch | None = None
+
+    def _bring_back(self) -> None:
+        """Batches that were moved to the host, on the device again."""
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        if device.type != "cpu":
+            torch.accelerator.synchronize()  # the copies were queued
+        for micro in self.micro:
+            if micro.changed is not None:
+                micro.batch = map_tensors(micro.batch, lambda tensor: tensor.to(device))
 
     def __enter__(self) -> Self:
         skip = () if self._trainer is None else (type(self._trainer),)
@@ -178,9 +189,14 @@ class Rerun:
     def _attach(self) -> None:
         if not is_lightning_module(self.module):
             return
-        facts = self.conditions.trainer
         trainer = RerunTrainer(
-            self._optimizers, self._schedulers, self._backward, self._step, facts, self.module, self._trainer
+            optimizers=self._optimizers,
+            schedulers=self._schedulers,
+            backward=self._backward,
+            step=self._step,
+            facts=self.conditions.trainer,
+            module=self.module,
+            original=self._trainer,
         )
         attach(self.module, trainer)
 
@@ -207,8 +223,9 @@ class Rerun:
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         module: Any = self.module
-        scaled = loss if self.conditions.scale is None else loss * self._scale_on(loss)
-        self._losses.append(noted(scaled, self.conditions.divided_by, self._scale_on(loss)))
+        scale = self._scale_on(loss)
+        scaled = loss if scale is None else loss * scale
+        self._losses.append(noted(scaled, self.conditions.divided_by, scale))
         self._graph = loss
         _call(module, "on_before_backward", scaled)
         if hasattr(module, "backward"):
@@ -249,7 +266,9 @@ class Rerun:
         scale = self.conditions.scale
         if scale is None or self.conditions.unscales_itself:
             return
-        moved = [p for p in self.module.parameters() if p.grad is not None and (not self._wanted or id(p) in self._wanted)]
+        moved = [
+            p for p in self.module.parameters() if p.grad is not None and (not self._wanted or id(p) in self._wanted)
+        ]
         if moved:
             scaler = torch.amp.GradScaler(self.conditions.device_type, init_scale=scale)
             scaler.scale(moved[0].new_zeros(()))  # makes it ready
@@ -273,5 +292,7 @@ def _arguments(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return arguments
-    n_taken = sum(kind in {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD} for kind in kinds)
+    n_taken = sum(
+        kind in {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD} for kind in kinds
+    )
     return arguments[:n_taken]

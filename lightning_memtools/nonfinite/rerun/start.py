@@ -14,7 +14,12 @@ from lightning_memtools.nonfinite.batches import named_tensors
 
 SIMPLE = (bool, int, float, str, type(None))
 # A module's own business, which changes with every call or is put there by Lightning.
-_NOT_PLAIN = {"training", "_is_full_backward_hook", "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"}
+_NOT_PLAIN = {
+    "training",
+    "_is_full_backward_hook",
+    "prepare_data_per_node",
+    "allow_zero_length_dataloader_with_multiple_devices",
+}
 
 Attributes = dict[str, dict[str, Any]]
 
@@ -44,7 +49,9 @@ class StartKeeper:
     def __init__(self, module: Module) -> None:
         # torch's own modules keep no attribute that a step changes.
         self._written_by_users = [
-            (name, vars(part)) for name, part in module.named_modules() if not type(part).__module__.startswith("torch.")
+            (name, vars(part))
+            for name, part in module.named_modules()
+            if not type(part).__module__.startswith("torch.")
         ]
 
     def note(self, batch: Any) -> Start:
@@ -63,7 +70,7 @@ def put_attributes_back(module: Module, attributes: Attributes) -> None:
     parts = dict(module.named_modules())
     for name, values in attributes.items():
         if name in parts:
-            vars(parts[name]).update(values)
+            parts[name].__dict__.update(values)
 
 
 def versions_of(batch: Any) -> tuple[int, ...]:

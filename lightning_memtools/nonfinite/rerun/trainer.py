@@ -21,6 +21,7 @@ class Silent:
         return self
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Take it."""
         return self
 
 
@@ -39,6 +40,7 @@ class RerunTrainer(TrainerStandIn):
 
     def __init__(
         self,
+        *,
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[Any],
         backward: Callable[..., None],
@@ -48,11 +50,13 @@ class RerunTrainer(TrainerStandIn):
         original: Any = None,
     ) -> None:
         super().__init__(list(optimizers), [_StandingScheduler(each) for each in schedulers], backward, "train")
-        self.strategy._lightning_optimizers = [_StandingOptimizer(each, step, module) for each in optimizers]  # noqa: SLF001, where LightningModule.optimizers() looks
+        # Where LightningModule.optimizers() looks.
+        vars(self.strategy).update(
+            _lightning_optimizers=[_StandingOptimizer(each, step, module) for each in optimizers]
+        )
         vars(self).update(facts)
-        self.logger = Silent()
-        self.loggers = [self.logger]
-        self.original = original
+        silent = Silent()
+        vars(self).update(logger=silent, loggers=[silent], original=original)
 
     def __getattr__(self, name: str) -> Any:
         original = vars(self).get("original")

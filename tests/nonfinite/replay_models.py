@@ -1,0 +1,153 @@
+"""Modules whose steps use everything that a replay must put back. They stand here so that a fresh process finds them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.error import NonFiniteError
+from tests.lightning_models import trainer
+
+BAD = 7
+
+
+class Everything(L.LightningModule):
+    """Dropout, BatchNorm, random numbers of three kinds, a buffer and a counter that the loss depends on.
+
+    At batch 7 a head takes the log of 0; the gradients of the other weights stay finite, so that a wrong bit shows.
+    """
+
+    def __init__(self, width: int = 16, *, frozen: bool = True) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3))
+        self.still = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.5))
+        self.still.requires_grad_(not frozen)
+        self.last = nn.Linear(width, 4)
+        self.log_head = nn.Linear(6, 1)
+        self.register_buffer("center", torch.zeros(4))
+        self.temperature = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.still.eval()
+
+    def finite(self, x: Tensor) -> Tensor:
+        self.temperature *= 0.99
+        x = x + 0.1 * torch.randn_like(x) + 0.1 * random.random()  # noqa: S311, noise
+        x = x * torch.from_numpy(np.random.uniform(0.9, 1.1, tuple(x.shape)).astype("float32")).to(x)  # noqa: NPY002, what users write
+        hidden = self.net(x)
+        out = self.last(hidden + self.still(hidden)).float()
+        loss = ((out - self.center) / self.temperature).square().mean()
+        with torch.no_grad():
+            self.center = 0.9 * self.center + 0.1 * out.mean(0)
+        return loss
+
+    def bad(self, x: Tensor) -> Tensor:
+        amount = x.abs().sum(1) * torch.sigmoid(self.log_head(x)).squeeze(1).float()
+        return -torch.log(amount).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.finite(batch) + self.bad(batch)
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class ManualEverything(Everything):
+    """Two optimizers, stepped by the module; the second one's loss goes bad."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc, attr-defined]
+        for optimizer, loss_of in ((first, self.finite), (second, lambda x: self.finite(x) + self.bad(x))):
+            optimizer.zero_grad()
+            loss = loss_of(batch)
+            self.manual_backward(loss)
+            self.log("loss", loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        nets = [self.net.parameters(), [*self.last.parameters(), *self.log_head.parameters()]]
+        return [torch.optim.AdamW(net, lr=1e-3) for net in nets]
+
+
+class SingleManual(ManualEverything):
+    """One optimizer, one step for every second batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+        self.manual_backward((self.finite(batch) + self.bad(batch)) / 2)
+        if batch_idx % 2:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def half(scale: float = 2.0**10) -> MixedPrecision:
+    """16-mixed on the CPU, which Lightning offers only by hand."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+
+
+# Name: module, and options of the Trainer.
+RUNS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], dict[str, Any]]]] = {
+    "plain": (Everything, dict),
+    "accumulation": (Everything, lambda: {"accumulate_grad_batches": 4}),
+    "bf16": (Everything, lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 4}),
+    "scaler": (Everything, lambda: {"plugins": half(), "accumulate_grad_batches": 4}),
+    "manual": (ManualEverything, dict),
+    "manual_accumulation": (SingleManual, dict),
+}
+
+
+class Recorder(L.Callback):
+    """Keeps losses and gradients of each step as the optimizer gets them."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.gradients = {
+            name: p.grad.clone() for name, p in pl_module.named_parameters() if p.grad is not None and id(p) in moved
+        }
+
+
+def batches(n: int = 8) -> list[Tensor]:
+    """Batch 7 has a sample of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(8, 6, generator=generator) for _ in range(n)]
+    made[BAD][3] = 0.0
+    return made
+
+
+def halted(name: str, root: Path, *callbacks: L.Callback, **arguments: Any) -> tuple[NonFiniteError, Recorder, Any]:
+    """Run one of RUNS until it halts: the error, what was recorded, and the module."""
+    L.seed_everything(0, verbose=False)
+    make, options = RUNS[name]
+    model, recorder = make(), Recorder()
+    run = trainer(root, recorder, HaltOnNaN(**arguments), *callbacks, logger=False, **options())
+    dataset: Any = batches()
+    try:
+        run.fit(model, DataLoader(dataset, batch_size=None))
+    except NonFiniteError as error:
+        return error, recorder, model
+    raise AssertionError("it must halt")
