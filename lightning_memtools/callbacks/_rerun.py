@@ -74,11 +74,13 @@ class Account:
         rank: Which rank.
         explanation: The operation and the cause; None where that was not found.
         note: Why there is no explanation.
+        again: Whether the step was the same when it was run again, and why it may not be; empty if it was not run.
     """
 
     rank: int
     explanation: Explanation | None
     note: str = ""
+    again: str = ""
 
 
 def culprit_of(accounts: Sequence[Account], rank: int | None) -> Account:
@@ -119,6 +121,7 @@ class Aftermath:
         self._digests, self._digests_of = self._own_digests(evidence), "step"
         self._evidence = evidence
         self._explanation: Explanation | None = None
+        self._has_run = False
 
     def account(self, *, explains: bool) -> Account:
         """Run the step again, and say what made it bad."""
@@ -130,13 +133,13 @@ class Aftermath:
                 plain = rerun.run()
                 self._compare(plain)
                 if not explains:
-                    return Account(rank, None, "not asked for (explain=False)")
+                    return Account(rank, None, "not asked for (explain=False)", self._again())
                 self._explanation = explain(rerun, plain, replace(self._background, doubts=self._doubts))
         except CannotRerunError as error:
-            return Account(rank, None, f"not found: {error}")
+            return Account(rank, None, f"not found: {error}", self._again())
         except Exception as error:  # noqa: BLE001, whatever fails here must not hide the halt
             return Account(rank, None, f"not found: {type(error).__name__}: {error}")
-        return Account(rank, self._explanation)
+        return Account(rank, self._explanation, again=self._again())
 
     def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> tuple[Path | None, str]:
         """Write the capsule: its path, or None, and what to say of it."""
@@ -172,10 +175,17 @@ class Aftermath:
         named = zip(names, self._trip.step.parameters, strict=True)
         return digests_of({name: p.grad for name, p in named if p.grad is not None})
 
+    def _again(self) -> str:
+        if self._explanation is not None and self._explanation.cause is Cause.NOT_REPRODUCIBLE:
+            return ""
+        of = "losses and gradients" if self._digests_of == "step" else "losses"
+        return " ".join(self._doubts) or (f"{of} are the same bit for bit." if self._has_run else "")
+
     def _compare(self, plain: Outcome) -> None:
+        self._has_run = True
         found = mismatches(self._trip.losses, self._digests, plain)
         if not self._digests:
             self._digests, self._digests_of = digests_of(plain.gradients), "replay"
         # A step that was bad and is not any more is what an explanation is about, not what makes it doubtful.
         if found and not plain.is_finite:
-            self._doubts.append(f"Run again in the training process, the step was not the same: {' '.join(found)}")
+            self._doubts.append(f"Run again in the training process, the step was not the same. {' '.join(found)}")

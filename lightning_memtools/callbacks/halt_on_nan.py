@@ -319,6 +319,7 @@ class HaltOnNaN(Callback):
             mine = aftermath.account(explains=self.explain)
         theirs = culprit_of(patient.gather(mine), halt.diagnosis.rank)
         halt.tell(theirs.rank, theirs.explanation, theirs.note)
+        halt.again = theirs.again
         if not self.capsule:
             return
         path, note = None, NO_FILES

@@ -35,6 +35,7 @@ class Halt:
         checkpoint_note: Why there is no such checkpoint.
         explanation: Which operation made the first bad value; None where that was not found.
         explanation_note: Why not.
+        again: Whether the step was the same when it was run again.
         capsule_path: The step as a file, to run it again.
         capsule_note: Why there is none, or what it does not hold.
     """
@@ -50,6 +51,7 @@ class Halt:
     checkpoint_note: str = ""
     explanation: Explanation | None = None
     explanation_note: str = ""
+    again: str = ""
     capsule_path: Path | None = None
     capsule_note: str = ""
 
@@ -118,6 +120,7 @@ class Halt:
             ("Cause", f"{self.diagnosis.cause}: {self.diagnosis.because}"),
             ("Operation", self.explanation_note if self.explanation is None else self.explanation.what),
             ("Tried", "" if self.explanation is None else self.explanation.confirmed),
+            ("Run again", self.again),
             ("Losses of the step", _losses(culprit)),
             ("Bad gradients", _named(culprit.gradients, "none") + _carried(culprit)),
             ("Bad weights before the step", _named(culprit.parameters, "none")),
@@ -129,7 +132,7 @@ class Halt:
         ]
         others = [each for each in self.everyone if each.rank != culprit.rank]
         if others:
-            facts.insert(4, ("Losses of the other ranks", "; ".join(f"rank {e.rank}: {_losses(e)}" for e in others)))
+            facts.insert(5, ("Losses of the other ranks", "; ".join(f"rank {e.rank}: {_losses(e)}" for e in others)))
         if self.n_missing:
             facts.append(("Ranks that did not answer", str(self.n_missing)))
         if self.skipped:

@@ -48,6 +48,7 @@ class Net(L.LightningModule):
 
     def __init__(self, fails: str, *, fused: bool = False, unused: bool = False, shard: bool = False) -> None:
         super().__init__()
+        self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
         self.unused = nn.Linear(4, 1) if unused else None
         self.fails, self.fused, self.shard = fails, fused, shard
@@ -145,7 +146,9 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
         trainer.fit(model, loader(rank, is_dirty=fails == "sample"), loader(rank, is_dirty=False))
     except NonFiniteError as error:
         seen |= {"step": error.step, "batch_idx": error.batch_idx, "rank": error.rank, "cause": error.cause,
-                 "stage": error.stage, "message": str(error), "checkpoint": str(error.checkpoint_path)}  # fmt: skip
+                 "stage": error.stage, "message": str(error), "checkpoint": str(error.checkpoint_path),
+                 "capsule": str(error.capsule_path),
+                 "operation": error.explanation and error.explanation.operation}  # fmt: skip
     return seen | {
         "seconds": time.monotonic() - begin,
         "global_step": trainer.global_step,

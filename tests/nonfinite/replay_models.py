@@ -1,4 +1,4 @@
-"""Modules whose steps use everything that a replay must put back. They stand here so that a fresh process finds them."""
+"""Modules whose steps use all that a replay must put back. They stand here so that a fresh process finds them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Everything(L.LightningModule):
         self.still.requires_grad_(not frozen)
         self.last = nn.Linear(width, 4)
         self.log_head = nn.Linear(6, 1)
+        self.center: Tensor
         self.register_buffer("center", torch.zeros(4))
         self.temperature = 1.0
 
@@ -47,7 +48,7 @@ class Everything(L.LightningModule):
         x = x * torch.from_numpy(np.random.uniform(0.9, 1.1, tuple(x.shape)).astype("float32")).to(x)  # noqa: NPY002, what users write
         hidden = self.net(x)
         out = self.last(hidden + self.still(hidden)).float()
-        loss = ((out - self.center) / self.temperature).square().mean()
+        loss: Tensor = ((out - self.center) / self.temperature).square().mean()
         with torch.no_grad():
             self.center = 0.9 * self.center + 0.1 * out.mean(0)
         return loss
@@ -73,7 +74,7 @@ class ManualEverything(Everything):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        first, second = self.optimizers()  # type: ignore[misc, attr-defined]
+        first, second = self.optimizers()  # type: ignore[attr-defined]
         for optimizer, loss_of in ((first, self.finite), (second, lambda x: self.finite(x) + self.bad(x))):
             optimizer.zero_grad()
             loss = loss_of(batch)

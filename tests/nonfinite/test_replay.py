@@ -34,7 +34,13 @@ def halts(tmp_path_factory) -> dict[str, Halted]:
 
 
 # A line between the words of one capsule and the next.
-COMMANDS = "import sys; from lightning_memtools.cli.main import main\nfor path in sys.argv[1:]: main(['replay', path]); print('====')"
+COMMANDS = """
+import sys
+from lightning_memtools.cli.main import main
+for path in sys.argv[1:]:
+    assert main(["replay", path]) == 0
+    print("====")
+"""
 
 
 def fresh_process(*arguments: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ATOMS = (bool, int, float, str, bytes, type(None))
+_ATOMS = (bool, int, float, str, type(None))
 _KIND = "_kind"  # a dictionary of ours; those of users become lists of pairs
 
 
@@ -32,6 +32,8 @@ def to_plain(value: Any, left_out: list[str], name: str) -> Any:  # noqa: PLR091
         return value
     if isinstance(value, Tensor):
         return compact(value) if type(value) in {Tensor, torch.nn.Parameter} else _leave_out(value, left_out, name)
+    if isinstance(value, bytes):
+        return {_KIND: "bytes", "tensor": torch.tensor(list(value), dtype=torch.uint8)}
     if isinstance(value, np.generic):
         return to_plain(value.item(), left_out, name)
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
@@ -52,7 +54,7 @@ def to_plain(value: Any, left_out: list[str], name: str) -> Any:  # noqa: PLR091
     return _leave_out(value, left_out, name)
 
 
-def from_plain(value: Any) -> Any:  # noqa: PLR0911, as above
+def from_plain(value: Any) -> Any:  # noqa: C901, PLR0911, as above
     """The value again.
 
     Raises:
@@ -63,6 +65,8 @@ def from_plain(value: Any) -> Any:  # noqa: PLR0911, as above
     kind = value[_KIND]
     if kind == "array":
         return value["tensor"].numpy()
+    if kind == "bytes":
+        return bytes(value["tensor"].tolist())
     if kind == "dtype":
         return getattr(torch, value["text"].removeprefix("torch."))
     if kind == "device":

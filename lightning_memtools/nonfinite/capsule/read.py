@@ -32,7 +32,7 @@ def read_capsule(path: Path) -> dict[str, Any]:
         if written is not None and size != written:
             why = f"it is truncated: {size} bytes of {written}"
         else:
-            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            why = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
         raise CapsuleError(
             f"{path} cannot be read: {why}.{still_known(about)}\nNext: copy it once more from where it was written."
         ) from error

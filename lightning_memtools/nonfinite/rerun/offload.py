@@ -1,4 +1,4 @@
-"""Moves older batches of an accumulation to the host: a replay needs all of them, the device's memory is for training."""
+"""Moves older batches of an accumulation to the host: a replay needs them, and the device's memory is for training."""
 
 from __future__ import annotations
 

@@ -1,0 +1,320 @@
+"""Capsules that are damaged, too large, of other versions, or of modules that cannot be made again."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools import HaltOnNaN, replay
+from lightning_memtools.cli.main import main
+from lightning_memtools.nonfinite.capsule.plain import compact, from_plain, n_bytes_of, to_plain
+from lightning_memtools.nonfinite.capsule.read import CapsuleError
+from lightning_memtools.nonfinite.error import NonFiniteError
+from tests.lightning_models import trainer
+from tests.nonfinite.replay_models import batches, halted
+
+
+@pytest.fixture
+def capsule(tmp_path) -> Path:
+    path = halted("plain", tmp_path)[0].capsule_path
+    assert path is not None
+    return path
+
+
+def refusal(path: Path, **arguments: Any) -> str:
+    with pytest.raises(CapsuleError) as caught:
+        replay(path, **arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_truncated_capsule_says_so_and_what_is_still_known(share, capsule):
+    whole = capsule.read_bytes()
+    capsule.write_bytes(whole[: int(share * len(whole))])
+    said = refusal(capsule)
+    assert f"it is truncated: {int(share * len(whole))} bytes of {len(whole)}" in said
+    assert "Still known: loss is inf at step 7 (batch 7, rank 0)." in said
+    assert "Operation: The first bad value was made by aten.log in Everything.bad" in said
+    capsule.with_suffix(".json").unlink()
+    assert "the small JSON beside it is missing too" in refusal(capsule)
+
+
+def test_another_version_is_named_with_what_is_still_known(capsule):
+    saved = torch.load(capsule, weights_only=True)
+    torch.save(saved | {"version": 99}, capsule)
+    capsule.with_suffix(".json").unlink()
+    said = refusal(capsule)
+    assert "is of capsule version 99; this lightning_memtools reads version 1" in said
+    assert "Still known: loss is inf at step 7" in said, "the capsule itself tells"
+
+
+def test_files_that_are_none(capsule, tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "other.pt")
+    assert "is no capsule of HaltOnNaN" in refusal(tmp_path / "other.pt")
+    assert "There is no capsule" in refusal(tmp_path / "missing.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no.such.package:Net", "cannot be imported (ModuleNotFoundError: No module named 'no'"),
+        ("tests.nonfinite.replay_models:Gone", "cannot be imported (AttributeError:"),
+        ("tests.nonfinite.replay_models:f.<locals>.Net", "was defined within a function"),
+    ],
+)
+def test_a_class_that_cannot_be_imported(name, told, capsule, capsys):
+    saved = torch.load(capsule, weights_only=True)
+    saved["module"]["class"] = name
+    torch.save(saved, capsule)
+    said = refusal(capsule)
+    assert told in said
+    assert "--model package.Class" in said
+    assert main(["replay", str(capsule)]) == 1
+    assert told in capsys.readouterr().err
+    assert main(["replay", str(capsule), "--model", "tests.nonfinite.replay_models.Everything"]) == 0
+    assert "Bit for bit the same as in the step" in capsys.readouterr().out
+
+
+class Unsaved(L.LightningModule):
+    """Its constructor takes what it does not save."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.log(batch.abs().sum(1) * self.net(batch).sigmoid().sum(1)).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def halt(model: L.LightningModule, root: Path, data: Any = None, **arguments: Any) -> NonFiniteError:
+    dataset: Any = batches() if data is None else data
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(root, HaltOnNaN(**arguments), logger=False).fit(model, DataLoader(dataset, batch_size=None))
+    return caught.value
+
+
+def make_unsaved() -> Unsaved:
+    return Unsaved(nn.Linear(6, 3))
+
+
+def test_a_module_without_saved_hyperparameters_has_to_be_given(tmp_path, capsys):
+    path = halt(make_unsaved(), tmp_path).capsule_path
+    said = refusal(path)
+    assert "what its constructor takes was not saved: net" in said
+    assert "replay(path, model=my_module)" in said
+    assert "save_hyperparameters()" in said
+    assert replay(path, model=make_unsaved()).exact
+    wrong = refusal(path, model=Unsaved(nn.Linear(6, 4)))
+    assert "This is not the module that the step ran with: net.weight (shape), net.bias (shape) differ" in wrong
+    assert main(["replay", str(path), "--model", "tests.nonfinite.test_capsule.make_unsaved"]) == 0
+
+
+def test_hyperparameters_that_no_file_can_hold_are_named(tmp_path):
+    class Saved(Unsaved):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__(net)
+            self.save_hyperparameters(logger=False)
+
+    Saved.__module__, Saved.__qualname__ = __name__, "SavedAgain"
+    globals()["SavedAgain"] = Saved
+    with pytest.warns(UserWarning, match="is an instance of `nn.Module`"):
+        model = Saved(nn.Linear(6, 3))
+    assert "cannot be held by a file: net" in refusal(halt(model, tmp_path).capsule_path)
+
+
+SCRIPT = """
+import torch
+import lightning as L
+from lightning_memtools import HaltOnNaN
+from tests.nonfinite.test_capsule import Unsaved
+from torch.utils.data import DataLoader
+from tests.nonfinite.replay_models import batches
+
+class Net(Unsaved):
+    def __init__(self, width=6):
+        super().__init__(torch.nn.Linear(width, 3))
+{guard}
+    L.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, default_root_dir={root!r},
+              callbacks=[HaltOnNaN()]).fit(Net(), DataLoader(batches(), batch_size=None))
+"""
+
+
+def test_a_class_of_the_script_that_was_run(tmp_path):
+    """The script is imported again if that does not train again."""
+    from tests.nonfinite.test_replay import fresh_process  # noqa: PLC0415, its home
+
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(guard='if __name__ == "__main__":', root=str(tmp_path)))
+    with pytest.raises(AssertionError, match="NonFiniteError"):
+        fresh_process(str(script))
+    (path,) = (tmp_path / "memtools").glob("*capsule.pt")
+    assert replay(path).exact
+    script.write_text(SCRIPT.format(guard="if True:", root=str(tmp_path)))
+    assert "and would train" in refusal(path)
+
+
+def test_what_does_not_fit_is_left_out_and_named(tmp_path):
+    model = make_unsaved()
+    model.net = nn.Sequential(nn.Linear(6, 2000), nn.Linear(2000, 3))
+    error = halt(model, tmp_path, max_bytes="20KB")
+    assert "without optimizer state (" in str(error)
+    assert "weights and buffers (78.1 KiB, for max_bytes)" in str(error), str(error)
+    assert error.capsule_path.stat().st_size < 40_000
+    found = replay(error.capsule_path, model=model)
+    assert found.exact, "the halted module still has those weights"
+    assert "The capsule holds no weights (max_bytes): the module's own were used." in found.doubts
+
+    error = halt(model, tmp_path / "tiny", max_bytes="100B")
+    assert error.capsule_path is None
+    assert "could not be written: ValueError: the batch alone takes" in str(error)
+    assert not [*(tmp_path / "tiny").rglob("*capsule*")]
+
+
+def test_optimizer_state_is_left_out_first(tmp_path):
+    error, *_ = halted("plain", tmp_path)
+    whole = torch.load(error.capsule_path, weights_only=True)
+    assert from_plain(whole["optimizers"][0])["state"][0]["exp_avg"].shape == (16, 6)
+    without = n_bytes_of(whole) - n_bytes_of(whole["optimizers"])
+    smaller, *_ = halted("plain", tmp_path / "small", max_bytes=f"{without}B")
+    assert smaller.capsule_path is not None
+    assert "without optimizer state (" in str(smaller)
+    assert replay(smaller.capsule_path).exact
+
+
+@pytest.mark.parametrize("max_bytes", ["2", "much", "2GiBs"])
+def test_a_size_that_is_none_is_refused_at_once(max_bytes):
+    with pytest.raises(ValueError, match=f"Not a size: '{max_bytes}'"):
+        HaltOnNaN(max_bytes=max_bytes)
+
+
+def test_a_batch_that_the_step_changes_in_place_is_said(tmp_path):
+    class InPlace(Unsaved):
+        def training_step(self, batch, batch_idx):
+            batch["x"].mul_(0.5)
+            return super().training_step(batch["x"], batch_idx)
+
+    error = halt(InPlace(nn.Linear(6, 3)), tmp_path, [{"x": x, "y": torch.zeros(8)} for x in batches()])
+    told = 'batch["x"] of batch 7 was changed in place by the step: a replay begins with what was left.'
+    assert told in str(error)
+    assert 'batch["y"]' not in str(error)
+    about = json.loads(error.capsule_path.with_suffix(".json").read_text())
+    assert about["doubts"][0] == told
+    found = replay(error.capsule_path, model=InPlace(nn.Linear(6, 3)))
+    assert told in found.summary()
+
+
+def test_nothing_is_written_where_nothing_is_asked_for(tmp_path):
+    error, *_ = halted("plain", tmp_path, capsule=False)
+    assert error.capsule_path is None
+    assert "memtools replay" not in str(error)
+    assert not [*tmp_path.rglob("*capsule*")]
+    error, *_ = halted("plain", tmp_path / "unexplained", explain=False)
+    assert error.explanation is None
+    assert "Operation: not asked for (explain=False)" in str(error)
+    found = replay(error.capsule_path)
+    assert found.exact
+    assert found.explanation.operation == "aten.log", "then the replay seeks it"
+
+
+def test_an_unfinished_file_is_not_left_behind(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fails)
+    error, *_ = halted("plain", tmp_path, save_last_good=False)
+    assert "could not be written: OSError: disk full" in str(error)
+    assert [path.name for path in (tmp_path / "memtools").iterdir()] == ["nonfinite-step7-report.md"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    nodes: Tensor
+    name: str
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.floats(allow_nan=False), st.text(), st.binary(),
+    st.sampled_from([torch.float16, torch.device("cpu"), torch.Size([2, 3])]),
+    st.lists(st.floats(width=32, allow_nan=False)).map(torch.tensor),
+    st.lists(st.integers(0, 9)).map(lambda x: np.array(x, dtype=np.int16)),
+)  # fmt: skip
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.one_of(st.text(), st.integers()), inner, max_size=3),
+        st.builds(Pair, inner, inner),
+        st.builds(Graph, st.just(torch.ones(2)), st.text()),
+        st.dictionaries(st.text(), inner, max_size=2).map(collections.OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+def same(one: Any, other: Any) -> bool:  # noqa: PLR0911, one kind each
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Graph):
+        return same(one.nodes, other.nodes) and one.name == other.name
+    return bool(one == other)
+
+
+@given(NESTED)
+def test_nested_values_come_back_through_a_file_that_holds_no_code(value):
+    import io  # noqa: PLC0415, for this test alone
+
+    file, left_out = io.BytesIO(), []
+    torch.save(to_plain(value, left_out, "batch"), file)
+    file.seek(0)
+    assert same(from_plain(torch.load(file, weights_only=True)), value)
+    assert left_out == []
+
+
+def test_what_cannot_be_held_is_named():
+    left_out: list[str] = []
+    plain = to_plain({"x": torch.ones(2), "meta": [object()]}, left_out, "batch")
+    assert left_out == ["batch['meta'][0] (a object)"]
+    assert "left out" in repr(from_plain(plain)["meta"][0])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[10:20], lambda x: x[:, 3:5], lambda x: x.T[3:], lambda x: x[5:6].expand(4, 100), lambda x: x[::3]],
+)
+def test_a_view_is_kept_with_its_strides_and_without_the_rest(view):
+    whole = torch.arange(10_000.0).view(100, 100)
+    part = view(whole)
+    kept = compact(part)
+    assert torch.equal(kept, part)
+    assert kept.stride() == part.stride()
+    extent = 1 + sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
+    assert kept.untyped_storage().nbytes() == 4 * extent

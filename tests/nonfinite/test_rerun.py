@@ -1,0 +1,191 @@
+"""Running the bad step again leaves no trace, and costs nothing before."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_memtools import HaltOnNaN, VirtualDevice
+from lightning_memtools.nonfinite.diagnose import Cause
+from lightning_memtools.nonfinite.error import NonFiniteError
+from tests.lightning_models import trainer
+from tests.nonfinite.observe import differences, state_bits
+from tests.nonfinite.replay_models import BAD, RUNS, Everything, ManualEverything, batches, half
+
+
+class Counting(Everything):
+    """Counts, measures, prints and writes to the logger in its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.seen: list[int] = []
+        self.metric = torchmetrics.MeanMetric()
+        self.own_numbers = np.random.default_rng(3)
+        self.cache: dict[str, Any] = {"last": torch.zeros(2)}
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        self.seen.append(batch_idx)
+        self.cache["last"] = batch[:2].clone()
+        self.metric(batch.sum())
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        self.log("draw", self.own_numbers.random(), on_epoch=True)
+        self.logger.log_metrics({"by hand": self.count}, step=batch_idx)
+        print(f"step {batch_idx}")  # noqa: T201, it must not be printed again
+        return super().training_step(batch, batch_idx)
+
+
+class CountingManual(Counting, ManualEverything):
+    def __init__(self) -> None:
+        Counting.__init__(self)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return ManualEverything.configure_optimizers(self)
+
+
+def halt(model: L.LightningModule, root: Path, **options: Any) -> tuple[NonFiniteError, L.Trainer]:
+    arguments = options.pop("arguments", {})
+    run = trainer(root, HaltOnNaN(save_last_good=False, **arguments), **options)
+    dataset: Any = batches()
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(model, DataLoader(dataset, batch_size=None))
+    return caught.value, run
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}, {"plugins": 1}, {"model": CountingManual}])
+def test_everything_is_put_back_after_the_step_was_run_again(options, tmp_path, capsys):
+    """As compared with a run that does not run the step again."""
+    ends = []
+    for name, asked in (("with", True), ("without", False)):
+        more = dict(options)
+        if "plugins" in more:
+            more["plugins"] = half()
+        L.seed_everything(0, verbose=False)
+        model = more.pop("model", Counting)()
+        logger = CSVLogger(tmp_path / name, flush_logs_every_n_steps=1)
+        error, run = halt(model, tmp_path, logger=logger, arguments={"explain": asked, "capsule": asked}, **more)
+        assert (error.explanation is not None) == asked
+        gradients = {f"gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        plain = {
+            "count": model.count, "seen": list(model.seen), "temperature": model.temperature,
+            "training": [part.training for part in model.modules()],
+            "requires_grad": [p.requires_grad for p in model.parameters()],
+            "metric": float(model.metric.mean_value), "own numbers": model.own_numbers.bit_generator.state,
+            "last": model.cache["last"].tolist(),
+            "python": random.getstate(), "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002, the global one
+            "metrics": {key: float(value) for key, value in run.callback_metrics.items()},
+            "log": [path.read_text() for path in sorted((tmp_path / name).rglob("metrics.csv"))],
+            "printed": [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")],
+            "attributes": sorted(vars(model)),
+            "has its trainer": model.trainer is run,
+        }  # fmt: skip
+        ends.append(({**state_bits(model, run.optimizers), **gradients, "rng": torch.get_rng_state()}, plain))
+    assert differences(ends[0][0], ends[1][0]) == []
+    assert {key: (ends[0][1][key], ends[1][1][key]) for key in ends[0][1] if ends[0][1][key] != ends[1][1][key]} == {}
+    assert ends[0][1]["count"] == len(ends[0][1]["printed"]) == BAD + 1
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation", "manual"])
+def test_nothing_more_is_computed_or_allocated_until_a_halt(name, tmp_path):
+    make, options = RUNS[name]
+    counted = []
+    for asked in (True, False):
+        L.seed_everything(0, verbose=False)
+        with VirtualDevice() as device:
+            run = trainer(
+                tmp_path, HaltOnNaN(explain=asked, capsule=asked), logger=False, limit_train_batches=BAD, **options()
+            )
+            dataset: Any = [x + 0.01 for x in batches()]
+            run.fit(make(), DataLoader(dataset, batch_size=None))
+        stats = device.stats()
+        counted.append((stats.peak_allocated, stats.allocated))
+    assert counted[0] == counted[1]
+
+
+class Flaky(Everything):
+    """The exponent of one value has its bits flipped once, as a failing memory does it."""
+
+    flips = 1
+
+    def finite(self, x):
+        x = x.clone()
+        if bool((x[3] == 0).all()) and type(self).flips:
+            type(self).flips -= 1
+            x.view(torch.int32)[0, 0] |= 0x7F80_0000
+        return super().finite(x)
+
+    def bad(self, x):
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_fault_that_happens_once_is_not_reproducible(accumulate, tmp_path, monkeypatch):
+    monkeypatch.setattr(Flaky, "flips", 1)
+    error, _ = halt(Flaky(), tmp_path, logger=False, accumulate_grad_batches=accumulate)
+    assert error.cause == Cause.NOT_REPRODUCIBLE
+    assert "the same weights, batch and random numbers gave a finite loss and finite gradients, twice" in str(error)
+    assert "suspect the hardware" in str(error)
+    assert error.explanation.operation == ""
+
+
+def test_a_step_that_is_finite_again_for_another_reason_is_no_hardware_fault(tmp_path):
+    class Changes(Everything):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch.clone(), batch_idx)
+            batch.add_(1)
+            return loss
+
+    error, _ = halt(Changes(), tmp_path, logger=False)
+    assert error.cause == Cause.DOMAIN
+    assert "Operation: not found: run again it was finite, but it could not be run exactly: batch of batch 7" in str(
+        error
+    )
+
+
+def test_a_step_that_fails_when_it_is_run_again_does_not_hide_the_halt(tmp_path, monkeypatch):
+    class Once(Everything):
+        calls = 0
+
+        def training_step(self, batch, batch_idx):
+            type(self).calls += 1
+            if type(self).calls > BAD + 1:
+                raise KeyError("only once")
+            return super().training_step(batch, batch_idx)
+
+    error, _ = halt(Once(), tmp_path, logger=False)
+    assert error.step == BAD
+    assert "Operation: not found: the step could not be run once more: KeyError: 'only once'" in str(error)
+    assert "detect_anomaly" in str(error), "then that is the advice again"
+    assert "detect_anomaly" not in str(halt(Everything(), tmp_path, logger=False)[0])
+
+
+def test_batches_of_an_accumulation_that_no_memory_is_left_for_are_moved_to_the_host(tmp_path):
+    """On the simulated device they do not count, and the step is still the same in every bit."""
+    L.seed_everything(0, verbose=False)
+    with VirtualDevice():
+        error, _ = halt(Everything(), tmp_path, logger=False, accumulate_grad_batches=4)
+    from lightning_memtools import replay  # noqa: PLC0415, for this test alone
+
+    found = replay(error.capsule_path)
+    assert found.exact
+    assert len(found.losses) == 4
+    assert found.doubts == ()
+
+
+def test_a_compiled_module_is_explained(tmp_path):
+    model = Everything()
+    model.net = torch.compile(model.net, backend="aot_eager")
+    error, _ = halt(model, tmp_path, logger=False)
+    assert error.explanation.operation == "aten.log"
