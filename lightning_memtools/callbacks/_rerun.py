@@ -136,6 +136,8 @@ class Aftermath:
                     return Account(rank, None, "not asked for (explain=False)", self._again())
                 self._explanation = explain(rerun, plain, replace(self._background, doubts=self._doubts))
         except CannotRerunError as error:
+            if not self._has_run:
+                self._doubts.append(f"It could not be run again in the training process: {error}.")
             return Account(rank, None, f"not found: {error}", self._again())
         except Exception as error:  # noqa: BLE001, whatever fails here must not hide the halt
             return Account(rank, None, f"not found: {type(error).__name__}: {error}")
@@ -179,7 +181,9 @@ class Aftermath:
         if self._explanation is not None and self._explanation.cause is Cause.NOT_REPRODUCIBLE:
             return ""
         of = "losses and gradients" if self._digests_of == "step" else "losses"
-        return " ".join(self._doubts) or (f"{of} are the same bit for bit." if self._has_run else "")
+        if not self._has_run:
+            return ""
+        return " ".join(self._doubts) or f"{of} are the same bit for bit."
 
     def _compare(self, plain: Outcome) -> None:
         self._has_run = True

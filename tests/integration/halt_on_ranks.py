@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -64,6 +64,8 @@ class Net(L.LightningModule):
         if self.fails == "backward":
             out = BadBackward.apply(out, is_bad)
         loss: Tensor = (out - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
+        if self.fails == "talks":
+            distributed.all_reduce(loss.detach().clone())
         if self.fails == "loss" and is_bad:
             loss = loss + torch.inf  # the gradients stay finite
         return loss
@@ -105,6 +107,7 @@ SCENARIOS: dict[str, Scenario] = {
     "loss_alone": ("loss", {}, {}, dict),
     "loss_alone_fused": ("loss", {"fused": True}, {}, dict),
     "backward": ("backward", {}, {}, dict),
+    "talks": ("talks", {}, {}, dict),
     "validation": ("validation", {}, {}, dict),
     "scaler": ("sample", {}, {}, lambda: {"plugins": half()}),
     "skipped": ("sample", {}, {"max_skips": 1}, dict),
@@ -143,7 +146,7 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     begin = time.monotonic()
     seen: dict[str, Any] = {"scenario": name}
     try:
-        trainer.fit(model, loader(rank, is_dirty=fails == "sample"), loader(rank, is_dirty=False))
+        trainer.fit(model, loader(rank, is_dirty=fails in {"sample", "talks"}), loader(rank, is_dirty=False))
     except NonFiniteError as error:
         seen |= {"step": error.step, "batch_idx": error.batch_idx, "rank": error.rank, "cause": error.cause,
                  "stage": error.stage, "message": str(error), "checkpoint": str(error.checkpoint_path),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memtools import replay
 from lightning_memtools.nonfinite.diagnose import Cause
 from tests.integration import halt_on_ranks
 from tests.integration.halt_on_ranks import BAD, SCENARIOS
@@ -72,7 +73,7 @@ def test_both_ranks_halt_at_the_same_step_within_thirty_seconds(name, seen):
     assert one["finite"]
 
 
-@pytest.mark.parametrize("name", [name for name in HALTING if name != "backward"])
+@pytest.mark.parametrize("name", HALTING)
 def test_the_culprit_rank_is_named(name, seen):
     for rank in seen[name]:
         assert rank["rank"] == 1
@@ -88,10 +89,36 @@ def test_the_cause_is_that_of_the_culprit_rank(seen):
             assert "batch of batch 5 holds 1 NaN in 32 elements, in sample 2" in seen[name][0]["message"]
 
 
-def test_a_bad_gradient_with_good_losses_cannot_be_traced_to_a_rank_and_says_so(seen):
+def test_a_bad_gradient_with_good_losses_is_traced_to_its_rank_by_running_the_step_again(seen):
+    """After the all-reduce it is the same everywhere; run again alone, only one rank's is bad."""
     for rank in seen["backward"]:
-        assert rank["rank"] is None
-        assert "rank unknown: every rank's own loss and batch were finite" in rank["message"]
+        assert (rank["rank"], rank["cause"]) == (1, Cause.DOMAIN)
+        assert "made by aten.mul in backward in Net.backward (" in rank["message"]
+
+
+ALONE = [name for name in HALTING if name not in {"validation", "talks"} and not name.startswith("sharded")]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_capsule_of_the_culprit_rank_replays_alone(name, seen):
+    """In this process, which knows of no other rank."""
+    zero, one = seen[name]
+    assert zero["capsule"] == one["capsule"]
+    assert "-rank1-" in zero["capsule"]
+    assert zero["operation"] == one["operation"]
+    assert zero["operation"] is not None
+    found = replay(zero["capsule"])
+    assert found.exact, found.mismatches
+    assert found.doubts == ()
+    assert len(found.losses) == (4 if name == "accumulation" else 1)
+
+
+@pytest.mark.parametrize("name", ["talks", "sharded", "sharded_loss"])
+def test_a_step_that_no_rank_can_run_alone_says_so_and_nobody_waits(name, seen):
+    for rank in seen[name]:
+        assert rank["operation"] is None
+        why = "the step talks to the other ranks (c10d::allreduce_)" if name == "talks" else "no rank has all weights"
+        assert why in rank["message"]
 
 
 @pytest.mark.parametrize("name", ["skipped", "skipped_fused"])
