@@ -1,0 +1,134 @@
+"""Slices backwards, on traces made by hand and on real operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools.nonfinite.cause.changes import cleaned, wide, with_other_samples
+from lightning_memtools.nonfinite.cause.places import place_here
+from lightning_memtools.nonfinite.cause.slices import UNKNOWN, Leaf, Origin, find_root
+from lightning_memtools.nonfinite.cause.trace import Trace
+from lightning_memtools.nonfinite.cause.values import values_of
+
+X = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+MASK = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+
+
+def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bool = False) -> str:
+    """The operation that the slice of what `compute` gives ends in, or the leaf."""
+    trace = Trace(nn.Module())
+    x = x.clone().requires_grad_()
+    with trace.watching():
+        out = compute(x)
+        out.sum().backward()
+    bad = out if x.grad is None or not out.isfinite().all() else x.grad
+    key_of_x, key_of_bad = trace.memory.key(x), trace.memory.key(bad)
+    assert key_of_bad is not None
+    leaf = Leaf(Origin.BATCH, "x", may_be_infinite=mask_is_leaf)
+    root = find_root(trace.events, [key_of_bad], lambda key: leaf if key == key_of_x else UNKNOWN)
+    assert root is not None
+    return root.leaf.name if root.leaf is not None else root.event.operation
+
+
+@pytest.mark.parametrize(
+    ("compute", "operation"),
+    [
+        (lambda x: torch.log(x).sum(), "aten.log"),
+        (lambda x: (x / x[0, 0]).exp().mean(), "aten.div"),
+        (lambda x: torch.softmax(x + MASK, 1).log().clamp(min=-9).sum() * (x / x).mean(), "aten.div"),
+        (lambda x: ((x + MASK) * 0).sum(), "aten.mul"),  # 0 times -inf, where the mask itself is meant
+        (lambda x: torch.softmax(x.masked_fill(x < 9, -torch.inf), 1), "aten.softmax"),
+        (lambda x: torch.where(x > 0, x, torch.full_like(x, torch.nan)), "aten.full_like"),
+        (lambda x: (x * 1e38 * 1e38) - (x * 1e38 * 1e38), "aten.mul"),  # inf - inf: the infinities were made before
+        (lambda x: (x + torch.inf).sum(), "aten.add"),
+        (lambda x: torch.where(x > 0, torch.sqrt(x), 0.0), "aten.div"),  # only in backward, 0 times inf
+        (lambda x: x.clone().div_(0).mul_(2), "aten.div_"),  # in place
+        (lambda x: torch.cat([x.clone().log_(), x]).sum(), "aten.log_"),
+        (lambda x: torch.tensor(float((x / 0).detach().max())) * x, "aten.div"),  # through a Python number
+    ],
+)
+def test_the_operation_that_made_the_first_bad_value_is_found(compute, operation):
+    assert root_of(compute) == operation
+
+
+def test_bad_values_that_were_there_before_are_traced_to_where_they_were():
+    bad = torch.tensor([[torch.nan, 1.0], [2.0, 3.0]])
+    assert root_of(lambda x: (x[0] * 2).log(), bad) == "x"
+    assert root_of(lambda x: torch.softmax(x, 1), MASK - torch.inf, mask_is_leaf=True) == "aten.softmax"
+    overwritten = root_of(lambda x: torch.log(torch.nan_to_num(x) * 0), bad)
+    assert overwritten == "aten.log", "what was bad and is no more has nothing to do with it"
+
+
+def test_memory_that_is_given_to_another_tensor_is_not_confused():
+    def compute(x):
+        for _ in range(20):
+            (x / 0).sum()  # freed at once
+        return torch.log(torch.zeros(2, 2) * x)
+
+    assert root_of(compute) == "aten.log"
+
+
+def test_values_count_what_went_in():
+    values = values_of(torch.tensor([[0.0, -5.0], [torch.nan, 2.0], [0.0, 0.0]]))
+    assert values is not None
+    assert (values.n_elements, values.n_zeros, values.n_bad, values.n_negative) == (6, 3, 1, 1)
+    assert (values.largest, values.smallest, values.highest) == (5.0, -5.0, 2.0)
+    assert values.samples == (1,), "of a bad tensor, where it is bad"
+    assert values_of(torch.tensor([[0.0], [1.0], [0.0]])).samples == (0, 2)
+    assert values_of(torch.arange(3)) is None
+    assert values_of(torch.tensor([1, 70000.0]).half()).n_bad == 1
+
+
+def test_the_place_is_the_innermost_line_outside_of_torch():
+    class Asks(nn.Module):
+        def forward(self, x):
+            return place_here(in_backward=False)
+
+    place = nn.Sequential(Asks())(X)
+    assert place is not None
+    assert (place.file, place.function) == (__file__, "forward")
+
+
+def test_other_samples_take_the_place_of_bad_ones():
+    batch = {"x": torch.arange(6.0).view(3, 2), "y": torch.tensor([7, 8, 9])}
+    changed, good = with_other_samples(batch, [0, 2])
+    assert good == 1
+    assert changed["x"].tolist() == [[2, 3]] * 3
+    assert changed["y"].tolist() == [8, 8, 8]
+    assert batch["y"].tolist() == [7, 8, 9], "the batch itself stays"
+    assert with_other_samples(batch, [0, 1, 2]) is None
+    assert with_other_samples({"x": torch.ones(3), "y": torch.ones(2)}, [0]) is None
+
+
+def test_a_cleaned_batch_keeps_its_masks():
+    batch = {"x": torch.tensor([[1.0, torch.nan], [2.0, 3.0]]), "mask": MASK}
+    changed, _ = cleaned(batch)
+    assert changed["x"].tolist() == [[2, 3], [2, 3]]
+    everything, how = cleaned({"x": torch.full((2, 2), torch.inf), "mask": MASK})
+    assert everything["x"].tolist() == [[0, 0], [0, 0]]
+    assert torch.equal(everything["mask"], MASK)
+    assert "0" in how
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_computes_everything_in_a_wider_type_and_leaves_the_weights_alone(dtype):
+    net = nn.Linear(2, 2, dtype=torch.float16)
+    before = [(p, p.data_ptr(), p.clone()) for p in net.parameters()]
+    with wide(net, dtype):
+        out = net((torch.ones(1, 2) * 300).half()).square().square()
+        assert out.dtype == dtype
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = torch.mm(torch.ones(1, 2), torch.ones(2, 1))
+        assert cast.dtype == dtype
+        out.sum().backward()
+        assert net.weight.grad is not None
+        assert net.weight.grad.isfinite().all()
+    for parameter, pointer, value in before:
+        assert (parameter.dtype, parameter.data_ptr()) == (torch.float16, pointer)
+        assert torch.equal(parameter, value)
+        assert parameter.grad is None
+    assert torch.get_default_dtype() == torch.float32
