@@ -48,7 +48,7 @@ def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bo
         (lambda x: torch.where(x > 0, torch.sqrt(x), 0.0), "aten.div"),  # only in backward, 0 times inf
         (lambda x: x.clone().div_(0).mul_(2), "aten.div_"),  # in place
         (lambda x: torch.cat([x.clone().log_(), x]).sum(), "aten.log_"),
-        (lambda x: torch.tensor(float((x / 0).detach().max())) * x, "aten.div"),  # through a Python number
+        (lambda x: x * float((x / 0).detach().max()), "aten.div"),  # through a Python number
     ],
 )
 def test_the_operation_that_made_the_first_bad_value_is_found(compute, operation):

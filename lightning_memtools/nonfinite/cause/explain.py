@@ -265,7 +265,7 @@ class _Classifier:
         if event.constant:
             because = "the code itself writes it there"
         else:
-            because = "for what it took, the operation is not defined or infinite"
+            because = "the operation is undefined or infinite for what it took"
         return Cause.DOMAIN, because, advice_for(event.operation, event.of_forward)
 
     def _find_samples(self) -> tuple[int, ...]:

@@ -42,18 +42,14 @@ class Values:
     samples: tuple[int, ...]
 
     def __str__(self) -> str:
-        what = "a number" if not self.shape else f"{list(self.shape)}"
-        parts = [f"{what} of {self.dtype}"]
         if not self.shape and not self.n_bad:
-            return f"{parts[0]}: {self.smallest:.4g}"
-        if self.n_bad:
-            parts.append(f"{self.n_bad} of {self.n_elements} NaN or Inf")
-        if self.n_zeros:
-            parts.append(f"{self.n_zeros} of {self.n_elements} are 0")
-        if self.n_negative:
-            parts.append(f"{self.n_negative} are below 0")
-        parts.append(f"largest magnitude {self.largest:.4g}")
-        return ", ".join(parts)
+            return f"{self.smallest:.4g}"
+        parts = [
+            f"{n} of {self.n_elements} {'is' if n == 1 else 'are'} {what}"
+            for n, what in ((self.n_bad, "NaN or Inf"), (self.n_zeros, "0"), (self.n_negative, "below 0"))
+            if n
+        ]
+        return f"{list(self.shape)} {self.dtype} ({', '.join([*parts, f'largest magnitude {self.largest:.4g}'])})"
 
 
 def kinds_of(tensor: Tensor) -> frozenset[str]:

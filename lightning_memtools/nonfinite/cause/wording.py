@@ -34,7 +34,7 @@ def _where(event: Event, class_name: str) -> str:
 def _took(event: Event) -> str:
     numbers = [f"the number {number:g}" for number in event.scalars if not number or math.isnan(number)]
     took = [*map(str, event.took), *(numbers if event.operation.endswith("div") else [])]
-    return f", which took {' and '.join(took)}" if took else ""
+    return f", from {' and '.join(took)}" if took else ""
 
 
 def _affected(samples: Sequence[int], batch_idx: int) -> str:
