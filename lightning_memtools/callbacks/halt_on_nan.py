@@ -74,8 +74,8 @@ class HaltOnNaN(Callback):
             logged is NaN or Inf, or a larger output holds NaN. Read once per run.
         save_last_good: Before raising, write a checkpoint of the state before the bad step.
         explain: Before raising, run the bad step again, with logging off and everything put back after it, to name the
-            operation that made the first bad value, its module and line, and to try out what causes it. Takes some
-            ten times as long as a step, and the host's memory for a copy of the module and its optimizers.
+            operation that made the first bad value, its module and line, and to try out what causes it. Runs the step
+            some three to ten times, and takes the host's memory for a copy of the module and its optimizers.
         capsule: Before raising, keep the step as a file: batch, weights, buffers, random numbers. `replay` and
             `memtools replay` run it again, bit for bit.
         max_bytes: The largest that file may be, as "2GiB". What does not fit is left out, and named.
@@ -315,8 +315,11 @@ class HaltOnNaN(Callback):
             return
         aftermath, mine = None, Account(evidence.rank, None)
         if halt.diagnosis.rank in {None, evidence.rank}:
-            aftermath = Aftermath(trainer, pl_module, trip, evidence, tuple(guard.history))
-            mine = aftermath.account(explains=self.explain)
+            try:
+                aftermath = Aftermath(trainer, pl_module, trip, evidence, tuple(guard.history))
+                mine = aftermath.account(explains=self.explain)
+            except Exception as error:  # noqa: BLE001, whatever fails here must not hide the halt, nor keep ranks waiting
+                mine = Account(evidence.rank, None, f"not found: {type(error).__name__}: {error}")
         theirs = culprit_of(patient.gather(mine), halt.diagnosis.rank)
         halt.tell(theirs.rank, theirs.explanation, theirs.note)
         halt.again = theirs.again

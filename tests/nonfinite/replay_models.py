@@ -140,12 +140,14 @@ def batches(n: int = 8) -> list[Tensor]:
     return made
 
 
-def halted(name: str, root: Path, *callbacks: L.Callback, **arguments: Any) -> tuple[NonFiniteError, Recorder, Any]:
-    """Run one of RUNS until it halts: the error, what was recorded, and the module."""
+def halted(
+    name: str, root: Path, *, more: dict[str, Any] | None = None, **arguments: Any
+) -> tuple[NonFiniteError, Recorder, Any]:
+    """Run one of RUNS until it halts: the error, what was recorded, and the module. `more`: options of the Trainer."""
     L.seed_everything(0, verbose=False)
     make, options = RUNS[name]
     model, recorder = make(), Recorder()
-    run = trainer(root, recorder, HaltOnNaN(**arguments), *callbacks, logger=False, **options())
+    run = trainer(root, recorder, HaltOnNaN(**arguments), logger=False, **(options() | (more or {})))
     dataset: Any = batches()
     try:
         run.fit(model, DataLoader(dataset, batch_size=None))

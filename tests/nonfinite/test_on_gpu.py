@@ -12,14 +12,19 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.batches import MicroBatch
 from lightning_memtools.nonfinite.detect import measure
 from lightning_memtools.nonfinite.diagnose import Cause
 from lightning_memtools.nonfinite.error import NonFiniteError
 from lightning_memtools.nonfinite.guard import Guard
+from lightning_memtools.nonfinite.rerun.offload import move_to_host
+from lightning_memtools.nonfinite.rerun.start import StartKeeper
 from tests.lightning_models import trainer
 from tests.nonfinite.gallery import FAILING, HEALTHY, Small, bad_data, good_data
 from tests.nonfinite.observe import Observer, differences, state_bits
+from tests.nonfinite.replay_models import halted
 
 pytestmark = pytest.mark.gpu
 
@@ -202,3 +207,45 @@ def test_the_gallery_with_the_gradient_scaler(name, fused, tmp_path):
         run.fit(model, case.loader())
     assert caught.value.step == 5
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", ["accumulation", "manual"])
+def test_a_capsule_replays_bit_for_bit(name, precision, tmp_path):
+    more = {"accelerator": "gpu", "devices": 1, "precision": precision, "benchmark": False}
+    error, recorder, _ = halted(name, tmp_path, more=more)
+    found = replay(error.capsule_path)
+    assert found.exact, found.mismatches
+    for parameter, gradient in recorder.gradients.items():
+        assert torch.equal(gradient.isnan(), found.gradients[parameter].isnan())
+        assert torch.equal(gradient.nan_to_num(), found.gradients[parameter].nan_to_num())
+
+
+@pytest.mark.parametrize("part", ["cuda", "scale"])
+def test_the_random_numbers_of_the_device_and_the_scale_are_needed(part, tmp_path):
+    more = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed"}
+    saved = torch.load(halted("accumulation", tmp_path, more=more)[0].capsule_path, weights_only=True)
+    if part == "scale":
+        saved["conditions"]["scale"] = None
+    else:
+        for micro in saved["micro"]:
+            del micro["start"]["random"]["cuda"]
+    torch.save(saved, tmp_path / "less.pt")
+    torch.cuda.manual_seed(1)
+    assert not replay(tmp_path / "less.pt").exact
+
+
+def test_what_a_replay_needs_is_noted_without_waiting():
+    model, _ = made("sgd")
+    batch = {"x": torch.randn(8, 6, device="cuda"), "mask": torch.ones(1, 6, device="cuda").expand(8, 6)}
+    keeper = StartKeeper(model)
+    keeper.note(batch)
+    torch.empty(1000, pin_memory=True)  # the first pinned memory waits
+    with nothing_may_wait():
+        start = keeper.note(batch)
+        micro = MicroBatch(0, batch, start=start)
+        move_to_host(micro)
+    torch.cuda.synchronize()
+    assert micro.changed == ()
+    assert torch.equal(micro.batch["x"], batch["x"].cpu())
+    assert micro.batch["x"].device.type == "cpu"
