@@ -528,6 +528,7 @@ def test_every_logger(kind, fused, tmp_path, capsys):
         events = b"".join(file.read_bytes() for file in tmp_path.rglob("*.tfevents.*"))
         assert b"memtools/nonfinite_report" in events
         assert b"dirty data" in events
+        assert b"first used by aten.addmm in net.0" in events
 
 
 PRECISIONS: dict[str, Any] = {

@@ -66,6 +66,21 @@ class Everything(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class ReadsRate(Everything):
+    """Its loss depends on the learning rate, which a scheduler moves, and on where training is."""
+
+    def finite(self, x: Tensor) -> Tensor:
+        optimizer: Any = self.optimizers()
+        rate = optimizer.param_groups[0]["lr"]
+        loss: Tensor = super().finite(x) * (1 + 100 * rate) + 0.01 * self.global_step * self.last.bias.sum()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 class ManualEverything(Everything):
     """Two optimizers, stepped by the module; the second one's loss goes bad."""
 
@@ -113,6 +128,7 @@ RUNS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], dict[str, An
     "accumulation": (Everything, lambda: {"accumulate_grad_batches": 4}),
     "bf16": (Everything, lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 4}),
     "scaler": (Everything, lambda: {"plugins": half(), "accumulate_grad_batches": 4}),
+    "reads_rate": (ReadsRate, dict),
     "manual": (ManualEverything, dict),
     "manual_accumulation": (SingleManual, dict),
 }

@@ -87,7 +87,7 @@ def test_replayed_gradients_are_those_that_the_optimizer_got(name, halts):
     for parameter, gradient in recorder.gradients.items():
         assert bits(gradient) == bits(found.gradients[parameter]), parameter
     assert found.gradients_of == "step"
-    n_losses = {"plain": 1, "manual": 1, "manual_accumulation": 2}.get(name, 4)
+    n_losses = {"plain": 1, "reads_rate": 1, "manual": 1, "manual_accumulation": 2}.get(name, 4)
     assert len(found.losses) == n_losses
     assert [torch.isfinite(torch.tensor(loss)).item() for loss in found.losses] == [True] * (n_losses - 1) + [False]
 
@@ -148,6 +148,8 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "an earlier batch": ("accumulation", lambda saved: saved["micro"].pop(0)),
     "what the loss is divided by": ("accumulation", without("conditions", "divided_by", value=1)),
     "the scaler's scale": ("scaler", without("conditions", "scale")),
+    "the optimizers' settings": ("reads_rate", without("optimizers")),
+    "what the Trainer said": ("reads_rate", without("conditions", "trainer", value={})),
     "autocast": ("bf16", without("conditions", "autocast")),
     "the update that came before": ("manual", lambda saved: saved["micro"][0].update(steps_before=0)),
     "what followed that update": ("manual", lambda saved: saved["micro"][0].update(resumed=None)),

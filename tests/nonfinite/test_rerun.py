@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN, VirtualDevice
@@ -112,6 +113,32 @@ def test_nothing_more_is_computed_or_allocated_until_a_halt(name, tmp_path):
         stats = device.stats()
         counted.append((stats.peak_allocated, stats.allocated))
     assert counted[0] == counted[1]
+
+
+class Count(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation", "manual"])
+def test_not_one_operation_more_runs_until_a_halt(name, tmp_path):
+    make, options = RUNS[name]
+    counted = []
+    for asked in (True, False):
+        L.seed_everything(0, verbose=False)
+        dataset: Any = batches()[:BAD]
+        run = trainer(tmp_path, HaltOnNaN(explain=asked, capsule=asked), logger=False, **options())
+        with Count() as count:
+            run.fit(make(), DataLoader(dataset, batch_size=None))
+        counted.append(count.n)
+    assert counted[0] == counted[1] > 100
 
 
 class Flaky(Everything):

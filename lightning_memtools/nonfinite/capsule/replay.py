@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_memtools.batchsize.memento import RandomState
 from lightning_memtools.estimate.nesting import map_tensors
@@ -123,6 +124,7 @@ def _replay(path: Path, model: Any) -> Replay:
             doubts.append("The capsule holds no weights (max_bytes): the module's own were used.")
         micro = [_micro(each, module, device) for each in saved["micro"]]
         optimizers, schedulers = configured_optimizers(module) if is_lightning_module(module) else ([], [])
+        doubts += _load_optimizers(optimizers, saved["optimizers"])
         wanted = set(saved["parameters"])
         rerun = Rerun(
             module,
@@ -183,6 +185,18 @@ def _start(saved: Mapping[str, Any] | None, module: nn.Module) -> Start | None:
     names = {plain_name(name): name for name, _ in module.named_modules()}
     attributes = {names[name]: values for name, values in saved["attributes"].items() if name in names}
     return Start(RandomState.unpacked(saved["random"]), attributes, ())
+
+
+def _load_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Any] | None) -> list[str]:
+    """A step may read its learning rate, or the optimizer's state; returns what is missing for it."""
+    if saved is None:
+        return []
+    try:
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            optimizer.load_state_dict(from_plain(state))
+    except (ValueError, KeyError) as error:
+        return [f"The optimizers' state could not be taken over ({error}): the step sees fresh optimizers."]
+    return []
 
 
 def _explanation(saved: Mapping[str, Any]) -> Explanation | None:
