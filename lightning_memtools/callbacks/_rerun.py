@@ -12,7 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.capsule.write import Capsule, write_capsule
-from lightning_memtools.nonfinite.cause.explain import Background, Explanation, explain
+from lightning_memtools.nonfinite.cause.explain import explain
+from lightning_memtools.nonfinite.cause.explanation import Background, Explanation
 from lightning_memtools.nonfinite.diagnose import Cause, what_grew
 from lightning_memtools.nonfinite.history import Past
 from lightning_memtools.nonfinite.names import names_of
@@ -75,21 +76,21 @@ class Account:
         explanation: The operation and the cause; None where that was not found.
         note: Why there is no explanation.
         again: Whether the step was the same when it was run again, and why it may not be; empty if it was not run.
+        is_bad: Whether it was bad when this rank ran it alone.
     """
 
     rank: int
     explanation: Explanation | None
     note: str = ""
     again: str = ""
+    is_bad: bool = False
 
 
 def culprit_of(accounts: Sequence[Account], rank: int | None) -> Account:
     """The account of this rank; where no rank is known, of the one whose own step is bad when it is run again."""
     if rank is not None:
         return next((each for each in accounts if each.rank == rank), accounts[0])
-    bad = [each for each in accounts
-           if each.explanation is not None and each.explanation.cause is not Cause.NOT_REPRODUCIBLE]  # fmt: skip
-    return (bad or list(accounts))[0]
+    return next((each for each in accounts if each.is_bad), accounts[0])
 
 
 class Aftermath:
@@ -121,7 +122,7 @@ class Aftermath:
         self._digests, self._digests_of = self._own_digests(evidence), "step"
         self._evidence = evidence
         self._explanation: Explanation | None = None
-        self._has_run = False
+        self._has_run = self._is_bad = False
 
     def account(self, *, explains: bool) -> Account:
         """Run the step again, and say what made it bad."""
@@ -133,15 +134,15 @@ class Aftermath:
                 plain = rerun.run()
                 self._compare(plain)
                 if not explains:
-                    return Account(rank, None, "not asked for (explain=False)", self._again())
+                    return Account(rank, None, "not asked for (explain=False)", self._again(), self._is_bad)
                 self._explanation = explain(rerun, plain, replace(self._background, doubts=self._doubts))
         except CannotRerunError as error:
             if not self._has_run:
                 self._doubts.append(f"It could not be run again in the training process: {error}.")
-            return Account(rank, None, f"not found: {error}", self._again())
+            return Account(rank, None, f"not found: {error}", self._again(), self._is_bad)
         except Exception as error:  # noqa: BLE001, whatever fails here must not hide the halt
             return Account(rank, None, f"not found: {type(error).__name__}: {error}")
-        return Account(rank, self._explanation, again=self._again())
+        return Account(rank, self._explanation, again=self._again(), is_bad=self._is_bad)
 
     def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> tuple[Path | None, str]:
         """Write the capsule: its path, or None, and what to say of it."""
@@ -186,7 +187,7 @@ class Aftermath:
         return " ".join(self._doubts) or f"{of} are the same bit for bit."
 
     def _compare(self, plain: Outcome) -> None:
-        self._has_run = True
+        self._has_run, self._is_bad = True, not plain.is_finite
         found = mismatches(self._trip.losses, self._digests, plain)
         if not self._digests:
             self._digests, self._digests_of = digests_of(plain.gradients), "replay"

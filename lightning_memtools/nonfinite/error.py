@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_memtools.nonfinite.cause.explain import Explanation
+from lightning_memtools.nonfinite.cause.explanation import Explanation
 from lightning_memtools.nonfinite.confirm import BadTensor
 
 HaltStage = Literal["train", "val", "test"]

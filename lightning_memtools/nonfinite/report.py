@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_memtools.nonfinite.cause.explain import Explanation
+from lightning_memtools.nonfinite.cause.explanation import Explanation
 from lightning_memtools.nonfinite.confirm import BadTensor
 from lightning_memtools.nonfinite.diagnose import Cause, Diagnosis
 from lightning_memtools.nonfinite.error import NonFiniteError

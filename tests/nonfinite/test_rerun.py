@@ -13,6 +13,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN, VirtualDevice
@@ -215,4 +216,32 @@ def test_a_compiled_module_is_explained(tmp_path):
     model = Everything()
     model.net = torch.compile(model.net, backend="aot_eager")
     error, _ = halt(model, tmp_path, logger=False)
+    assert error.explanation.operation == "aten.log"
+
+
+class Recomputed(Everything):
+    """Its log is recomputed in backward."""
+
+    def bad(self, x):
+        return checkpoint(super().bad, x, use_reentrant=False)
+
+
+def test_a_step_that_recomputes_activations_is_explained(tmp_path):
+    error, _ = halt(Recomputed(), tmp_path, logger=False)
+    assert (error.explanation.operation, error.explanation.backward) == ("aten.log", False)
+    assert Path(error.explanation.file).name == "replay_models.py"
+    assert "Run again: losses and gradients are the same bit for bit." in str(error)
+
+
+def test_what_the_trainer_knows_is_there_when_the_step_is_run_again(tmp_path):
+    class Asks(Everything):
+        def training_step(self, batch, batch_idx):
+            seen = self.trainer.callback_metrics.get("loss", torch.zeros(()))
+            assert self.trainer.train_dataloader is not None
+            assert self.trainer.datamodule is None
+            assert self.trainer.num_training_batches == 8
+            return super().training_step(batch, batch_idx)["loss"] + 0 * seen
+
+    error, _ = halt(Asks(), tmp_path, logger=False)
+    assert error.explanation is not None, str(error)
     assert error.explanation.operation == "aten.log"

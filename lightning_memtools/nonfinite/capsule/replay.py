@@ -20,7 +20,8 @@ from lightning_memtools.nonfinite.capsule.machine import differences, machine_no
 from lightning_memtools.nonfinite.capsule.plain import LeftOut, from_plain
 from lightning_memtools.nonfinite.capsule.read import CapsuleError, read_capsule
 from lightning_memtools.nonfinite.capsule.rebuild import rebuilt
-from lightning_memtools.nonfinite.cause.explain import Background, Explanation, explain
+from lightning_memtools.nonfinite.cause.explain import explain
+from lightning_memtools.nonfinite.cause.explanation import Background, Explanation
 from lightning_memtools.nonfinite.diagnose import Cause
 from lightning_memtools.nonfinite.names import plain_name
 from lightning_memtools.nonfinite.rerun.conditions import Conditions

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_memtools.estimate.stand_in import OptimizerStandIn, TrainerStandIn
 
+_ASKED_OF_THE_ORIGINAL = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "datamodule", "callbacks")
+
 
 class Silent:
     """A logger, and whatever can be asked of one: takes everything, keeps nothing."""
@@ -57,6 +59,8 @@ class RerunTrainer(TrainerStandIn):
         vars(self).update(facts)
         silent = Silent()
         vars(self).update(logger=silent, loggers=[silent], original=original)
+        for name in _ASKED_OF_THE_ORIGINAL if original is not None else ():
+            del vars(self)[name]
 
     def __getattr__(self, name: str) -> Any:
         original = vars(self).get("original")
