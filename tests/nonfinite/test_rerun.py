@@ -236,11 +236,11 @@ def test_a_step_that_recomputes_activations_is_explained(tmp_path):
 def test_what_the_trainer_knows_is_there_when_the_step_is_run_again(tmp_path):
     class Asks(Everything):
         def training_step(self, batch, batch_idx):
-            seen = self.trainer.callback_metrics.get("loss", torch.zeros(()))
+            assert isinstance(self.trainer.callback_metrics, dict)
             assert self.trainer.train_dataloader is not None
             assert self.trainer.datamodule is None
             assert self.trainer.num_training_batches == 8
-            return super().training_step(batch, batch_idx)["loss"] + 0 * seen
+            return super().training_step(batch, batch_idx)
 
     error, _ = halt(Asks(), tmp_path, logger=False)
     assert error.explanation is not None, str(error)
