@@ -125,6 +125,7 @@ def stand_in_optimizer(optimizer: Optimizer, exchange: TensorExchange) -> Optimi
     """An optimizer of the same class and settings over the stand-ins; the given one is not touched."""
     new: Optimizer = object.__new__(type(optimizer))
     vars(new).update(vars(optimizer))
+    vars(new).pop("step", None)  # a learning rate scheduler wraps it on the instance: it would step the original
     new.param_groups = [
         {**group, "params": [exchange(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
     ]

@@ -8,7 +8,7 @@ from lightning_memtools.memory.allocator.config import AllocatorConfig
 from lightning_memtools.memory.allocator.cublas import CublasWorkspaces, cublas_workspace_bytes
 from lightning_memtools.memory.allocator.errors import SimulatedOutOfMemory
 from lightning_memtools.memory.allocator.replay import Replay, replay
-from lightning_memtools.memory.allocator.snapshot import save_snapshot, take_snapshot
+from lightning_memtools.memory.allocator.snapshot import History, save_snapshot, take_snapshot, write_snapshot
 from lightning_memtools.memory.allocator.trace import Trace
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Block",
     "CachingAllocator",
     "CublasWorkspaces",
+    "History",
     "Replay",
     "Segment",
     "SimulatedOutOfMemory",
@@ -24,4 +25,5 @@ __all__ = [
     "replay",
     "save_snapshot",
     "take_snapshot",
+    "write_snapshot",
 ]

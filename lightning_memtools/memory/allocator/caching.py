@@ -197,6 +197,10 @@ class CachingAllocator:
         for count in (self._oversize, self._reserve.oversize):
             count.reset_peak()
 
+    def observe(self, observer: Observer | None) -> None:
+        """Have every action told to an observer from now on, in place of the one before; None for nobody."""
+        self._observer = self._reserve.observer = observer
+
     # --- what can be read
 
     @property

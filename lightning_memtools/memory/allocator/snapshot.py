@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,49 @@ _NO_ROUNDUP = (0,) * ROUNDUP_INTERVALS
 _PICKLE_PROTOCOL = 4
 
 
-def take_snapshot(allocator: CachingAllocator) -> dict[str, Any]:
-    """Describe an allocator's segments and blocks, and its history if it records a trace.
+class History:
+    """The last actions of an allocator, as torch's own recording keeps them; give it to the allocator as an observer.
+
+    Args:
+        max_entries: How many to keep; None for all.
+
+    Attributes:
+        count: How many there ever were.
+    """
+
+    def __init__(self, max_entries: int | None = None) -> None:
+        self.count = 0
+        self._entries: deque[tuple[str, int, int, int, int, str | None]] = deque(maxlen=max_entries)
+
+    def __call__(self, action: str, address: int, size: int, free_blocks: FreeBlocks, label: str | None) -> None:
+        """Keep an action."""
+        self.count += 1
+        self._entries.append((action, address, size, free_blocks.stream, free_blocks.pool, label))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def described(self, frames: Callable[[str | None], list[Any]]) -> list[dict[str, Any]]:
+        """The actions as torch's snapshots describe them."""
+        first = self.count - len(self._entries)
+        return [
+            {
+                "action": action,
+                "device_free" if action == "oom" else "addr": address,
+                "size": size,
+                "stream": stream,
+                "pool_id": (0, pool),
+                "time_us": first + at,
+                "compile_context": "N/A",
+                "user_metadata": "",
+                "frames": frames(label),
+            }
+            for at, (action, address, size, stream, pool, label) in enumerate(self._entries)
+        ]
+
+
+def take_snapshot(allocator: CachingAllocator, history: History | None = None) -> dict[str, Any]:
+    """Describe an allocator's segments and blocks, and its history: the one given, or that of the trace it records.
 
     A label becomes the stack of its block: a line of the form ``file:line:function`` one frame, any other line a frame
     with that name. Times in the history count actions, since no time passes here.
@@ -41,7 +83,7 @@ def take_snapshot(allocator: CachingAllocator) -> dict[str, Any]:
     frames = _Frames()
     return {
         "segments": _segments(allocator, frames),
-        "device_traces": [[] if allocator.trace is None else _history(allocator.trace, frames)],
+        "device_traces": [_device_trace(allocator, history, frames)],
         "allocator_settings": _settings(allocator.config),
         "external_annotations": [],
     }
@@ -49,8 +91,13 @@ def take_snapshot(allocator: CachingAllocator) -> dict[str, Any]:
 
 def save_snapshot(allocator: CachingAllocator, path: str | Path) -> None:
     """Write `take_snapshot` to a file that can be dropped on https://pytorch.org/memory_viz."""
+    write_snapshot(take_snapshot(allocator), path)
+
+
+def write_snapshot(snapshot: dict[str, Any], path: str | Path) -> None:
+    """Write a snapshot, simulated or torch's own, to a file that the viewer reads."""
     with Path(path).open("wb") as file:
-        pickle.dump(take_snapshot(allocator), file, protocol=_PICKLE_PROTOCOL)
+        pickle.dump(snapshot, file, protocol=_PICKLE_PROTOCOL)
 
 
 class _Frames:
@@ -118,26 +165,18 @@ def _segment(segment: Segment, blocks: list[Block], frames: Callable[[str | None
     }
 
 
+def _device_trace(
+    allocator: CachingAllocator, history: History | None, frames: Callable[[str | None], list[Any]]
+) -> list[dict[str, Any]]:
+    if history is not None:
+        return history.described(frames)
+    return [] if allocator.trace is None else _history(allocator.trace, frames)
+
+
 def _history(trace: Trace, frames: Callable[[str | None], list[Any]]) -> list[dict[str, Any]]:
-    history: list[dict[str, Any]] = []
-
-    def note(action: str, address: int, size: int, free_blocks: FreeBlocks, label: str | None) -> None:
-        history.append(
-            {
-                "action": action,
-                "device_free" if action == "oom" else "addr": address,
-                "size": size,
-                "stream": free_blocks.stream,
-                "pool_id": (0, free_blocks.pool),
-                "time_us": len(history),
-                "compile_context": "N/A",
-                "user_metadata": "",
-                "frames": frames(label),
-            }
-        )
-
-    replay(trace, observer=note)
-    return history
+    history = History()
+    replay(trace, observer=history)
+    return history.described(frames)
 
 
 def _settings(config: AllocatorConfig) -> dict[str, Any]:

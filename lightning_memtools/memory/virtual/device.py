@@ -6,8 +6,8 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,7 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, Trace
+from lightning_memtools.memory.allocator import (
+    AllocatorConfig,
+    CachingAllocator,
+    History,
+    SimulatedOutOfMemory,
+    Trace,
+    take_snapshot,
+)
 from lightning_memtools.memory.capacity import find_gpu, parse_capacity
 from lightning_memtools.memory.sizes import format_size, parse_size
 from lightning_memtools.memory.stats import MemoryStats
@@ -104,6 +111,7 @@ class VirtualDevice:
         self._allocator = CachingAllocator(
             AllocatorConfig.parse(allocator), capacity=self._capacity, used_by_others=others, record=record
         )
+        self._history: History | None = None
         self._ledger = Ledger(self._allocator)
         self._names = ModuleNames()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -160,6 +168,30 @@ class VirtualDevice:
         """What is made within, in this thread, is host memory and does not count. For code that builds data sets."""
         mode = _mode_here()
         return nullcontext() if mode is None else mode.silence()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within, this device is as if it had been left: nothing counts, and another one can be entered.
+
+        Its storages stay where they are, and those that die meanwhile give their blocks back. To be used in the thread
+        that entered the device, while no other thread works with it.
+
+        Raises:
+            RuntimeError: This thread has not entered the device.
+        """
+        mode = _mode_here()
+        if VirtualDevice.current() is not self or mode is None:
+            raise RuntimeError(f"{self.name} is not entered in this thread, so there is nothing to suspend.")
+        with mode.silence():
+            self._watching.end()
+            _active.remove(self)
+            _here.mode = None
+            try:
+                yield
+            finally:
+                _here.mode = mode
+                _active.append(self)
+                self._watching.begin()
 
     # --- what is on the device
 
@@ -263,6 +295,36 @@ class VirtualDevice:
     def trace(self) -> Trace | None:
         """The allocator's events, with ``record=True``; None without."""
         return self._allocator.trace
+
+    @property
+    def settings(self) -> AllocatorConfig:
+        """The allocator's settings."""
+        return self._allocator.config
+
+    @property
+    def cuda_like(self) -> bool:
+        """Whether CUDA's path is taken where CPU tensors take another."""
+        return self._cuda_like
+
+    @property
+    def context_bytes(self) -> int:
+        """What the CUDA context takes of the capacity."""
+        return self._context
+
+    def record_history(self, max_entries: int | None = None) -> None:
+        """Keep the last actions of the allocator from now on, for `snapshot`; with 0 entries, stop."""
+        self._history = None if max_entries == 0 else History(max_entries)
+        self._allocator.observe(self._history)
+
+    @property
+    def history(self) -> History | None:
+        """What `record_history` has kept; None where it was not asked to."""
+        return self._history
+
+    def snapshot(self) -> dict[str, Any]:
+        """What ``torch.cuda.memory._snapshot`` gives of a GPU: segments, blocks, and the history that is recorded."""
+        self._ledger.settle()
+        return take_snapshot(self._allocator, self._history)
 
     def __getstate__(self) -> dict[str, Any]:
         return self._options

@@ -1,0 +1,61 @@
+"""What can be done about it: each a line of a report, with numbers only where they were checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Kind(IntEnum):
+    """What is changed, in the order in which one would try what is enough by itself: the least intrusive first."""
+
+    EXPANDABLE_SEGMENTS = 0
+    EMPTY_CACHE = 1
+    STOP_PROCESS = 2
+    PREDICTIONS = 3
+    CHECKPOINTING = 4
+    ACCUMULATION = 5
+    BATCH_SIZE = 6
+    PRECISION = 7
+    OPTIMIZER = 8
+    LARGER_GPU = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One thing to do.
+
+    Attributes:
+        kind: What it changes.
+        title: In a few words.
+        detail: What was found; for what was not checked, why not.
+        checked: Whether the numbers were found by tracing the step, or by replaying the recorded history.
+        fits: Whether it is enough by itself; None where that is not known.
+        saved: By how many bytes it lowers the peak of a step.
+        code: What to write in the program.
+    """
+
+    kind: Kind
+    title: str
+    detail: str = ""
+    checked: bool = False
+    fits: bool | None = None
+    saved: int = 0
+    code: str = ""
+
+    def __str__(self) -> str:
+        code = f" (`{self.code}`)" if self.code else ""
+        if not self.checked:
+            why = f": {self.detail}" if self.detail else ""
+            return f"{self.title}{code}. Not checked{why}."
+        return f"{self.title}{code}: {self.detail}."
+
+
+def ranked(actions: Iterable[Action]) -> list[Action]:
+    """What is enough first, by how little it changes; then what helps, by how much; then what was not checked.
+
+    What was checked and changes nothing is left out.
+    """
+    useful = [one for one in actions if not one.checked or one.fits or one.saved > 0]
+    return sorted(useful, key=lambda one: (not one.checked, not one.fits, 0 if one.fits else -one.saved, one.kind))

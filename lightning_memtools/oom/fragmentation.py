@@ -1,0 +1,114 @@
+"""Whether memory was there and only lay badly: the recorded history carried out again under other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_memtools.memory.allocator import AllocatorConfig, SimulatedOutOfMemory, replay
+from lightning_memtools.memory.allocator.from_snapshot import FailedRequest, begin_of, failed_request
+from lightning_memtools.memory.sizes import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What another setting would have done.
+
+    Attributes:
+        served: Whether the request would have found memory; None where that is not known.
+        why: In words.
+    """
+
+    served: bool | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A recorded history that ends with a request for which there was no memory, and the device it was recorded on.
+
+    Attributes:
+        snapshot: What `torch.cuda.memory._snapshot` or `take_snapshot` gave.
+        config: The allocator's settings.
+        capacity: Bytes of the device.
+        used_by_others: Bytes that others than the allocator held.
+        device: The device's index in the snapshot.
+    """
+
+    snapshot: Mapping[str, Any]
+    config: AllocatorConfig
+    capacity: int
+    used_by_others: int
+    device: int = 0
+
+    def failure(self, empty_cache_at: int | None = None) -> FailedRequest | None:
+        """The request that found no memory."""
+        return failed_request(
+            self.snapshot,
+            self.config,
+            capacity=self.capacity,
+            used_by_others=self.used_by_others,
+            device=self.device,
+            empty_cache_at=empty_cache_at,
+        )
+
+
+def with_expandable_segments(history: History) -> Verdict:
+    """Whether the request would have been served with ``expandable_segments:True``."""
+    failed = history.failure()
+    if failed is None:
+        return Verdict(None, "the recorded history does not hold the failed request")
+    if history.config.expandable_segments:
+        return Verdict(False, "expandable segments are on already")
+    problem = _not_reproduced(failed)
+    if problem:
+        return Verdict(None, problem)
+    return _verdict(failed, replace(history.config, expandable_segments=True))
+
+
+def with_empty_cache(history: History, at: int) -> Verdict:
+    """Whether the request would have been served, had the cache been emptied at that time of the history."""
+    begin = begin_of(history.snapshot, history.device)
+    failed = history.failure(empty_cache_at=at)
+    if failed is None or begin is None:
+        return Verdict(None, "the recorded history does not hold the failed request")
+    if begin > at:
+        return Verdict(None, "the recorded history does not reach back to the start of the evaluation")
+    as_it_was = history.failure()
+    assert as_it_was is not None
+    problem = _not_reproduced(as_it_was)
+    return Verdict(None, problem) if problem else _verdict(failed, history.config)
+
+
+def with_more_memory(history: History, n_bytes: int) -> Verdict:
+    """Whether the request would have been served, had others held so much less of the device."""
+    failed = history.failure()
+    if failed is None:
+        return Verdict(None, "the recorded history does not hold the failed request")
+    problem = _not_reproduced(failed)
+    return Verdict(None, problem) if problem else _verdict(failed, history.config, more=n_bytes)
+
+
+def _not_reproduced(failed: FailedRequest) -> str:
+    """Why nothing can be concluded: a history that is cut off may place its oldest blocks better than they lay."""
+    if _verdict(failed, failed.trace.config).served:
+        return (
+            "the recorded history does not reach back far enough to show how the memory came to be cut up"
+            if not failed.is_complete
+            else "the failed request is not reproduced by the recorded history"
+        )
+    return ""
+
+
+def _verdict(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -> Verdict:
+    trace = failed.trace
+    done = replay(trace, config=config, capacity=None if trace.capacity is None else trace.capacity + more)
+    if done.out_of_memory is not None:
+        return Verdict(False, "memory would have run out even earlier")
+    try:
+        done.allocator.malloc(failed.n_bytes, stream=failed.stream, pool=failed.pool)
+    except SimulatedOutOfMemory as error:
+        free = max(error.free or 0, 0)
+        return Verdict(False, f"{format_size(free)} would have been free for a request of {format_size(error.rounded)}")
+    return Verdict(True, "the request would have been served")

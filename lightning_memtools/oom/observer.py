@@ -1,0 +1,57 @@
+"""Hears of an out-of-memory error before it unwinds, where the device allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_memtools.memory.virtual import VirtualDevice
+
+Observer = Callable[[int, int, int, int], object]
+"""Called with a device's index, the bytes asked of it, its bytes in all, and its free bytes."""
+
+# torch's observers can be attached and not detached, so there is one in a process, which asks this list.
+_listeners: list[Observer] = []
+_attached = False
+
+
+def observe(device: torch.device, observer: Observer) -> Callable[[], None] | None:
+    """Have the observer called when the device runs out of memory, before anything unwinds.
+
+    Returns:
+        What ends it; None where the device tells nobody: then only the exception itself is left to look at.
+    """
+    virtual = VirtualDevice.current()
+    if virtual is not None and device.type == "cpu":
+        return virtual.observe_oom(observer).remove
+    if device.type == "cuda":
+        _attach()
+        _listeners.append(observer)
+
+        def remove() -> None:
+            if observer in _listeners:
+                _listeners.remove(observer)
+
+        return remove
+    return None
+
+
+def _attach() -> None:
+    global _attached  # noqa: PLW0603, see `_listeners`
+    if _attached:
+        return
+    # It is attached to the allocators of the devices that there are, which the initialisation makes.
+    torch.cuda.init()
+    attach: Any = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # noqa: SLF001, torch offers no public one
+    attach(_tell)
+    _attached = True
+
+
+def _tell(device: int, n_bytes: int, total: int, free: int) -> None:
+    for listener in list(_listeners):
+        try:
+            listener(device, n_bytes, total, free)
+        except Exception:  # noqa: BLE001, S110, it would take the place of the out-of-memory error
+            pass

@@ -1,0 +1,211 @@
+"""The report: as markdown, as the few lines of a console, and as the note that the error takes along."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_memtools.memory.processes import GpuProcess
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.oom.actions import Action
+from lightning_memtools.oom.facts import Facts, describe_batch, listed
+from lightning_memtools.oom.fragmentation import Verdict
+from lightning_memtools.reporting.tables import Table, markdown_table
+
+_SHORT = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Page:
+    """All that a report says.
+
+    Attributes:
+        facts: What was known when memory ran out.
+        error: The error's own text.
+        where: The user's line of code; "" where it is not known.
+        actions: What can be done, in the order of its worth.
+        modules: Activations by module, largest first.
+        modules_traced: Whether those are of a traced step; else they are what the device held.
+        expandable: What expandable segments would have done; None where that was not looked at.
+        processes: Other processes on the device, or why they are not known; None where there is no real device.
+        notes: What else is to be known.
+        top: How many modules are listed.
+        path: Where the report lies; None where it could not be written.
+        snapshot: Where the memory snapshot lies, or why there is none.
+        seconds: How long making it took.
+    """
+
+    facts: Facts
+    error: str = ""
+    where: str = ""
+    actions: Sequence[Action] = ()
+    modules: Sequence[tuple[str, int]] = ()
+    modules_traced: bool = False
+    expandable: Verdict | None = None
+    processes: Sequence[GpuProcess] | str | None = None
+    notes: Sequence[str] = field(default_factory=list)
+    top: int = 10
+    path: Path | None = None
+    snapshot: Path | str = ""
+    seconds: float | None = None
+
+    @property
+    def headline(self) -> str:
+        """What failed where, in a sentence."""
+        facts = self.facts
+        asked = "" if facts.requested is None else f": {format_size(facts.requested)} were asked for"
+        free = "" if facts.free is None or not asked else f", {format_size(facts.free)} were free"
+        return f"Out of memory on {facts.device} ({facts.moment}){asked}{free}."
+
+    def markdown(self) -> str:
+        """The whole report."""
+        parts = [f"# {self.headline}", *self._what_to_do(), *self._facts()]
+        parts += [*self._split(), *self._modules(), *self._fragmentation(), *self._others(), *self._files()]
+        return "\n\n".join(parts) + "\n"
+
+    def console(self) -> str:
+        """The short form: what failed, what filled the device, what to do first, and where the rest stands."""
+        lines = [self.headline]
+        if self.facts.split is not None:
+            lines.append(f"It held {_in_words(self.facts.split.by_category)}.")
+        first = next(iter(self.modules), None)
+        if first is not None and first[1]:
+            lines.append(f"Most activations: {first[0]}, {format_size(first[1])}.")
+        checked = [action for action in self.actions if action.checked][:_SHORT]
+        lines += [f"{number}. {action}" for number, action in enumerate(checked, 1)]
+        if not checked and self.actions:
+            lines.append(f"Nothing could be checked. {self.actions[0]}")
+        lines.append(f"Report: {self.path}" if self.path else "The report could not be written to a file.")
+        return "\n".join(lines)
+
+    def note(self) -> str:
+        """What the error says from now on: the console's lines."""
+        return f"OOMReport: {self.console()}"
+
+    def _what_to_do(self) -> list[str]:
+        parts = ["## What to do"]
+        checked = [action for action in self.actions if action.checked]
+        if checked:
+            parts.append("\n".join(f"{number}. {action}" for number, action in enumerate(checked, 1)))
+            simulated = "Peaks are those of steps traced on fake tensors"
+            parts.append(f"{simulated}, within what other processes and what else this one holds leave of the device.")
+        rest = [action for action in self.actions if not action.checked]
+        if rest:
+            parts.append("\n".join(f"- {action}" for action in rest))
+        parts += [note if note.endswith(".") else f"{note}." for note in self.notes]
+        return parts if len(parts) > 1 else []
+
+    def _facts(self) -> list[str]:
+        facts, stats = self.facts, self.facts.stats
+        rows = [("when", str(facts.moment)), ("where", _joined(facts.module and f"module {facts.module}", self.where))]
+        lines = describe_batch(facts.batch)
+        if lines:
+            size = f"{facts.samples} samples: " if facts.samples is not None else ""
+            first = "" if facts.is_own_batch else " (of the stage's first batch; this one was not there yet)"
+            rows.append(("batch", f"{size}{', '.join(lines)}{first}"))
+        rows += [
+            ("asked for", _size(facts.requested)),
+            ("capacity", _size(stats.capacity)),
+            ("reserved by PyTorch", _size(stats.reserved)),
+            ("allocated to tensors", _size(stats.allocated)),
+            ("reserved but unusable", _size(facts.unusable)),
+            ("used by others, the CUDA context among them", _size(facts.used_by_others)),
+            ("free", _size(facts.free)),
+        ]
+        if stats.alloc_retries:
+            rows.append(("allocation retries before", str(stats.alloc_retries)))
+        parts = ["## What happened", markdown_table(Table(("", ""), [row for row in rows if row[1]]))]
+        if facts.problem:
+            parts.append(f"Not all could be read when memory ran out: {facts.problem}.")
+        if self.error:
+            parts.append(f"```\n{self.error}\n```")
+        return parts
+
+    def _split(self) -> list[str]:
+        split = self.facts.split
+        if split is None:
+            return ["## What filled the device", "Not known: the device keeps no statistics."]
+        total = sum(split.by_category.values())
+        rows = [
+            (name, format_size(n_bytes), _share(n_bytes, total))
+            for name, n_bytes in sorted(split.by_category.items(), key=lambda item: -item[1])
+        ]
+        rows.append(("allocated", format_size(total), _share(total, total)))
+        parts = ["## What filled the device", markdown_table(Table(("category", "size", "share"), rows))]
+        older = split.older
+        if split.buffers or older:
+            parts.append(
+                f"Of other, {format_size(split.buffers)} are the model's buffers. {format_size(older)} were there before "
+                "the batch and belong to neither model, optimizers nor inputs: what hooks, callbacks and your own "
+                "lists hold, what the optimizer or the strategy keeps apart, libraries' workspaces."
+            )
+        if not split.exact:
+            parts.append("Activations are what came with the batch and has no other owner, backward's temporaries too.")
+        return parts
+
+    def _modules(self) -> list[str]:
+        shown = [(name, n_bytes) for name, n_bytes in self.modules if n_bytes][: self.top]
+        if not shown:
+            return []
+        whose = "kept by the traced step when its forward pass has ended" if self.modules_traced else "held at that moment"
+        table = Table(("module", "activations"), [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in shown])
+        text = [f"## Modules with most activations", f"Activations {whose}."]
+        if not self.modules_traced and any(name == "(backward)" for name, _ in shown):
+            text.append("`(backward)` stands for gradients on their way through the model.")
+        return [text[0], " ".join(text[1:]), markdown_table(table)]
+
+    def _fragmentation(self) -> list[str]:
+        unusable = self.facts.unusable
+        if unusable is None:
+            return []
+        reserved = self.facts.stats.reserved or 0
+        text = (
+            f"{format_size(unusable)} ({_share(unusable, reserved)} of what is reserved) were free, but in pieces "
+            "between blocks in use, so that they could neither serve the request nor go back to the device."
+        )
+        if self.expandable is None:
+            verdict = "Whether `expandable_segments:True` would have helped is not known: no history was recorded."
+        elif self.expandable.served is None:
+            verdict = f"Whether `expandable_segments:True` would have helped is not known: {self.expandable.why}."
+        elif self.expandable.served:
+            verdict = "With `expandable_segments:True` the request would have been served: so the recorded history ends "
+            verdict += "when it is replayed with that setting."
+        else:
+            verdict = f"`expandable_segments:True` would not have helped: {self.expandable.why}."
+        return ["## Fragmentation", f"{text} {verdict}"]
+
+    def _others(self) -> list[str]:
+        if self.processes is None:
+            return []
+        text = self.processes if isinstance(self.processes, str) else listed(self.processes) or "none"
+        return ["## Other processes on the device", f"{text[0].upper()}{text[1:]}."]
+
+    def _files(self) -> list[str]:
+        parts = []
+        if isinstance(self.snapshot, Path):
+            parts.append(
+                f"Memory snapshot: `{self.snapshot}`. Drop it on https://pytorch.org/memory_viz to see every block."
+            )
+        elif self.snapshot:
+            parts.append(f"No memory snapshot: {self.snapshot}.")
+        if self.seconds is not None:
+            parts.append(f"This report took {self.seconds:.1f} s and allocated nothing on the device.")
+        return ["## Files", *parts] if parts else []
+
+
+def _in_words(split: Mapping[str, int]) -> str:
+    parts = [f"{format_size(n_bytes)} of {name}" for name, n_bytes in sorted(split.items(), key=lambda i: -i[1]) if n_bytes]
+    return ", ".join(parts) or "nothing"
+
+
+def _size(n_bytes: int | None) -> str:
+    return "not known" if n_bytes is None else format_size(n_bytes)
+
+
+def _share(n_bytes: int, whole: int) -> str:
+    return f"{100 * n_bytes / whole:.1f}%" if whole else ""
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
