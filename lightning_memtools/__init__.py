@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
     from lightning_memtools.callbacks.loss_curves import LossCurves
     from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
+    from lightning_memtools.callbacks.oom_report import OOMReport
     from lightning_memtools.callbacks.presets import default_callbacks
     from lightning_memtools.checkpointing.planning import plan_checkpoints
     from lightning_memtools.estimate import estimate_memory
@@ -33,6 +34,7 @@ _HOME_OF_NAME = {
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
     "NonFiniteError": "nonfinite.error",
+    "OOMReport": "callbacks.oom_report",
     "VirtualDevice": "memory.virtual",
     "default_callbacks": "callbacks.presets",
     "estimate_memory": "estimate",
@@ -48,6 +50,7 @@ __all__ = [
     "MemoryMonitor",
     "MemoryStats",
     "NonFiniteError",
+    "OOMReport",
     "VirtualDevice",
     "default_callbacks",
     "estimate_memory",

@@ -22,6 +22,7 @@ FLOOR = {
     "nonfinite": 2,
     "batchsize": 2,
     "estimate": 2,
+    "oom": 2,
     "doctor": 2,
     "callbacks": 3,
     "cli": 3,

@@ -8,6 +8,7 @@ from lightning_memtools.callbacks.empty_cache import EmptyCache
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.callbacks.loss_curves import LossCurves
 from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
+from lightning_memtools.callbacks.oom_report import OOMReport
 
 
 def default_callbacks() -> list[Callback]:
@@ -15,4 +16,4 @@ def default_callbacks() -> list[Callback]:
 
     What changes how training runs (gradient checkpointing, batch size) is added by name.
     """
-    return [MemoryMonitor(), LossCurves(), EmptyCache(), HaltOnNaN()]
+    return [MemoryMonitor(), LossCurves(), EmptyCache(), OOMReport(), HaltOnNaN()]

@@ -35,7 +35,7 @@ _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signa
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, or was raised from or while handling one that does."""
-    return any(_says_so(one) for one in error_chain(error))
+    return any(says_out_of_memory(one) for one in error_chain(error))
 
 
 def is_killed_worker(error: BaseException) -> bool:
@@ -58,7 +58,8 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
             waiting += one.exceptions
 
 
-def _says_so(error: BaseException) -> bool:
+def says_out_of_memory(error: BaseException) -> bool:
+    """Whether an error itself says that memory ran out, whatever it was raised from."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:

@@ -139,6 +139,14 @@ class MpsReader:
         return None
 
 
+def allocated_bytes(reader: MemoryReader) -> int:
+    """What is allocated now, alone: on CUDA without asking the driver, which `stats` does for capacity and use."""
+    if isinstance(reader, CudaReader):
+        nested = torch.cuda.memory_stats_as_nested_dict(reader.index)
+        return int(nested["allocated_bytes"]["all"]["current"]) if nested else 0
+    return reader.stats().allocated or 0
+
+
 def stats_from_nested(nested: Mapping[str, Any], *, capacity: int | None, free: int | None) -> MemoryStats:
     """MemoryStats from what `torch.cuda.memory_stats_as_nested_dict` returns (an empty dict before first use)."""
     if not nested:

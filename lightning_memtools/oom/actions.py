@@ -44,6 +44,11 @@ class Action:
     saved: int = 0
     code: str = ""
 
+    @property
+    def is_useless(self) -> bool:
+        """Whether it was checked and changes nothing."""
+        return self.checked and not self.fits and self.saved <= 0
+
     def __str__(self) -> str:
         code = f" (`{self.code}`)" if self.code else ""
         if not self.checked:
@@ -55,7 +60,10 @@ class Action:
 def ranked(actions: Iterable[Action]) -> list[Action]:
     """What is enough first, by how little it changes; then what helps, by how much; then what was not checked.
 
-    What was checked and changes nothing is left out.
+    What was checked and does not help comes last.
     """
-    useful = [one for one in actions if not one.checked or one.fits or one.saved > 0]
-    return sorted(useful, key=lambda one: (not one.checked, not one.fits, 0 if one.fits else -one.saved, one.kind))
+
+    def worth(one: Action) -> tuple[bool, bool, bool, int, int]:
+        return one.is_useless, not one.checked, not one.fits, 0 if one.fits else -one.saved, one.kind
+
+    return sorted(actions, key=worth)

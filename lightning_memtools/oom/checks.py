@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from lightning_memtools.checkpointing.options import Options
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, CheckpointPlan, make_plan
@@ -22,8 +21,15 @@ from lightning_memtools.oom.deadline import Deadline, OutOfTimeError
 from lightning_memtools.oom.fragmentation import Verdict, with_empty_cache, with_expandable_segments, with_more_memory
 from lightning_memtools.oom.situation import Situation
 
+Check = Callable[[], Iterator[Action]]
+
+_GROW = "Let segments grow"
+_CONF = 'PYTORCH_ALLOC_CONF="expandable_segments:True"'
+_EMPTY = "Empty the cache before evaluation"
 _BUDGET_STEPS = 4
-_LOADERS = {"train": "train", "val": "validation", "test": "test", "predict": "prediction"}
+# A smaller share of the peak is not worth a line.
+_LEAST_SAVING = 0.01
+_LOADERS = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 
 
 class Checks:
@@ -49,61 +55,87 @@ class Checks:
         self.notes: list[str] = []
         self._situation = situation
         self._deadline = deadline
+        self._why_not = ""
         self._estimates: dict[tuple[int, int], MemoryEstimate] = {}
 
     def run(self) -> None:
         """Do them, the quick ones first."""
+        situation = self._situation
         found: list[Action] = []
         # Advice that the step gives while it is traced was given while it ran.
         with warnings.catch_warnings(), self._deadline.interrupting():
             warnings.simplefilter("ignore")
-            found += self._replays()
-            why_not = self._situation.why_not_traced() or self._trace_plain()
-            training = self._situation.stage == "train"
-            checks: list[tuple[Callable[[], Iterator[Action]], Action]] = [
-                (self._batch_size, Action(kind=Kind.BATCH_SIZE, title="Use smaller batches")),
-                (self._processes, Action(kind=Kind.STOP_PROCESS, title="Stop other processes on the device")),
-                (self._precision, Action(kind=Kind.PRECISION, title="Compute in bfloat16", code=_trainer("bf16-mixed"))),
-            ]
-            if training:
-                checks[1:1] = [
-                    (self._checkpointing, Action(kind=Kind.CHECKPOINTING, title="Recompute activations",
-                                                 code="GradientCheckpointing()")),
-                    (self._accumulation, Action(kind=Kind.ACCUMULATION,
-                                                title="Accumulate gradients over smaller batches",
-                                                code="Trainer(accumulate_grad_batches=...)")),
-                ]  # fmt: skip
-                checks.append(
-                    (self._optimizer, Action(kind=Kind.OPTIMIZER, title="Use an optimizer with a smaller state"))
-                )
-            if self._situation.stage == "predict":
-                checks.append((self._predictions, Action(kind=Kind.PREDICTIONS, title="Keep no predictions")))
-            checks.append((self._larger_gpu, Action(kind=Kind.LARGER_GPU, title="Use a larger GPU")))
-            for check, unchecked in checks:
-                found += _carried_out(check, unchecked, why_not)
+            if situation.history is not None:
+                self.expandable = with_expandable_segments(situation.history)
+            self._why_not = situation.why_not_traced() or self._trace_plain()
+            for check, unchecked in self._planned():
+                needs_trace = check not in {self._expandable_segments, self._empty_cache}
+                found += _carried_out(check, unchecked, self._why_not if needs_trace else "")
         self.actions = ranked(found)
+
+    def _planned(self) -> list[tuple[Check, Action]]:
+        """What to check, and what to say of it where it cannot be carried out."""
+        situation = self._situation
+        checks: list[tuple[Check, Action]] = []
+
+        def plan(check: Check, kind: Kind, title: str, code: str = "") -> None:
+            checks.append((check, Action(kind=kind, title=title, code=code)))
+
+        training = situation.stage == "train"
+        if not situation.config.expandable_segments:
+            plan(self._expandable_segments, Kind.EXPANDABLE_SEGMENTS, _GROW, _CONF)
+        if situation.evaluation_began is not None and not situation.empties_cache:
+            plan(self._empty_cache, Kind.EMPTY_CACHE, _EMPTY, "EmptyCache()")
+        plan(self._batch_size, Kind.BATCH_SIZE, "Use smaller batches")
+        if training:
+            plan(self._checkpointing, Kind.CHECKPOINTING, "Recompute activations", "GradientCheckpointing()")
+            plan(self._accumulation, Kind.ACCUMULATION, "Accumulate gradients over smaller batches",
+                 "Trainer(accumulate_grad_batches=...)")  # fmt: skip
+        if situation.processes:
+            plan(self._processes, Kind.STOP_PROCESS, "Stop other processes on the device")
+        if situation.precision == "32-true":
+            plan(self._precision, Kind.PRECISION, "Compute in bfloat16", _trainer("bf16-mixed"))
+        if training:
+            plan(self._optimizer, Kind.OPTIMIZER, "Use an optimizer with a smaller state")
+        if situation.stage == "predict" and situation.predictions:
+            plan(self._predictions, Kind.PREDICTIONS, "Keep no predictions on the device")
+        plan(self._larger_gpu, Kind.LARGER_GPU, "Use a larger GPU")
+        return checks
 
     # --- replays of what was recorded
 
-    def _replays(self) -> Iterator[Action]:
-        situation = self._situation
-        history, evaluation = situation.history, situation.evaluation_began
-        code = 'PYTORCH_ALLOC_CONF="expandable_segments:True"'
-        title = "Let segments grow"
-        if history is None:
-            yield Action(kind=Kind.EXPANDABLE_SEGMENTS, title=title, code=code, detail="no history was recorded")
-        else:
-            self.expandable = with_expandable_segments(history)
-            if not history.config.expandable_segments:
-                yield _of_verdict(self.expandable, Kind.EXPANDABLE_SEGMENTS, title, code)
-        if evaluation is not None and not situation.empties_cache:
-            title = "Empty the cache before evaluation"
-            if history is None:
-                yield Action(
-                    kind=Kind.EMPTY_CACHE, title=title, code="EmptyCache()", detail="no history was recorded"
-                )
-            else:
-                yield _of_verdict(with_empty_cache(history, evaluation), Kind.EMPTY_CACHE, title, "EmptyCache()")
+    def _expandable_segments(self) -> Iterator[Action]:
+        if self.expandable is None or self.expandable.served is None:
+            raise NotFoundError("no history was recorded" if self.expandable is None else self.expandable.why)
+        config = replace(self._situation.config, expandable_segments=True)
+        yield self._of_verdict(
+            self.expandable, Kind.EXPANDABLE_SEGMENTS, _GROW, _CONF, lambda: self._situation.estimate(config=config)
+        )
+
+    def _empty_cache(self) -> Iterator[Action]:
+        history, evaluation = self._situation.history, self._situation.evaluation_began
+        if history is None or evaluation is None:
+            raise NotFoundError("no history was recorded")
+        verdict = with_empty_cache(history, evaluation)
+        if verdict.served is None:
+            raise NotFoundError(verdict.why)
+        yield self._of_verdict(verdict, Kind.EMPTY_CACHE, _EMPTY, "EmptyCache()", lambda: self._at(self._size))
+
+    def _of_verdict(
+        self, verdict: Verdict, kind: Kind, title: str, code: str, whole_step: Callable[[], MemoryEstimate]
+    ) -> Action:
+        """One request was replayed; whether the rest of the step fits, a trace tells."""
+        detail, fits = f"{verdict.why}, as a replay of the recorded history shows", verdict.served
+        if verdict.served and not self._why_not:
+            estimate = whole_step()
+            fits = self._fits(estimate)
+            detail += f"; the whole step {self._whether(estimate)}"
+        elif verdict.served:
+            detail += "; whether the rest of the step would fit is not known"
+            fits = None
+        return Action(
+            kind=kind, title=title, code=code, detail=detail, checked=True, fits=fits, saved=int(fits is None)
+        )
 
     # --- traces
 
@@ -155,19 +187,19 @@ class Checks:
         plan, budget = self._plan()
         assert plan.plain is not None
         if plan.refused is not None:
-            raise NotFoundError(plan.refused)
+            yield Action(kind=Kind.CHECKPOINTING, title="Recompute activations", detail=plan.refused.rstrip("."),
+                         checked=True, fits=False)  # fmt: skip
+            return
         names = ", ".join(f"`{chain.name or '(the model)'}`" for chain in plan.chains if chain.ranges)
         estimate = self._situation.estimate(plan=plan)
-        fits = self._fits(estimate)
         yield Action(
             kind=Kind.CHECKPOINTING,
             title=f"Recompute activations of {names}",
             detail=(
-                f"{self._minus(estimate)} at {plan.extra_operations:.0%} more computation, "
-                f"{_whether(fits)} with a peak of {self._peak(estimate)}"
+                f"{self._minus(estimate)} at {plan.extra_operations:.0%} more computation, {self._whether(estimate)}"
             ),
             checked=True,
-            fits=fits,
+            fits=self._fits(estimate),
             saved=self._saving(estimate),
             code="GradientCheckpointing()" if budget is None else f'GradientCheckpointing(memory_budget="{budget}")',
         )
@@ -188,56 +220,35 @@ class Checks:
                     checked=True,
                     fits=True,
                     saved=self._saving(estimate),
-                    code=f"DataLoader(batch_size={smaller}), "
-                    f"Trainer(accumulate_grad_batches={effective // smaller})",
+                    code=f"DataLoader(batch_size={smaller}), Trainer(accumulate_grad_batches={effective // smaller})",
                 )
                 return
 
     def _precision(self) -> Iterator[Action]:
-        if self._situation.precision != "32-true":
-            return
         estimate = self._situation.estimate(precision="bf16-mixed")
         yield self._compared(estimate, Kind.PRECISION, "Compute in bfloat16", _trainer("bf16-mixed"))
 
     def _optimizer(self) -> Iterator[Action]:
         optimizers = self._situation.optimizers
-        if len(optimizers) != 1 or isinstance(optimizers[0], (torch.optim.SGD, torch.optim.Adafactor)):
+        if len(optimizers) != 1 or isinstance(optimizers[0], torch.optim.SGD):
             return
-        makes: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-            # Its second moments are kept by row and column; it has no first ones.
-            "torch.optim.Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-3),
-            "torch.optim.SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-        }
-        problem: Exception | None = None
-        for name, make in makes.items():
-            try:
-                estimate = self._situation.estimate(optimizer=make)
-            except OutOfTimeError:
-                raise
-            except Exception as error:  # noqa: BLE001, as in `_trace_plain`; then the next one is tried
-                problem = error
-                continue
-            arguments = "momentum=0.9, ..." if name.endswith("SGD") else "..."
-            title = f"Use an optimizer with a smaller state than {type(optimizers[0]).__name__}'s"
-            yield self._compared(estimate, Kind.OPTIMIZER, title, f"{name}(parameters, {arguments})")
-            return
-        assert problem is not None
-        raise problem
+        # Adafactor's state is smaller still, but its step reads values, which a trace does not have.
+        estimate = self._situation.estimate(optimizer=lambda own: torch.optim.SGD(own, lr=1e-3, momentum=0.9))
+        title = f"Use an optimizer with a smaller state than {type(optimizers[0]).__name__}'s"
+        yield self._compared(estimate, Kind.OPTIMIZER, title, "torch.optim.SGD(parameters, momentum=0.9, ...)")
 
     def _processes(self) -> Iterator[Action]:
         processes = self._situation.processes
-        if processes is None or isinstance(processes, str):
-            return
-        for process in processes:
+        if isinstance(processes, str):
+            raise NotFoundError(f"they are {processes}")
+        for process in processes or ():
             if process.used_bytes:
                 title = f"Stop {process.name or 'process'} (pid {process.pid})"
                 yield self._more_memory(Kind.STOP_PROCESS, title, process.used_bytes, "it holds")
 
     def _predictions(self) -> Iterator[Action]:
-        held = self._situation.predictions
-        if held:
-            code = "trainer.predict(return_predictions=False)"
-            yield self._more_memory(Kind.PREDICTIONS, "Keep no predictions on the device", held, "they hold", code)
+        held, code = self._situation.predictions, "trainer.predict(return_predictions=False)"
+        yield self._more_memory(Kind.PREDICTIONS, "Keep no predictions on the device", held, "they hold", code)
 
     def _larger_gpu(self) -> Iterator[Action]:
         assert self.plain is not None
@@ -247,12 +258,11 @@ class Checks:
             if usable > self._usable and self.plain.peak_allocated <= usable and self.plain.fits(f"{usable}B"):
                 yield Action(
                     kind=Kind.LARGER_GPU,
-                    title=f"Use a larger GPU, such as an {gpu.name}" if gpu.name[0] in "AHL" else
-                    f"Use a larger GPU, such as a {gpu.name}",
+                    title=f"Use a larger GPU ({gpu.name})",
                     detail="the smallest of those known on which this step fits as it is",
                     checked=True,
                     fits=True,
-                )  # fmt: skip
+                )
                 return
 
     # --- what they share
@@ -325,33 +335,42 @@ class Checks:
         return Action(kind=kind, title=title, detail=detail, checked=True, fits=fits, saved=n_bytes, code=code)
 
     def _compared(self, estimate: MemoryEstimate, kind: Kind, title: str, code: str) -> Action:
-        fits = self._fits(estimate)
         return Action(
             kind=kind,
             title=title,
-            detail=f"{self._minus(estimate)}, {_whether(fits)} with a peak of {self._peak(estimate)}",
+            detail=f"{self._minus(estimate)}, {self._whether(estimate)}",
             checked=True,
-            fits=fits,
+            fits=self._fits(estimate),
             saved=self._saving(estimate),
             code=code,
         )
 
     def _saving(self, estimate: MemoryEstimate) -> int:
         assert self.plain is not None
-        return self.plain.peak_allocated - estimate.peak_allocated
+        saved = self.plain.peak_allocated - estimate.peak_allocated
+        return saved if saved > _LEAST_SAVING * self.plain.peak_allocated else 0
 
     def _minus(self, estimate: MemoryEstimate) -> str:
-        return f"minus {format_size(max(self._saving(estimate), 0))}"
+        return f"minus {format_size(self._saving(estimate))}"
 
     def _peak(self, estimate: MemoryEstimate) -> str:
-        return f"{format_size(estimate.peak_allocated)} of {format_size(self._usable)}"
+        return f"{format_size(estimate.peak_allocated)} within {format_size(self._usable)}"
+
+    def _whether(self, estimate: MemoryEstimate) -> str:
+        if self._fits(estimate):
+            return f"fits, with a peak of {self._peak(estimate)}"
+        over = estimate.peak_allocated - self._usable
+        return (
+            f"not enough by itself: a peak of {format_size(estimate.peak_allocated)}, "
+            + (f"{format_size(over)} too much" if over > 0 else f"too fragmented for {format_size(self._usable)}")
+        )  # fmt: skip
 
 
 class NotFoundError(Exception):
     """There is nothing to suggest; the message says why."""
 
 
-def _carried_out(check: Callable[[], Iterator[Action]], unchecked: Action, why_not: str) -> list[Action]:
+def _carried_out(check: Check, unchecked: Action, why_not: str) -> list[Action]:
     """What a check found; the action as unchecked, with the reason, where it could not be carried out."""
     if not why_not:
         try:
@@ -360,19 +379,6 @@ def _carried_out(check: Callable[[], Iterator[Action]], unchecked: Action, why_n
             why_not = _in_a_line(error)
     fields: dict[str, Any] = {"kind": unchecked.kind, "title": unchecked.title, "code": unchecked.code}
     return [Action(**fields, detail=why_not)]
-
-
-def _of_verdict(verdict: Verdict, kind: Kind, title: str, code: str) -> Action:
-    if verdict.served is None:
-        return Action(kind=kind, title=title, code=code, detail=verdict.why)
-    return Action(
-        kind=kind, title=title, code=code, detail=f"{verdict.why}, as a replay of the recorded history shows",
-        checked=True, fits=verdict.served,
-    )  # fmt: skip
-
-
-def _whether(fits: bool) -> str:
-    return "fits" if fits else "does not fit by itself"
 
 
 def _trainer(precision: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -77,7 +77,7 @@ class Facts:
     moment: Moment
     device: str
     simulated: bool = False
-    stats: MemoryStats = MemoryStats()
+    stats: MemoryStats = field(default_factory=MemoryStats)
     requested: int | None = None
     free: int | None = None
     used_by_others: int | None = None
@@ -148,7 +148,12 @@ def _frames_of_calls() -> Iterator[FrameType]:
 
 def line_of_user(error: BaseException) -> str:
     """The innermost line in an error's traceback that belongs to no library; "" where there is none."""
-    installed = (str(Path(torch.__file__).parents[1]), str(Path(traceback.__file__).parent), str(Path(__file__).parents[1]), "<")
+    installed = (
+        str(Path(torch.__file__).parents[1]),
+        str(Path(traceback.__file__).parent),
+        str(Path(__file__).parents[1]),
+        "<",
+    )
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(installed)]
     if not frames:
         return ""
@@ -158,7 +163,8 @@ def line_of_user(error: BaseException) -> str:
 
 def listed(processes: Sequence[GpuProcess]) -> str:
     """Processes in words."""
-    return ", ".join(
-        f"{one.name or 'process'} (pid {one.pid}, {'not known' if one.used_bytes is None else format_size(one.used_bytes)})"
-        for one in processes
-    )
+
+    def size(one: GpuProcess) -> str:
+        return "not known" if one.used_bytes is None else format_size(one.used_bytes)
+
+    return ", ".join(f"{one.name or 'process'} (pid {one.pid}, {size(one)})" for one in processes)

@@ -58,12 +58,12 @@ def with_expandable_segments(history: History) -> Verdict:
     """Whether the request would have been served with ``expandable_segments:True``."""
     failed = history.failure()
     if failed is None:
-        return Verdict(None, "the recorded history does not hold the failed request")
+        return Verdict(served=None, why="the recorded history does not hold the failed request")
     if history.config.expandable_segments:
-        return Verdict(False, "expandable segments are on already")
+        return Verdict(served=False, why="expandable segments are on already")
     problem = _not_reproduced(failed)
     if problem:
-        return Verdict(None, problem)
+        return Verdict(served=None, why=problem)
     return _verdict(failed, replace(history.config, expandable_segments=True))
 
 
@@ -72,22 +72,22 @@ def with_empty_cache(history: History, at: int) -> Verdict:
     begin = begin_of(history.snapshot, history.device)
     failed = history.failure(empty_cache_at=at)
     if failed is None or begin is None:
-        return Verdict(None, "the recorded history does not hold the failed request")
+        return Verdict(served=None, why="the recorded history does not hold the failed request")
     if begin > at:
-        return Verdict(None, "the recorded history does not reach back to the start of the evaluation")
+        return Verdict(served=None, why="the recorded history does not reach back to the start of the evaluation")
     as_it_was = history.failure()
     assert as_it_was is not None
     problem = _not_reproduced(as_it_was)
-    return Verdict(None, problem) if problem else _verdict(failed, history.config)
+    return Verdict(served=None, why=problem) if problem else _verdict(failed, history.config)
 
 
 def with_more_memory(history: History, n_bytes: int) -> Verdict:
     """Whether the request would have been served, had others held so much less of the device."""
     failed = history.failure()
     if failed is None:
-        return Verdict(None, "the recorded history does not hold the failed request")
+        return Verdict(served=None, why="the recorded history does not hold the failed request")
     problem = _not_reproduced(failed)
-    return Verdict(None, problem) if problem else _verdict(failed, history.config, more=n_bytes)
+    return Verdict(served=None, why=problem) if problem else _verdict(failed, history.config, more=n_bytes)
 
 
 def _not_reproduced(failed: FailedRequest) -> str:
@@ -105,10 +105,11 @@ def _verdict(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -
     trace = failed.trace
     done = replay(trace, config=config, capacity=None if trace.capacity is None else trace.capacity + more)
     if done.out_of_memory is not None:
-        return Verdict(False, "memory would have run out even earlier")
+        return Verdict(served=False, why="memory would have run out even earlier")
     try:
         done.allocator.malloc(failed.n_bytes, stream=failed.stream, pool=failed.pool)
     except SimulatedOutOfMemory as error:
         free = max(error.free or 0, 0)
-        return Verdict(False, f"{format_size(free)} would have been free for a request of {format_size(error.rounded)}")
-    return Verdict(True, "the request would have been served")
+        asked = format_size(error.rounded)
+        return Verdict(served=False, why=f"{format_size(free)} would have been free for a request of {asked}")
+    return Verdict(served=True, why="the request would have been served")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,15 +44,14 @@ def _attach() -> None:
     if _attached:
         return
     # It is attached to the allocators of the devices that there are, which the initialisation makes.
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     attach: Any = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # noqa: SLF001, torch offers no public one
     attach(_tell)
     _attached = True
 
 
 def _tell(device: int, n_bytes: int, total: int, free: int) -> None:
-    for listener in list(_listeners):
-        try:
+    for listener in _listeners:
+        # What it raised would take the place of the out-of-memory error.
+        with suppress(Exception):
             listener(device, n_bytes, total, free)
-        except Exception:  # noqa: BLE001, S110, it would take the place of the out-of-memory error
-            pass

@@ -14,6 +14,11 @@ from lightning_memtools.oom.fragmentation import Verdict
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 _SHORT = 3
+_WORTH_A_LINE = 0.01
+_STANDS_FOR = {
+    "(backward)": "`(backward)` stands for gradients on their way through the model.",
+    "(outside)": "`(outside)` stands for what was made outside of modules, such as the loss.",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,13 +74,14 @@ class Page:
         lines = [self.headline]
         if self.facts.split is not None:
             lines.append(f"It held {_in_words(self.facts.split.by_category)}.")
-        first = next(iter(self.modules), None)
-        if first is not None and first[1]:
+        # "(backward)" and the like are no modules.
+        first = next(((name, size) for name, size in self.modules if size and not _stands_for(name)), None)
+        if first is not None and first[1] > _WORTH_A_LINE * (self.facts.stats.allocated or 0):
             lines.append(f"Most activations: {first[0]}, {format_size(first[1])}.")
-        checked = [action for action in self.actions if action.checked][:_SHORT]
-        lines += [f"{number}. {action}" for number, action in enumerate(checked, 1)]
-        if not checked and self.actions:
-            lines.append(f"Nothing could be checked. {self.actions[0]}")
+        helping = [action for action in self.actions if action.checked and not action.is_useless][:_SHORT]
+        lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
+        if not helping and self.actions:
+            lines.append("Nothing that was checked helps." if self.actions[0].checked else str(self.actions[0]))
         lines.append(f"Report: {self.path}" if self.path else "The report could not be written to a file.")
         return "\n".join(lines)
 
@@ -85,14 +91,17 @@ class Page:
 
     def _what_to_do(self) -> list[str]:
         parts = ["## What to do"]
-        checked = [action for action in self.actions if action.checked]
-        if checked:
-            parts.append("\n".join(f"{number}. {action}" for number, action in enumerate(checked, 1)))
+        helping = [action for action in self.actions if action.checked and not action.is_useless]
+        if helping:
+            parts.append("\n".join(f"{number}. {action}" for number, action in enumerate(helping, 1)))
             simulated = "Peaks are those of steps traced on fake tensors"
             parts.append(f"{simulated}, within what other processes and what else this one holds leave of the device.")
         rest = [action for action in self.actions if not action.checked]
         if rest:
             parts.append("\n".join(f"- {action}" for action in rest))
+        useless = [action for action in self.actions if action.is_useless]
+        if useless:
+            parts.append("\n".join(["Checked, and of no help:", "", *(f"- {action}" for action in useless)]))
         parts += [note if note.endswith(".") else f"{note}." for note in self.notes]
         return parts if len(parts) > 1 else []
 
@@ -136,9 +145,9 @@ class Page:
         older = split.older
         if split.buffers or older:
             parts.append(
-                f"Of other, {format_size(split.buffers)} are the model's buffers. {format_size(older)} were there before "
-                "the batch and belong to neither model, optimizers nor inputs: what hooks, callbacks and your own "
-                "lists hold, what the optimizer or the strategy keeps apart, libraries' workspaces."
+                f"Of other, {format_size(split.buffers)} are the model's buffers. {format_size(older)} were there "
+                "before the batch and belong to neither model, optimizers nor inputs: what hooks, callbacks and your "
+                "own lists hold, what the optimizer or the strategy keeps apart, libraries' workspaces."
             )
         if not split.exact:
             parts.append("Activations are what came with the batch and has no other owner, backward's temporaries too.")
@@ -148,12 +157,12 @@ class Page:
         shown = [(name, n_bytes) for name, n_bytes in self.modules if n_bytes][: self.top]
         if not shown:
             return []
-        whose = "kept by the traced step when its forward pass has ended" if self.modules_traced else "held at that moment"
+        whose = (
+            "kept by the traced step when its forward pass has ended" if self.modules_traced else "held at that moment"
+        )
         table = Table(("module", "activations"), [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in shown])
-        text = [f"## Modules with most activations", f"Activations {whose}."]
-        if not self.modules_traced and any(name == "(backward)" for name, _ in shown):
-            text.append("`(backward)` stands for gradients on their way through the model.")
-        return [text[0], " ".join(text[1:]), markdown_table(table)]
+        text = [f"Activations {whose}.", *(_stands_for(name) for name, _ in shown)]
+        return ["## Modules with most activations", " ".join(filter(None, text)), markdown_table(table)]
 
     def _fragmentation(self) -> list[str]:
         unusable = self.facts.unusable
@@ -169,7 +178,9 @@ class Page:
         elif self.expandable.served is None:
             verdict = f"Whether `expandable_segments:True` would have helped is not known: {self.expandable.why}."
         elif self.expandable.served:
-            verdict = "With `expandable_segments:True` the request would have been served: so the recorded history ends "
+            verdict = (
+                "With `expandable_segments:True` the request would have been served: so the recorded history ends "
+            )
             verdict += "when it is replayed with that setting."
         else:
             verdict = f"`expandable_segments:True` would not have helped: {self.expandable.why}."
@@ -194,8 +205,14 @@ class Page:
         return ["## Files", *parts] if parts else []
 
 
+def _stands_for(name: str) -> str:
+    return _STANDS_FOR.get(name, "")
+
+
 def _in_words(split: Mapping[str, int]) -> str:
-    parts = [f"{format_size(n_bytes)} of {name}" for name, n_bytes in sorted(split.items(), key=lambda i: -i[1]) if n_bytes]
+    parts = [
+        f"{format_size(n_bytes)} of {name}" for name, n_bytes in sorted(split.items(), key=lambda i: -i[1]) if n_bytes
+    ]
     return ", ".join(parts) or "nothing"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -115,6 +116,7 @@ class Situation:
         accumulate: int | None = None,
         optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
         plan: CheckpointPlan | None = None,
+        config: AllocatorConfig | None = None,
     ) -> MemoryEstimate:
         """Trace the failed step again, with something changed.
 
@@ -124,14 +126,17 @@ class Situation:
             accumulate: Batches to an optimizer step.
             optimizer: Makes another optimizer.
             plan: What to recompute.
+            config: The allocator's settings.
 
         Raises:
             Exception: Whatever the step raises on fake tensors.
         """
         stage = self.stage
         assert stage is not None
-        batch: Any = self.facts.batch if size in {None, self.facts.samples} else resized(self.facts.batch, int(size or 0))
-        own = self.optimizers[0] if len(self.optimizers) == 1 else None
+        batch: Any = (
+            self.facts.batch if size in {None, self.facts.samples} else resized(self.facts.batch, int(size or 0))
+        )
+        own = _without_state(self.optimizers[0]) if len(self.optimizers) == 1 else None
         applied = plan or self.plan
         # One is still at work where the callback that applied it has not been told of the error yet.
         patched = any("forward" in vars(module) for module in self.model.modules())
@@ -146,10 +151,19 @@ class Situation:
                 accumulate=min(accumulate or self.accumulate, 2) if stage == "train" else 1,
                 clip=self.clip,
                 device="cuda" if self.cuda else "cpu",
-                allocator=self.config.to_string(),
+                allocator=(config or self.config).to_string(),
             )
 
     def step(self) -> Step:
         """The training step, to plan for."""
         assert self.forward is not None
         return Step(self.model, self.facts.batch, self.forward, tuple(self.optimizers), cuda_like=self.cuda)
+
+
+def _without_state(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer over the same parameters, before its first step: what failed in a step may be half made."""
+    new: Optimizer = object.__new__(type(optimizer))
+    vars(new).update(vars(optimizer))
+    vars(new).pop("step", None)  # a learning rate scheduler wraps it on the instance
+    new.state = defaultdict(dict)
+    return new

@@ -1,0 +1,183 @@
+"""What OOMReport knows of a run while it goes on, and captures when memory runs out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_memtools.memory.oom import error_chain, says_out_of_memory
+from lightning_memtools.memory.owned import OnDevice, on_device_of
+from lightning_memtools.memory.readers import allocated_bytes, reader_for
+from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.oom.facts import Facts, Moment, running_module, sizes_only
+from lightning_memtools.oom.observer import observe
+from lightning_memtools.oom.recording import record
+from lightning_memtools.oom.split import Before, KnowsItsComposition, Split, split_by_device, split_by_walking
+from lightning_memtools.reporting._lightning import training_step
+
+# User code may catch errors and try again, and fail while it cleans up.
+_MOST_CAPTURED = 8
+
+
+class Watch:
+    """Follows one fit, validate, test or predict call, and captures facts in the moment that memory runs out.
+
+    Args:
+        trainer: Whose call it is.
+        pl_module: Its model.
+        snapshot: Whether to record what is asked of the allocator.
+
+    Attributes:
+        reader: What reads the device; None where it keeps no statistics.
+        virtual: The reader, if it is a simulated device.
+        on_device: Which tensors are the device's.
+        phase: Within a training batch forward, backward or optimizer step.
+        evaluation_began: When the evaluation that goes on began, on the recording's clock.
+        is_reporting: Whether a report is being made: what runs out meanwhile is not captured.
+    """
+
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, *, snapshot: bool) -> None:
+        device = trainer.strategy.root_device
+        self.reader: MemoryReader | None = reader_for(device)
+        self.virtual = self.reader if isinstance(self.reader, VirtualDevice) else None
+        self.on_device = _on_device(self.reader, device)
+        self.recording = record(self.reader) if snapshot else None
+        self.phase = ""
+        self.evaluation_began: int | None = None
+        self.is_reporting = False
+        self._trainer = trainer
+        self._model = pl_module
+        self._stage = "setup"
+        self._batch: Any = None
+        self._batch_idx: int | None = None
+        self._first_batch: Any = None
+        self._before: Before | None = None
+        self._captured: deque[Facts] = deque(maxlen=_MOST_CAPTURED)
+        self._stop_observing = observe(device, self._observe)
+
+    def stop(self) -> None:
+        """Listen and record no more. Twice does no harm."""
+        if self._stop_observing is not None:
+            self._stop_observing()
+        if self.recording is not None:
+            self.recording.stop()
+        self.end_batch()
+
+    # --- following the run
+
+    def begin(self, stage: str) -> None:
+        """A stage begins, or goes on after another."""
+        self._stage = stage
+        self.end_batch()
+        self._first_batch = None
+        is_evaluation = stage != "train" and self.recording is not None
+        self.evaluation_began = self.recording.now() if is_evaluation and self.recording is not None else None
+
+    def begin_batch(self, batch: Any, batch_idx: int, phase: str = "") -> None:
+        """A batch is on the device."""
+        self._batch, self._batch_idx, self.phase = batch, batch_idx, phase
+        if self._first_batch is None:
+            self._first_batch = sizes_only(batch)
+        if self.reader is not None:
+            self._before = Before(
+                allocated_bytes(self.reader),
+                had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
+                had_state=any(optimizer.state for optimizer in self._trainer.optimizers),
+            )
+
+    def end_batch(self) -> None:
+        """The batch is let go."""
+        self._batch = self._batch_idx = self._before = None
+        self.phase = ""
+
+    # --- when memory runs out
+
+    def facts_of(self, exception: BaseException) -> Facts:
+        """What was captured for the first of the errors that led to this one, or can be captured still."""
+        if not self._captured:
+            return self._capture()
+        n_errors = sum(says_out_of_memory(error) for error in error_chain(exception))
+        return self._captured[-min(max(n_errors, 1), len(self._captured))]
+
+    def last_moment(self) -> str:
+        """Where memory ran out last; "" where it did not."""
+        return str(self._captured[-1].moment) if self._captured else ""
+
+    def _observe(self, device: int, n_bytes: int, total: int, free: int) -> None:
+        del device, total
+        if self.is_reporting:
+            return
+        self.is_reporting = True
+        try:
+            self._captured.append(self._capture(requested=n_bytes, free=free))
+        finally:
+            self.is_reporting = False
+
+    def _capture(self, *, requested: int | None = None, free: int | None = None) -> Facts:
+        facts = self._where(requested, free)
+        try:
+            if self.reader is None:
+                facts = _with_host(facts, self._trainer.strategy.root_device)
+            else:
+                stats = self.reader.stats()
+                known = stats.device_used is not None and stats.reserved is not None
+                others = max((stats.device_used or 0) - (stats.reserved or 0), 0) if known else None
+                facts = replace(facts, stats=stats, used_by_others=others, split=self._split(stats))
+            is_own = self._batch is not None
+            batch = sizes_only(self._batch) if is_own else self._first_batch
+            return replace(facts, batch=batch, is_own_batch=is_own, module=running_module(self._model))
+        except Exception as error:  # noqa: BLE001, what is known so far is worth a report, and the error must go on
+            return replace(facts, problem=f"{type(error).__name__}: {error}")
+
+    def _where(self, requested: int | None, free: int | None) -> Facts:
+        trainer, reader = self._trainer, self.reader
+        moment = Moment(
+            self._stage,
+            training_step(trainer),
+            self._batch_idx,
+            self.phase,
+            trainer.global_rank,
+            trainer.world_size,
+        )
+        return Facts(
+            moment=moment,
+            device=str(trainer.strategy.root_device) if reader is None else reader.name,
+            simulated=reader is not None and reader.simulated,
+            requested=requested,
+            free=free,
+        )
+
+    def _split(self, stats: MemoryStats) -> Split | None:
+        if stats.allocated is None:
+            return None
+        walked = split_by_walking(
+            stats.allocated,
+            self._model,
+            self._trainer.optimizers,
+            self.on_device,
+            batch=self._batch,
+            before=self._before,
+        )
+        if not isinstance(self.reader, KnowsItsComposition):
+            return walked
+        return split_by_device(self.reader, self._model, older=None if self._before is None else walked.older)
+
+
+def _with_host(facts: Facts, device: torch.device) -> Facts:
+    """On a device that keeps no statistics; of the host at least its size is known."""
+    if device.type != "cpu":
+        return facts
+    host = psutil.virtual_memory()
+    return replace(facts, device="the host (cpu)", stats=MemoryStats(capacity=host.total), free=host.available)
+
+
+def _on_device(reader: MemoryReader | None, device: torch.device) -> OnDevice:
+    if reader is not None:
+        return on_device_of(reader, device)
+    return lambda tensor: tensor.device.type == device.type
