@@ -41,15 +41,15 @@ def situation_of(
     history = None
     if snapshot is not None and facts.stats.capacity is not None:
         history = History(snapshot, config, facts.stats.capacity, facts.used_by_others or 0, device.index or 0)
-    precision = str(trainer.precision)
+    precision: Any = trainer.precision if trainer.precision in get_args(PrecisionName) else None
     return Situation(
         facts=facts,
         model=pl_module,
         optimizers=tuple(trainer.optimizers),
         forward=forward_of(trainer, pl_module, facts.moment.batch_idx or 0),
-        precision=precision if precision in get_args(PrecisionName) else None,
+        precision=precision,
         accumulate=trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1,
-        clip=trainer.gradient_clip_val if pl_module.automatic_optimization else None,  # type: ignore[arg-type]
+        clip=trainer.gradient_clip_val if pl_module.automatic_optimization else None,
         cuda=device.type == "cuda" or (virtual is not None and virtual.cuda_like),
         config=config,
         untraceable=_why_not(trainer, pl_module),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_memtools.estimate.batch_size import largest_batch
+from lightning_memtools.estimate.continuing import run_on
 from lightning_memtools.estimate.limits import Limit
 from lightning_memtools.estimate.picture import draw
 from lightning_memtools.estimate.timeline import Timeline
@@ -116,6 +117,19 @@ class MemoryEstimate:
         if self._trace is None:
             return False
         return replay(self._trace, capacity=limit.usable).completed
+
+    def fits_beside(self, allocator: CachingAllocator) -> bool:
+        """Whether the steps run where the model is on the device already, in the state that an allocator is in.
+
+        The allocator is left as the steps leave it.
+
+        Raises:
+            ValueError: The estimate is extrapolated, so it has no requests to make.
+        """
+        if self._trace is None:
+            raise ValueError("An extrapolated estimate has no history of requests.")
+        begin = next((event for event, _, phase in self.timeline.marks if phase == "inputs"), 0)
+        return run_on(allocator, self._trace, begin)
 
     def shortfall(self, capacity: str) -> int:
         """By how many bytes the peak of allocated memory exceeds a capacity; 0 where it does not."""

@@ -108,9 +108,12 @@ class Checks:
         if self.expandable is None or self.expandable.served is None:
             raise NotFoundError("no history was recorded" if self.expandable is None else self.expandable.why)
         config = replace(self._situation.config, expandable_segments=True)
-        yield self._of_verdict(
-            self.expandable, Kind.EXPANDABLE_SEGMENTS, _GROW, _CONF, lambda: self._situation.estimate(config=config)
-        )
+
+        def whole_step() -> tuple[MemoryEstimate, bool]:
+            estimate = self._situation.estimate(config=config)
+            return estimate, estimate.fits(f"{self._usable}B")
+
+        yield self._of_verdict(self.expandable, Kind.EXPANDABLE_SEGMENTS, _GROW, _CONF, whole_step)
 
     def _empty_cache(self) -> Iterator[Action]:
         history, evaluation = self._situation.history, self._situation.evaluation_began
@@ -119,17 +122,21 @@ class Checks:
         verdict = with_empty_cache(history, evaluation)
         if verdict.served is None:
             raise NotFoundError(verdict.why)
-        yield self._of_verdict(verdict, Kind.EMPTY_CACHE, _EMPTY, "EmptyCache()", lambda: self._at(self._size))
+
+        def whole_step() -> tuple[MemoryEstimate, bool]:
+            estimate = self._at(self._size)
+            return estimate, self._fits(estimate, emptied=True)
+
+        yield self._of_verdict(verdict, Kind.EMPTY_CACHE, _EMPTY, "EmptyCache()", whole_step)
 
     def _of_verdict(
-        self, verdict: Verdict, kind: Kind, title: str, code: str, whole_step: Callable[[], MemoryEstimate]
+        self, verdict: Verdict, kind: Kind, title: str, code: str, whole_step: Callable[[], tuple[MemoryEstimate, bool]]
     ) -> Action:
         """One request was replayed; whether the rest of the step fits, a trace tells."""
         detail, fits = f"{verdict.why}, as a replay of the recorded history shows", verdict.served
         if verdict.served and not self._why_not:
-            estimate = whole_step()
-            fits = self._fits(estimate)
-            detail += f"; the whole step {self._whether(estimate)}"
+            estimate, fits = whole_step()
+            detail += f"; the whole step {self._whether(estimate, fits=fits)}"
         elif verdict.served:
             detail += "; whether the rest of the step would fit is not known"
             fits = None
@@ -192,14 +199,14 @@ class Checks:
             return
         names = ", ".join(f"`{chain.name or '(the model)'}`" for chain in plan.chains if chain.ranges)
         estimate = self._situation.estimate(plan=plan)
+        fits = self._fits(estimate)
+        price = f"{plan.extra_operations:.0%} more computation"
         yield Action(
             kind=Kind.CHECKPOINTING,
             title=f"Recompute activations of {names}",
-            detail=(
-                f"{self._minus(estimate)} at {plan.extra_operations:.0%} more computation, {self._whether(estimate)}"
-            ),
+            detail=f"{self._minus(estimate)} at {price}, {self._whether(estimate, fits=fits)}",
             checked=True,
-            fits=self._fits(estimate),
+            fits=fits,
             saved=self._saving(estimate),
             code="GradientCheckpointing()" if budget is None else f'GradientCheckpointing(memory_budget="{budget}")',
         )
@@ -286,8 +293,21 @@ class Checks:
             self._estimates[key] = self._situation.estimate(size, accumulate=accumulate)
         return self._estimates[key]
 
-    def _fits(self, estimate: MemoryEstimate) -> bool:
-        return self._usable > 0 and estimate.fits(f"{self._usable}B")
+    def _fits(self, estimate: MemoryEstimate, *, emptied: bool = False) -> bool:
+        """Whether traced steps fit: in evaluation where the cache is as training left it, else on a device of its own.
+
+        Args:
+            estimate: The traced steps.
+            emptied: Whether the cache is emptied before evaluation.
+        """
+        if self._usable <= 0:
+            return False
+        history, began = self._situation.history, self._situation.evaluation_began
+        if history is not None and began is not None:
+            allocator = history.allocator_at(began, emptied=emptied)
+            if allocator is not None:
+                return estimate.fits_beside(allocator)
+        return estimate.fits(f"{self._usable}B")
 
     def _largest_batch(self) -> tuple[int, bool]:
         """The largest batch that fits, and whether one more is known not to."""
@@ -335,15 +355,12 @@ class Checks:
         return Action(kind=kind, title=title, detail=detail, checked=True, fits=fits, saved=n_bytes, code=code)
 
     def _compared(self, estimate: MemoryEstimate, kind: Kind, title: str, code: str) -> Action:
-        return Action(
-            kind=kind,
-            title=title,
-            detail=f"{self._minus(estimate)}, {self._whether(estimate)}",
-            checked=True,
-            fits=self._fits(estimate),
-            saved=self._saving(estimate),
-            code=code,
-        )
+        saved = self._saving(estimate)
+        if not saved:
+            return Action(kind=kind, title=title, detail="no lower peak", checked=True, fits=False, code=code)
+        fits = self._fits(estimate)
+        detail = f"{self._minus(estimate)}, {self._whether(estimate, fits=fits)}"
+        return Action(kind=kind, title=title, detail=detail, checked=True, fits=fits, saved=saved, code=code)
 
     def _saving(self, estimate: MemoryEstimate) -> int:
         assert self.plain is not None
@@ -356,8 +373,8 @@ class Checks:
     def _peak(self, estimate: MemoryEstimate) -> str:
         return f"{format_size(estimate.peak_allocated)} within {format_size(self._usable)}"
 
-    def _whether(self, estimate: MemoryEstimate) -> str:
-        if self._fits(estimate):
+    def _whether(self, estimate: MemoryEstimate, *, fits: bool) -> str:
+        if fits:
             return f"fits, with a peak of {self._peak(estimate)}"
         over = estimate.peak_allocated - self._usable
         return (

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_memtools.memory.allocator.config import AllocatorConfig
 from lightning_memtools.memory.allocator.trace import Kind, Trace
 
+_GIVES_BACK = {"segment_free", "segment_unmap"}
 _IN_USE = {"active_allocated", "active_pending_free", "active_awaiting_free"}
 
 
@@ -57,10 +58,8 @@ def failed_request(
     last = max((at for at, entry in enumerate(entries) if entry["action"] == "oom"), default=None)
     if last is None:
         return None
-    live = _live_at_start(snapshot, entries, device)
-    writer = _Writer(Trace(config, capacity=capacity, used_by_others=used_by_others))
-    for address in sorted(live):
-        writer.malloc(address, *live[address])
+    writer = _begun(snapshot, Trace(config, capacity=capacity, used_by_others=used_by_others), device)
+    is_complete = not len(writer.trace)
     emptied = empty_cache_at is None
     for entry in entries[:last]:
         if not emptied and entry["time_us"] >= (empty_cache_at or 0):
@@ -70,7 +69,37 @@ def failed_request(
     if not emptied:
         writer.trace.add(Kind.EMPTY_CACHE)
     failed = entries[last]
-    return FailedRequest(writer.trace, failed["size"], failed["stream"], writer.pool_of(failed), not live)
+    return FailedRequest(writer.trace, failed["size"], failed["stream"], writer.pool_of(failed), is_complete)
+
+
+def trace_until(
+    snapshot: Mapping[str, Any],
+    config: AllocatorConfig,
+    *,
+    capacity: int | None,
+    used_by_others: int,
+    until: int,
+    device: int = 0,
+) -> Trace:
+    """All that was asked before a time (`time_us`), and what was given back to the device right after it.
+
+    The other arguments are those of `failed_request`.
+    """
+    writer = _begun(snapshot, Trace(config, capacity=capacity, used_by_others=used_by_others), device)
+    for entry in snapshot["device_traces"][device]:
+        if entry["time_us"] >= until and entry["action"] not in _GIVES_BACK:
+            break
+        writer.add(entry)
+    return writer.trace
+
+
+def _begun(snapshot: Mapping[str, Any], trace: Trace, device: int) -> _Writer:
+    """A trace that begins with what was in use when the history begins."""
+    writer = _Writer(trace)
+    live = _live_at_start(snapshot, snapshot["device_traces"][device], device)
+    for address in sorted(live):
+        writer.malloc(address, *live[address])
+    return writer
 
 
 def begin_of(snapshot: Mapping[str, Any], device: int = 0) -> int | None:
@@ -87,9 +116,17 @@ class _Writer:
         self._number_at: dict[int, int] = {}
         self._n_allocations = 0
         self._pools: dict[Any, int] = {(0, 0): 0}
+        self._gave_back = False
 
     def add(self, entry: Mapping[str, Any]) -> None:
         action = entry["action"]
+        if action in _GIVES_BACK:
+            # Memory goes back when the cache is emptied, by the program or before a request fails: all of it at once.
+            if not self._gave_back:
+                self.trace.add(Kind.EMPTY_CACHE)
+            self._gave_back = True
+            return
+        self._gave_back = False
         if action == "alloc":
             self.malloc(entry["addr"], entry["size"], entry["stream"], entry.get("pool_id"))
         elif action == "free_completed":
