@@ -86,19 +86,19 @@ class Checks:
             plan(self._expandable_segments, Kind.EXPANDABLE_SEGMENTS, _GROW, _CONF)
         if situation.evaluation_began is not None and not situation.empties_cache:
             plan(self._empty_cache, Kind.EMPTY_CACHE, _EMPTY, "EmptyCache()")
-        plan(self._batch_size, Kind.BATCH_SIZE, "Use smaller batches")
-        if training:
-            plan(self._checkpointing, Kind.CHECKPOINTING, "Recompute activations", "GradientCheckpointing()")
-            plan(self._accumulation, Kind.ACCUMULATION, "Accumulate gradients over smaller batches",
-                 "Trainer(accumulate_grad_batches=...)")  # fmt: skip
         if situation.processes:
             plan(self._processes, Kind.STOP_PROCESS, "Stop other processes on the device")
+        if situation.stage == "predict" and situation.predictions:
+            plan(self._predictions, Kind.PREDICTIONS, "Keep no predictions on the device")
+        plan(self._batch_size, Kind.BATCH_SIZE, "Use smaller batches")
+        if training:
+            plan(self._accumulation, Kind.ACCUMULATION, "Accumulate gradients over smaller batches",
+                 "Trainer(accumulate_grad_batches=...)")  # fmt: skip
         if situation.precision == "32-true":
             plan(self._precision, Kind.PRECISION, "Compute in bfloat16", _trainer("bf16-mixed"))
         if training:
+            plan(self._checkpointing, Kind.CHECKPOINTING, "Recompute activations", "GradientCheckpointing()")
             plan(self._optimizer, Kind.OPTIMIZER, "Use an optimizer with a smaller state")
-        if situation.stage == "predict" and situation.predictions:
-            plan(self._predictions, Kind.PREDICTIONS, "Keep no predictions on the device")
         plan(self._larger_gpu, Kind.LARGER_GPU, "Use a larger GPU")
         return checks
 

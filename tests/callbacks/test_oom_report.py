@@ -1,0 +1,518 @@
+"""Runs that fail on a VirtualDevice, and what their reports say: the advice is followed and has to hold."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+
+from lightning_memtools import GradientCheckpointing, OOMReport, VirtualDevice
+from lightning_memtools.memory.sizes import parse_size
+from tests.event_files import texts_of
+from tests.lightning_models import Regression, loader, trainer
+from tests.list_logger import ListLogger
+from tests.oom_models import SAMPLE_BYTES, Layers
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def plenty_of_time(monkeypatch):
+    """What a report says must not depend on how busy this machine is."""
+    monkeypatch.setattr("lightning_memtools.callbacks._oom_write.CHECKS_S", 600.0)
+
+
+@dataclass
+class Outcome:
+    """How a run ended, and what an observer of its own saw on the device when memory ran out."""
+
+    error: torch.OutOfMemoryError | None = None
+    report: str = ""
+    seen: list[tuple[int, dict[str, int], dict[str, int]]] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return self.error is None
+
+
+def attempt(
+    root: Path,
+    capacity: str,
+    call: str,
+    *callbacks: L.Callback,
+    device: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    model: L.LightningModule | None = None,
+    **sizes: Any,
+) -> Outcome:
+    """One call of a Trainer with OOMReport; with "val" fit validates, else it only trains."""
+    outcome = Outcome()
+    with VirtualDevice(capacity, **(device or {})) as virtual:
+
+        def see(*_: int) -> None:
+            composition = virtual.composition()
+            modules = {name: parts["activation"] for name, parts in composition.by_module.items()}
+            outcome.seen.append((virtual.stats().allocated or 0, dict(composition.by_category), modules))
+
+        virtual.observe_oom(see)
+        module = model or Layers(**sizes)
+        evaluates = {} if call == "val" else {"limit_val_batches": 0}
+        defaults = {"num_sanity_val_steps": 0, "logger": False, **evaluates}
+        run = trainer(root, *callbacks, OOMReport(directory=str(root)), **(defaults | (options or {})))
+        try:
+            getattr(run, {"val": "fit"}.get(call, call))(module)
+        except torch.OutOfMemoryError as error:
+            outcome.error = error.with_traceback(None)
+            outcome.report = next(root.glob("oom-*.md")).read_text()
+    return outcome
+
+
+@dataclass
+class Case:
+    """A run that fails: the call and its sizes, where it fails, and what holds most activations there."""
+
+    call: str
+    capacity: str
+    sizes: dict[str, int | None]
+    moment: str
+    largest: str
+    batch: str = "batch"
+
+
+CASES = {
+    "forward": Case("fit", "280MiB", {"batch": 48}, "train, step 0, batch 0, forward", "net.4.0"),
+    "backward": Case("fit", "320MiB", {"batch": 48}, "train, step 0, batch 0, backward", "net.4.0"),
+    "later_step": Case(
+        "fit", "150MiB", {"n": 1, "wide": None, "batch": 64, "width": 2000}, "train, step 1, batch 1, backward",
+        "(backward)",
+    ),
+    "validation": Case("val", "320MiB", {"n": 4, "wide": 2, "batch": 24, "val_batch": 96}, "val, batch 0", "net.2.0",
+                       "val_batch"),
+    "test": Case("test", "320MiB", {"n": 4, "wide": 2, "val_batch": 96}, "test, batch 0", "net.2.0", "val_batch"),
+    "predict": Case("predict", "320MiB", {"n": 4, "wide": 2, "val_batch": 96}, "predict, batch 0", "net.2.0",
+                    "val_batch"),
+}  # fmt: skip
+
+
+def table(report: str, title: str) -> dict[str, int]:
+    """A table of the report under a title: first column to the second, a size."""
+    section = report.split(f"## {title}\n")[1].split("\n## ", maxsplit=1)[0]
+    rows = re.findall(r"^\| `?(.+?)`? \| ([\d.]+ [KMG]?i?B) \|", section, re.MULTILINE)
+    return {name: parse_size(size) for name, size in rows}
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """Every case run once, when it is first asked for."""
+    outcomes: dict[str, Outcome] = {}
+
+    def of(name: str) -> Outcome:
+        if name not in outcomes:
+            case = CASES[name]
+            outcomes[name] = attempt(tmp_path_factory.mktemp(name), case.capacity, case.call, **case.sizes)
+        return outcomes[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed):
+    case, outcome = CASES[name], failed(name)
+    assert f"({case.moment})" in outcome.report.splitlines()[0]
+    assert str(outcome.error).partition("\n")[0] in outcome.report
+    allocated, categories, modules = outcome.seen[-1]
+    split = table(outcome.report, "What filled the device")
+    assert split.pop("allocated") == pytest.approx(allocated, rel=0.01)
+    assert sum(split.values()) == pytest.approx(allocated, rel=0.01)
+    singular = {"parameters": "parameter", "gradients": "gradient", "activations": "activation", "inputs": "input"}
+    for name_, n_bytes in split.items():
+        if name_ in singular:
+            assert n_bytes == pytest.approx(categories[singular[name_]], rel=0.01)
+    largest, n_bytes = next(iter(table(outcome.report, "Modules with most activations").items()))
+    assert largest == case.largest
+    assert n_bytes == pytest.approx(max(modules.values()), rel=0.01)
+    # What the error takes along begins with the same line and names the report.
+    (note,) = outcome.error.__notes__
+    assert f"({case.moment})" in note.splitlines()[0]
+    assert "Report: " in note.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_suggested_batch_size_fits_and_the_next_does_not(name, failed, tmp_path):
+    case, outcome = CASES[name], failed(name)
+    found = re.search(r"`DataLoader\(batch_size=(\d+)\)`\): fits, .*; (\d+) does not fit", outcome.report)
+    assert found is not None
+    size, next_size = map(int, found.groups())
+    assert next_size == size + 1
+    assert size > 4
+    assert attempt(tmp_path, case.capacity, case.call, **(case.sizes | {case.batch: size})).fits
+    assert not attempt(tmp_path, case.capacity, case.call, **(case.sizes | {case.batch: next_size})).fits
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_the_suggested_checkpointing_fits(name, failed, tmp_path):
+    case, outcome = CASES[name], failed(name)
+    found = re.search(r'`GradientCheckpointing\(memory_budget="(\w+)"\)`\): minus .* fits', outcome.report)
+    assert found is not None
+    assert attempt(tmp_path, case.capacity, case.call, GradientCheckpointing(memory_budget=found[1]), **case.sizes).fits
+
+
+@pytest.mark.parametrize("name", ["forward", "later_step"])
+def test_the_suggested_accumulation_fits_and_keeps_the_effective_batch(name, failed, tmp_path):
+    case, outcome = CASES[name], failed(name)
+    found = re.search(r"`DataLoader\(batch_size=(\d+)\), Trainer\(accumulate_grad_batches=(\d+)\)`", outcome.report)
+    assert found is not None
+    size, accumulate = map(int, found.groups())
+    assert size * accumulate == case.sizes["batch"]
+    options = {"accumulate_grad_batches": accumulate, "max_epochs": accumulate}
+    assert attempt(tmp_path, case.capacity, case.call, options=options, **(case.sizes | {"batch": size})).fits
+
+
+class WithSgd(Layers):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+def test_in_the_optimizer_step_the_smaller_state_fits(tmp_path):
+    sizes = {"n": 1, "wide": None, "batch": 4, "width": 3300}
+    outcome = attempt(tmp_path, "150MiB", "fit", **sizes)
+    assert "(train, step 0, batch 0, optimizer step)" in outcome.report
+    split = table(outcome.report, "What filled the device")
+    weights = 4 * (3300 * 3300 + 3300)
+    # One segment of 42 MiB each, of which less than 1 MiB is left: too little to be split off.
+    assert split["parameters"] == pytest.approx(weights, rel=0.02)
+    assert split["gradients"] == pytest.approx(weights, rel=0.02)
+    assert re.search(r"`torch.optim.SGD\(parameters, momentum=0.9, ...\)`\): minus .* MiB, fits", outcome.report)
+    assert "- Use smaller batches: not even one sample fits." in outcome.report
+    assert attempt(tmp_path, "150MiB", "fit", model=WithSgd(**sizes)).fits
+
+
+class Matrices(Layers):
+    """Square layers, whose outputs are half as large under autocast."""
+
+    def __init__(self, width: int = 256, n: int = 6) -> None:
+        super().__init__(1, None)
+        self.net = nn.Sequential(*(layer for _ in range(n) for layer in (nn.Linear(width, width), nn.GELU())))
+        self.width = width
+
+    def loader(self, stage: str) -> Any:
+        return torch.utils.data.DataLoader(torch.ones(2 * 8192, self.width), batch_size=8192)
+
+
+def test_bfloat16_fits_where_it_is_said_to(tmp_path):
+    outcome = attempt(tmp_path, "100MiB", "fit", model=Matrices())
+    assert re.search(r'`Trainer\(precision="bf16-mixed"\)`\): minus .* MiB, fits', outcome.report)
+    assert attempt(tmp_path, "100MiB", "fit", model=Matrices(), options={"precision": "bf16-mixed"}).fits
+
+
+class Frozen(Layers):
+    """Most of the device is weights that are not trained; the host never touches their pages."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.frozen = nn.Parameter(torch.empty(int(1.6 * 2**30), dtype=torch.uint8), requires_grad=False)
+
+
+def test_training_fits_in_two_gibibytes_and_validation_with_a_larger_batch_does_not(tmp_path):
+    sizes = {"batch": 32, "val_batch": 120}
+    options = {"limit_train_batches": 1}
+
+    def run(root: Path, **sizes: int) -> Outcome:
+        return attempt(root, "2GiB", "val", model=Frozen(**sizes), options=options)
+
+    outcome = run(tmp_path, **sizes)
+    assert "(val, batch 0): 180 MiB were asked for" in outcome.report
+    split = table(outcome.report, "What filled the device")
+    assert split.pop("allocated") == pytest.approx(outcome.seen[-1][0], rel=0.01)
+    assert sum(split.values()) == pytest.approx(outcome.seen[-1][0], rel=0.01)
+    assert split["inputs"] == 120 * SAMPLE_BYTES
+    assert split["parameters"] == pytest.approx(1.6 * 2**30, rel=0.01)
+    assert next(iter(table(outcome.report, "Modules with most activations").items())) == ("net.4.0", 180 * MIB)
+    size = int(re.search(r"Use validation batches of (\d+) in place of 120", outcome.report)[1])
+    assert run(tmp_path, **(sizes | {"val_batch": size})).fits
+    assert not run(tmp_path, **(sizes | {"val_batch": size + 1})).fits
+
+
+def test_the_stopped_process_and_the_dropped_predictions_are_enough_where_it_is_said(tmp_path):
+    sizes = CASES["test"].sizes | {"val_batch": 70}
+    outcome = attempt(tmp_path, "330MiB", "test", device={"used_by_others": "60MiB"}, **sizes)
+    assert "Stop others (simulated) (pid 0): it holds 60.0 MiB, which is enough." in outcome.report
+    assert "Others (simulated) (pid 0, 60.0 MiB)." in outcome.report
+    assert attempt(tmp_path, "330MiB", "test", **sizes).fits
+
+    class Predicts(Layers):
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch)
+
+        def predict_dataloader(self):
+            return torch.utils.data.DataLoader(self.loader("predict").dataset, batch_size=16)
+
+    sizes = {"n": 2, "wide": None, "val_batch": 120}
+    outcome = attempt(tmp_path / "predict", "100MiB", "predict", model=Predicts(**sizes))
+    assert re.search(r"`trainer.predict\(return_predictions=False\)`\): they hold .*, which is enough", outcome.report)
+    with VirtualDevice("100MiB"):
+        trainer(tmp_path, logger=False).predict(Predicts(**sizes), return_predictions=False)
+
+
+class Cut(Layers):
+    """Training leaves the cache in pieces: of each segment of 64 MiB a third stays in use until fit ends."""
+
+    def on_train_start(self):
+        passing = []
+        self.kept = []
+        for _ in range(4):
+            whole = torch.empty(64 * MIB, dtype=torch.uint8)
+            del whole
+            passing.append(torch.empty(43 * MIB, dtype=torch.uint8))
+            self.kept.append(torch.empty(21 * MIB, dtype=torch.uint8))
+
+
+def test_fragmentation_is_named_and_expandable_segments_help_where_it_is_said(tmp_path):
+    sizes = {"n": 2, "wide": 1, "batch": 2, "val_batch": 80}
+    outcome = attempt(tmp_path, "490MiB", "val", model=Cut(**sizes))
+    assert "With `expandable_segments:True` the request would have been served" in outcome.report
+    assert re.search(r"^\d\. Let segments grow .*the whole step fits", outcome.report, re.MULTILINE)
+    assert table(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
+    settings = {"allocator": "expandable_segments:True"}
+    assert attempt(tmp_path, "490MiB", "val", device=settings, model=Cut(**sizes)).fits
+
+
+# --- the report goes wherever it can
+
+
+def test_it_goes_to_every_logger_that_takes_text(tmp_path):
+    board, table_, own = TensorBoardLogger(tmp_path, name="", version="board"), CSVLogger(tmp_path), ListLogger()
+    outcome = attempt(tmp_path, "64MiB", "fit", batch=16, options={"logger": [board, table_, own]})
+    (text,) = texts_of(board.log_dir)["memtools/oom_report"]
+    assert text == outcome.report
+
+
+@pytest.mark.parametrize("logger", [False, True])
+def test_without_a_directory_it_goes_below_the_log_directory(logger, tmp_path):
+    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, OOMReport(), logger=logger).fit(Layers(batch=16))
+    below = "lightning_logs/version_0/memtools" if logger else "memtools"
+    assert sorted(path.name for path in (tmp_path / below).iterdir()) == [
+        "oom-train-step0-snapshot.pickle",
+        "oom-train-step0.md",
+    ]
+
+
+def place_of(error: BaseException) -> Path:
+    return Path(error.__notes__[-1].splitlines()[-1].removeprefix("Report: "))
+
+
+def test_where_the_directory_cannot_be_written_to_it_goes_to_a_temporary_file(tmp_path, capsys):
+    (tmp_path / "taken").write_text("a file")
+    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+        trainer(tmp_path, OOMReport(directory=str(tmp_path / "taken")), logger=False).fit(Layers(batch=16))
+    path = place_of(caught.value)
+    assert tmp_path not in path.parents
+    assert "## What filled the device" in path.read_text()
+    assert f"Report: {path}" in capsys.readouterr().out
+
+
+def test_where_no_file_can_be_written_the_console_has_it(tmp_path, capsys, monkeypatch):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **_: str(tmp_path / "taken" / "nowhere"))
+    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, OOMReport(directory=str(tmp_path / "taken")), logger=False).fit(Layers(batch=16))
+    out = capsys.readouterr().out
+    assert "It held 32.0 MiB of activations, 8.00 MiB of inputs" in out
+    assert "The report could not be written to a file." in out
+
+
+DEVICE = "virtual device (64MiB, simulated)"
+FOUR = "DataLoader(batch_size=4), Trainer(accumulate_grad_batches=4)"
+KEEPS = "keeps the effective batch of 16 and fits, with a peak of 28.0 MiB within 64.0 MiB."
+FITS = "fits, with a peak of 42.0 MiB within 64.0 MiB; 7 does not fit."
+
+
+def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_do(tmp_path, capsys):
+    attempt(tmp_path, "64MiB", "fit", batch=16)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    begin = next(at for at, line in enumerate(lines) if line.startswith("Out of memory"))
+    assert lines[begin:] == [
+        f"Out of memory on {DEVICE} (train, step 0, batch 0, forward): 24.0 MiB were asked for, 2.00 MiB were free.",
+        "It held 32.0 MiB of activations, 8.00 MiB of inputs, 4.00 KiB of parameters.",
+        "Most activations: net.0, 8.00 MiB.",
+        f"1. Accumulate gradients over 4 batches of 4 (`{FOUR}`): {KEEPS}",
+        f"2. Use training batches of 6 in place of 16 (`DataLoader(batch_size=6)`): {FITS}",
+        "3. Use a larger GPU (RTX 4060 8GB): the smallest of those known on which this step fits as it is.",
+        f"Report: {tmp_path / 'oom-train-step0.md'}",
+    ]
+
+
+# --- whatever happens, the original error goes on
+
+
+def test_making_the_report_allocates_nothing_on_the_device(tmp_path):
+    counts: list[tuple[int, int]] = []
+
+    class Count(L.Callback):
+        def on_exception(self, *_):
+            stats = VirtualDevice.current()._allocator.memory_stats()
+            counts.append((stats["allocation.all.allocated"], stats["num_device_alloc"]))
+
+    with VirtualDevice("64MiB") as device:
+        device.observe_oom(lambda *_: Count().on_exception())
+        run = trainer(tmp_path, Count(), OOMReport(), Count(), logger=TensorBoardLogger(tmp_path))
+        with pytest.raises(torch.OutOfMemoryError):
+            run.fit(Layers(batch=16))
+    at_failure, before, after = counts
+    assert at_failure == before == after
+
+
+def test_a_second_out_of_memory_while_reporting_leaves_the_facts_of_the_first(tmp_path):
+    class Greedy(ListLogger):
+        """Takes memory of the device to write a text."""
+
+        def log_text(self, **_: Any) -> None:
+            torch.empty(500 * MIB, dtype=torch.uint8)
+
+    with VirtualDevice("64MiB") as device:
+        with (
+            pytest.warns(UserWarning, match="Greedy failed while writing"),
+            pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 24\.00 MiB") as caught,
+        ):
+            trainer(tmp_path, OOMReport(), logger=Greedy()).fit(Layers(batch=16))
+        assert device.stats().ooms == 2
+    assert "24.0 MiB were asked for" in place_of(caught.value).read_text().splitlines()[0]
+
+
+def test_an_error_while_cleaning_up_leaves_the_facts_of_the_first(tmp_path):
+    class CleansUp(Layers):
+        def training_step(self, batch, batch_idx):
+            try:
+                return super().training_step(batch, batch_idx)
+            except torch.OutOfMemoryError:
+                torch.empty(500 * MIB, dtype=torch.uint8)
+
+    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 500\.00") as caught:
+        trainer(tmp_path, OOMReport(), logger=False).fit(CleansUp(batch=16))
+    assert "24.0 MiB were asked for" in place_of(caught.value).read_text().splitlines()[0]
+
+
+def test_an_error_raised_from_it_is_explained_too(tmp_path):
+    class Wraps(Layers):
+        def training_step(self, batch, batch_idx):
+            try:
+                return super().training_step(batch, batch_idx)
+            except torch.OutOfMemoryError as error:
+                raise ValueError("the step failed") from error
+
+    with VirtualDevice("64MiB"), pytest.raises(ValueError, match="the step failed") as caught:
+        trainer(tmp_path, OOMReport(), logger=False).fit(Wraps(batch=16))
+    assert "24.0 MiB were asked for" in place_of(caught.value).read_text().splitlines()[0]
+
+
+def test_a_report_that_fails_is_a_note_and_no_more(tmp_path, monkeypatch):
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr("lightning_memtools.callbacks._oom_write.Page", fails)
+    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+        trainer(tmp_path, OOMReport(), logger=False).fit(Layers(batch=16))
+    assert caught.value.__notes__ == [
+        "OOMReport: memory ran out (train, step 0, batch 0, forward), but the report itself failed: KeyError: 'broken'"
+    ]
+
+
+def test_other_errors_are_left_alone(tmp_path):
+    class Fails(Regression):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("from the user's code")
+
+    with pytest.raises(RuntimeError, match="from the user's code") as caught:
+        trainer(tmp_path, OOMReport(), logger=False).fit(Fails(), loader())
+    assert not hasattr(caught.value, "__notes__")
+    assert not [*tmp_path.rglob("oom-*")]
+
+
+def test_an_error_that_is_caught_is_not_reported(tmp_path, capsys):
+    class Halves(Layers):
+        def training_step(self, batch, batch_idx):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return super().training_step(batch, batch_idx)
+            return super().training_step(batch[:4], batch_idx)
+
+    with VirtualDevice("64MiB") as device:
+        trainer(tmp_path, OOMReport(), logger=False, limit_val_batches=0).fit(Halves(batch=16))
+        assert device.stats().ooms == 2
+        assert device.history is None  # and the recording has ended
+    assert not [*tmp_path.rglob("oom-*")]
+    assert "Out of memory" not in capsys.readouterr().out
+
+
+def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
+    class Looks(Layers):
+        def training_step(self, batch, batch_idx):
+            if batch.sum().item() < 0:
+                return None
+            return super().training_step(batch, batch_idx)
+
+    outcome = attempt(tmp_path, "64MiB", "fit", model=Looks(batch=16))
+    assert "- Use smaller batches. Not checked: RuntimeError: The step reads values at" in outcome.report
+    assert "Use training batches of" not in outcome.report
+    # The recorded history needs no trace.
+    assert "`expandable_segments:True` would not have helped" in outcome.report
+
+
+def test_what_is_not_reached_in_time_is_said_not_to_be_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_memtools.callbacks._oom_write.CHECKS_S", 0.0)
+    outcome = attempt(tmp_path, "64MiB", "fit", batch=16)
+    assert "- Use smaller batches. Not checked: not reached within the time for checks." in outcome.report
+    assert "32.0 MiB" in outcome.report
+
+
+def test_the_hosts_own_memory_can_run_out_too(tmp_path, capsys):
+    class Huge(Regression):
+        def training_step(self, batch, batch_idx):
+            return torch.empty(1 << 60).sum()
+
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        trainer(tmp_path, OOMReport(), logger=False).fit(Huge(), loader())
+    text = place_of(caught.value).read_text()
+    assert text.startswith("# Out of memory on the host (cpu) (train, step 0, batch 0, forward).")
+    assert "Not known: the device keeps no statistics." in text
+    assert "DefaultCPUAllocator: can't allocate memory" in text
+    assert re.search(r"where \| .*test_oom_report.py:\d+ in training_step: return torch.empty", text)
+
+
+def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path):
+    plain = attempt(tmp_path / "plain", "120MiB", "fit", batch=48)
+    planned = attempt(tmp_path / "planned", "120MiB", "fit", GradientCheckpointing(), batch=48)
+    sizes = [int(re.search(r"Use training batches of (\d+)", one.report)[1]) for one in (plain, planned)]
+    assert sizes[0] < sizes[1]
+    assert attempt(tmp_path, "120MiB", "fit", GradientCheckpointing(), batch=sizes[1]).fits
+
+
+def test_running_out_before_the_first_step_is_explained_as_far_as_it_goes(tmp_path):
+    model = Layers(width=4000)
+    outcome = attempt(tmp_path, "32MiB", "fit", model=model)
+    assert "(setup)" in outcome.report.splitlines()[0]
+    assert "- Use smaller batches. Not checked: no step had begun." in outcome.report
+
+
+@pytest.mark.parametrize("top", [0, -1])
+def test_bad_arguments_are_refused(top):
+    with pytest.raises(ValueError, match=f"top={top} is not a number of modules. Use 1 or more."):
+        OOMReport(top=top)
+
+
+def test_top_limits_the_modules(tmp_path):
+    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer(tmp_path, OOMReport(top=2, snapshot=False), logger=False).fit(Layers(batch=16))
+    text = place_of(caught.value).read_text()
+    assert list(table(text, "Modules with most activations")) == ["net.0", "net.1"]
+    assert "No memory snapshot: it was not asked for (snapshot=False)" in text
+    assert "Let segments grow" in text
+    assert "Not checked: no history was recorded" in text
