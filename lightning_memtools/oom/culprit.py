@@ -48,6 +48,9 @@ class NoticeBoard:
         for path in self._places:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError:  # among them FileExistsError, where a file has the directory's name
+                continue
+            try:
                 with path.open("x", encoding="utf-8") as file:
                     json.dump(asdict(notice), file)
             except FileExistsError:

@@ -81,7 +81,7 @@ class Case:
 
     call: str
     capacity: str
-    sizes: dict[str, int | None]
+    sizes: dict[str, Any]
     moment: str
     largest: str
     batch: str = "batch"
@@ -204,7 +204,8 @@ class Matrices(Layers):
         self.width = width
 
     def loader(self, stage: str) -> Any:
-        return torch.utils.data.DataLoader(torch.ones(2 * 8192, self.width), batch_size=8192)
+        rows: Any = torch.ones(2 * 8192, self.width)
+        return torch.utils.data.DataLoader(rows, batch_size=8192)
 
 
 def test_bfloat16_fits_where_it_is_said_to(tmp_path):

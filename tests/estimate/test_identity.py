@@ -133,3 +133,16 @@ def test_manual_optimization_is_the_real_run():
         device.stats().peak_allocated,
         device.stats().peak_reserved,
     )
+
+
+def test_an_optimizer_under_a_scheduler_takes_no_step() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps `step` on the instance
+    before = model.weight.detach().clone()
+    with_one = estimate_memory(model, torch.ones(8, 4), step=lambda m, x: m(x).sum(), optimizer=optimizer)
+    assert not optimizer.state
+    assert torch.equal(model.weight, before)
+    without = estimate_memory(model, torch.ones(8, 4), step=lambda m, x: m(x).sum(), optimizer=torch.optim.Adam)
+    assert with_one.peak_allocated == without.peak_allocated
+    del scheduler

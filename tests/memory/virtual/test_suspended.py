@@ -1,0 +1,83 @@
+"""A device that is suspended is as if it had been left, and goes on afterwards."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools import estimate_memory
+from lightning_memtools.memory.virtual import VirtualDevice
+from tests.memory.virtual.reading import allocated
+
+MIB = 2**20
+
+
+def test_nothing_counts_meanwhile_and_what_dies_gives_its_block_back():
+    with VirtualDevice() as device:
+        first, second = torch.empty(MIB), torch.empty(MIB)
+        call = nn.Module.__call__
+        with device.suspended():
+            assert VirtualDevice.current() is None
+            assert nn.Module.__call__ is not call
+            third = torch.empty(8 * MIB)
+            del first
+            assert device.stats().allocated == 4 * MIB
+        assert VirtualDevice.current() is device
+        assert allocated(device) == 4 * MIB
+        fourth = nn.Linear(512, 512)(torch.empty(1024, 512))
+        # The second; weights and bias and the input, which the output's graph holds; the output. Not the third.
+        assert allocated(device) == (4 + 1 + 2 + 2) * MIB + 2048
+        assert device.composition().by_category["activation"] == 2 * MIB
+        del second, third, fourth
+    assert nn.Module.__call__ is not call
+
+
+def test_another_device_can_be_entered_and_estimates_can_be_made():
+    model = nn.Linear(64, 64)
+
+    def estimate() -> int:
+        return estimate_memory(
+            model, torch.empty(32, 64), step=lambda m, x: m(x).sum(), optimizer=torch.optim.Adam
+        ).peak_allocated
+
+    expected = estimate()
+    with VirtualDevice() as device:
+        before = allocated(device)
+        with device.suspended():
+            with VirtualDevice("1GiB") as other:
+                kept = torch.empty(MIB)
+                assert other.stats().allocated == 4 * MIB
+            assert estimate() == expected
+        assert allocated(device) == before
+        del kept
+
+
+def test_an_error_within_ends_it():
+    with VirtualDevice("8MiB") as device:
+        with pytest.raises(KeyError), device.suspended():
+            raise KeyError
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(4 * MIB)
+
+
+def test_only_the_thread_that_entered_it_can_suspend_it():
+    device = VirtualDevice()
+    with pytest.raises(RuntimeError, match="is not entered in this thread"), device.suspended():
+        pass
+    failures: list[str] = []
+
+    def suspend() -> None:
+        try:
+            with device.suspended():
+                pass
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    with device, device.host():
+        thread = threading.Thread(target=suspend)
+        thread.start()
+        thread.join()
+    assert failures == [f"{device.name} is not entered in this thread, so there is nothing to suspend."]

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from lightning_memtools.oom.culprit import Notice, NoticeBoard
+
+NOTICE = Notice(1, "Out of memory on cuda:1.")
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
+
+
+@pytest.mark.usefixtures("temporary")
+def test_the_first_notice_stands_and_others_read_it(tmp_path):
+    one, other = (NoticeBoard(tmp_path / "memtools", "run") for _ in range(2))
+    assert other.read() is None
+    assert one.leave(NOTICE)
+    assert not other.leave(Notice(0, "later"))
+    assert other.read() == NOTICE
+    one.replace(replace(NOTICE, report="page.md"))
+    assert other.read() == replace(NOTICE, report="page.md")
+    assert NoticeBoard(tmp_path / "memtools", "another run").read() is None
+
+
+@pytest.mark.usefixtures("temporary")
+def test_where_the_directory_cannot_be_written_to_the_temporary_one_serves(tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    assert NoticeBoard(tmp_path / "taken", "run").leave(NOTICE)
+    assert NoticeBoard(tmp_path / "taken", "run").read() == NOTICE
+    assert NoticeBoard(None, "run").read() == NOTICE
+
+
+def test_without_any_file_the_store_serves(tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "taken"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert NoticeBoard(tmp_path / "taken", "run").read() is None
+        NoticeBoard(tmp_path / "taken", "run").leave(NOTICE)
+        assert NoticeBoard(tmp_path / "taken", "run").read() == NOTICE
+    finally:
+        dist.destroy_process_group()

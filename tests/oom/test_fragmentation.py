@@ -1,0 +1,126 @@
+"""The verdicts are those of the same program run under the other setting."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memtools.memory.allocator import replay
+from lightning_memtools.oom.fragmentation import with_empty_cache, with_expandable_segments, with_more_memory
+from tests.oom.programs import MIB, Program, carry_out
+
+
+def cut_segments(n: int, large: int, small: int) -> list[tuple[str, int]]:
+    """n segments of `large`, of each of which a block of `small` stays in use and the rest is free."""
+    program: list[tuple[str, int]] = []
+    for held in range(n):
+        # The whole segment is given back, and cut in two; the first part goes at the end.
+        program += [("malloc", large), ("free", 2 * held)]
+        program += [("malloc", large - small), ("malloc", small)]
+    return program + [("free", at) for at in range(n)]
+
+
+HELPED = [*cut_segments(4, 64 * MIB, 21 * MIB), ("malloc", 100 * MIB)]
+"""84 MiB are in use, in four segments of 64; 100 more need a fifth, or pages of the holes."""
+NOT_HELPED = [*cut_segments(4, 64 * MIB, 60 * MIB), ("malloc", 100 * MIB)]
+"""240 MiB are in use: the holes are smaller than a page."""
+
+
+def test_a_trace_where_expandable_segments_help():
+    run = carry_out(HELPED, 300 * MIB)
+    assert run.failed_at == len(HELPED) - 1
+    verdict = with_expandable_segments(run.history)
+    assert verdict.served
+    assert verdict.why == "the request would have been served"
+    assert carry_out(HELPED, 300 * MIB, "expandable_segments:True").failed_at is None
+
+
+def test_a_trace_where_they_do_not():
+    run = carry_out(NOT_HELPED, 300 * MIB)
+    assert run.failed_at == len(NOT_HELPED) - 1
+    verdict = with_expandable_segments(run.history)
+    assert verdict.served is False
+    assert carry_out(NOT_HELPED, 300 * MIB, "expandable_segments:True").failed_at is not None
+
+
+def test_where_they_are_on_already_that_is_said():
+    verdict = with_expandable_segments(carry_out(NOT_HELPED, 300 * MIB, "expandable_segments:True").history)
+    assert (verdict.served, verdict.why) == (False, "expandable segments are on already")
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("malloc"), st.integers(1, 40).map(lambda n: n * MIB)),
+    st.tuples(st.just("malloc"), st.integers(1, 2 * MIB)),
+    st.tuples(st.just("free"), st.integers(0, 30)),
+    st.tuples(st.just("free"), st.integers(0, 30)),
+    st.tuples(st.just("empty"), st.just(0)),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(ACTIONS, max_size=60), st.integers(40, 160))
+def test_the_verdict_is_what_the_same_program_would_have_met(program: Program, capacity: int):
+    program = [*program, ("malloc", capacity * MIB // 2), ("malloc", capacity * MIB // 2)]
+    run = carry_out(program, capacity * MIB)
+    if run.failed_at is None:
+        return
+    failed = run.history.failure()
+    assert failed is not None
+    assert failed.is_complete
+    # Replayed as it was, the request fails in the same state.
+    again = replay(failed.trace)
+    assert again.completed
+    assert again.stats.allocated == run.allocator.allocated
+    expandable = carry_out(program, capacity * MIB, "expandable_segments:True")
+    # The other run emptied its cache where the program did; this one also where memory had run short.
+    assert with_expandable_segments(run.history).served == (
+        expandable.failed_at is None or expandable.failed_at > run.failed_at
+    )
+
+
+CUT_BY_TRAINING = [("malloc", 100 * MIB), ("free", 0)]
+EVALUATION = [("malloc", 8 * MIB), ("malloc", 60 * MIB), ("malloc", 90 * MIB)]
+"""The 8 MiB go into training's segment of 100, which is then kept for them."""
+
+
+def test_emptying_the_cache_before_evaluation_helps_where_a_run_that_does_is_served():
+    capacity = 180 * MIB
+    run = carry_out([*CUT_BY_TRAINING, *EVALUATION], capacity)
+    assert run.failed_at is not None
+    began = next(entry["time_us"] for entry in run.history.snapshot["device_traces"][0] if entry["size"] == 8 * MIB)
+    assert with_empty_cache(run.history, began).served
+    assert carry_out([*CUT_BY_TRAINING, ("empty", 0), *EVALUATION], capacity).failed_at is None
+    # Not where there is too little however it lies.
+    capacity = 130 * MIB
+    run = carry_out([*CUT_BY_TRAINING, *EVALUATION], capacity)
+    assert with_empty_cache(run.history, began).served is False
+    assert carry_out([*CUT_BY_TRAINING, ("empty", 0), *EVALUATION], capacity).failed_at is not None
+
+
+def test_more_memory_helps_from_where_it_is_enough():
+    run = carry_out(NOT_HELPED, 300 * MIB)
+    # Four segments and 100 MiB.
+    assert with_more_memory(run.history, 56 * MIB).served
+    assert with_more_memory(run.history, 54 * MIB).served is False
+
+
+@pytest.mark.parametrize("max_entries", [3, 12])
+def test_a_history_that_is_cut_off_gives_no_verdict_it_cannot_know(max_entries):
+    run = carry_out(HELPED, 300 * MIB, max_entries=max_entries)
+    failed = run.history.failure()
+    assert failed is not None
+    assert not failed.is_complete
+    # What is in use is known all the same.
+    assert replay(failed.trace).stats.requested == run.allocator.stats().requested
+    verdict = with_expandable_segments(run.history)
+    assert verdict.served is None
+    assert "does not reach back far enough" in verdict.why
+    assert with_empty_cache(run.history, 0).served is None
+
+
+def test_a_history_without_a_failure_gives_none():
+    history = carry_out(CUT_BY_TRAINING, 300 * MIB).history
+    for verdict in (with_expandable_segments(history), with_empty_cache(history, 0), with_more_memory(history, 1)):
+        assert verdict.served is None
+        assert verdict.why == "the recorded history does not hold the failed request"
