@@ -101,6 +101,11 @@ class MemoryEstimate:
     _trace: Trace | None = field(repr=False)
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
 
+    @property
+    def trace(self) -> Trace | None:
+        """Everything that the steps asked of the allocator; None where the estimate is extrapolated."""
+        return self._trace
+
     def fits(self, capacity: str) -> bool:
         """Whether the steps run on a device of that capacity, the allocator's retry with an empty cache included.
 

@@ -13,6 +13,10 @@ _WORDINGS = re.compile(
     "|".join((  # noqa: FLY002, one line would hide which is which
         # CUDA, HIP and XPU allocators, "MPS backend out of memory", and drivers ("CUDA error: out of memory").
         r"out of memory",
+        # The same as a driver's code: CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory's text among HIP's ...
+        r"ERROR_OUT_OF_MEMORY",
+        # MPSAllocator.mm, where one tensor alone is too large for Metal.
+        r"Invalid buffer size: ",
         r"cudaErrorMemoryAllocation|hipErrorOutOfMemory",
         # SYCL and Level Zero, under XPU: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY, PI_ERROR_OUT_OF_RESOURCES ...
         r"OUT_OF_(?:DEVICE|HOST)_MEMORY|ERROR_OUT_OF_RESOURCES",
@@ -22,6 +26,8 @@ _WORDINGS = re.compile(
         # Libraries that get their handle or workspace outside of torch's allocator.
         r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|HIPBLAS|HIPSPARSE|HIPSOLVER)_(?:STATUS_)?ALLOC_FAILED",
         r"rocblas_status_memory_error|miopenStatusAllocFailed",
+        # cuDNN 9 tells device from host.
+        r"CUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED",
         # What cuDNN says when no algorithm's workspace can be had.
         r"Unable to find a valid cuDNN algorithm",
         r"unable to find an engine to execute this computation",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from lightning_memtools.checkpointing.planning import BudgetTooSmallError, Check
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_size import largest_batch
 from lightning_memtools.estimate.limits import Limit
+from lightning_memtools.estimate.line import line_through
+from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.capacity import known_gpus
 from lightning_memtools.memory.sizes import MIB, format_size
 from lightning_memtools.oom.actions import Action, Kind, ranked
@@ -56,10 +59,14 @@ class Checks:
         self._situation = situation
         self._deadline = deadline
         self._why_not = ""
+        self._largest: _Largest | None = None
+        history, began = situation.history, situation.evaluation_began
+        # What evaluation finds: the cache as training left it.
+        self._until_evaluation = None if history is None or began is None else history.trace_until(began)
         self._estimates: dict[tuple[int, int], MemoryEstimate] = {}
 
     def run(self) -> None:
-        """Do them, the quick ones first."""
+        """Do them: what takes little time first, then what helps most."""
         situation = self._situation
         found: list[Action] = []
         # Advice that the step gives while it is traced was given while it ran.
@@ -90,16 +97,16 @@ class Checks:
             plan(self._processes, Kind.STOP_PROCESS, "Stop other processes on the device")
         if situation.stage == "predict" and situation.predictions:
             plan(self._predictions, Kind.PREDICTIONS, "Keep no predictions on the device")
+        plan(self._larger_gpu, Kind.LARGER_GPU, "Use a larger GPU")
         plan(self._batch_size, Kind.BATCH_SIZE, "Use smaller batches")
         if training:
+            plan(self._checkpointing, Kind.CHECKPOINTING, "Recompute activations", "GradientCheckpointing()")
             plan(self._accumulation, Kind.ACCUMULATION, "Accumulate gradients over smaller batches",
                  "Trainer(accumulate_grad_batches=...)")  # fmt: skip
         if situation.precision == "32-true":
             plan(self._precision, Kind.PRECISION, "Compute in bfloat16", _trainer("bf16-mixed"))
         if training:
-            plan(self._checkpointing, Kind.CHECKPOINTING, "Recompute activations", "GradientCheckpointing()")
             plan(self._optimizer, Kind.OPTIMIZER, "Use an optimizer with a smaller state")
-        plan(self._larger_gpu, Kind.LARGER_GPU, "Use a larger GPU")
         return checks
 
     # --- replays of what was recorded
@@ -110,8 +117,10 @@ class Checks:
         config = replace(self._situation.config, expandable_segments=True)
 
         def whole_step() -> tuple[MemoryEstimate, bool]:
-            estimate = self._situation.estimate(config=config)
-            return estimate, estimate.fits(f"{self._usable}B")
+            plain = self.plain
+            assert plain is not None
+            assert plain.trace is not None
+            return plain, replay(plain.trace, config=config, capacity=self._usable).completed
 
         yield self._of_verdict(self.expandable, Kind.EXPANDABLE_SEGMENTS, _GROW, _CONF, whole_step)
 
@@ -136,7 +145,11 @@ class Checks:
         detail, fits = f"{verdict.why}, as a replay of the recorded history shows", verdict.served
         if verdict.served and not self._why_not:
             estimate, fits = whole_step()
-            detail += f"; the whole step {self._whether(estimate, fits=fits)}"
+            detail += (
+                f"; for the whole step that is {self._whether(estimate, fits=fits)}"
+                if not fits
+                else (f"; the whole step fits, with a peak of {self._peak(estimate)}")
+            )
         elif verdict.served:
             detail += "; whether the rest of the step would fit is not known"
             fits = None
@@ -168,26 +181,23 @@ class Checks:
         return ""
 
     def _batch_size(self) -> Iterator[Action]:
-        size = self._size
-        found, exact = self._largest_batch()
-        if found >= size:
+        size, found = self._size, self._largest_batch()
+        if found.size >= size:
             return
-        if found == 0:
+        if found.estimate is None:
             yield Action(
                 kind=Kind.BATCH_SIZE, title="Use smaller batches", checked=True, fits=False,
                 detail="not even one sample fits",
             )  # fmt: skip
             return
-        what = _LOADERS[self._situation.stage or "train"]
-        end = f"{found + 1} does not fit" if exact else "a larger one may fit: there was no time to find out"
         yield Action(
             kind=Kind.BATCH_SIZE,
-            title=f"Use {what} batches of {found} in place of {size}",
-            detail=f"fits, with a peak of {self._peak(self._at(found))}; {end}",
+            title=f"Use {_LOADERS[self._situation.stage or 'train']} batches of {found.size} in place of {size}",
+            detail=f"fits, with a peak of {self._peak(found.estimate)}; {found.end}",
             checked=True,
             fits=True,
-            saved=self._saving(self._at(found)),
-            code=f"DataLoader(batch_size={found})",
+            saved=self._saving(found.estimate),
+            code=f"DataLoader(batch_size={found.size})",
         )
 
     def _checkpointing(self) -> Iterator[Action]:
@@ -213,9 +223,8 @@ class Checks:
 
     def _accumulation(self) -> Iterator[Action]:
         size, accumulate = self._size, self._situation.accumulate
-        found, _ = self._largest_batch()
         effective = size * accumulate
-        for smaller in range(min(found, size - 1), 0, -1):
+        for smaller in range(min(self._largest_batch().size, size - 1), 0, -1):
             if effective % smaller:
                 continue
             estimate = self._at(smaller, effective // smaller)
@@ -302,31 +311,62 @@ class Checks:
         """
         if self._usable <= 0:
             return False
-        history, began = self._situation.history, self._situation.evaluation_began
-        if history is not None and began is not None:
-            allocator = history.allocator_at(began, emptied=emptied)
-            if allocator is not None:
-                return estimate.fits_beside(allocator)
+        self._deadline.check()
+        if self._until_evaluation is not None:
+            state = replay(self._until_evaluation)
+            if state.completed:
+                if emptied:
+                    state.allocator.empty_cache()
+                return estimate.fits_beside(state.allocator)
         return estimate.fits(f"{self._usable}B")
 
-    def _largest_batch(self) -> tuple[int, bool]:
-        """The largest batch that fits, and whether one more is known not to."""
+    def _largest_batch(self) -> _Largest:
+        if self._largest is None:
+            self._largest = self._on_line() or self._by_tracing()
+        return self._largest
+
+    def _on_line(self) -> _Largest | None:
+        """By the line through two traced sizes, which tells of all others; the answer is traced as well."""
+        line = line_through(self._at(self._size), self._at(max(self._size // 2, 1)))
+        if line is None:
+            return None
+        at = functools.cache(line)
+        size = largest_batch(
+            self._size,
+            fits=lambda size: self._fits(at(size)),
+            peak=lambda size: at(size).peak_allocated,
+            limit=self._usable,
+        )
+        if size == 0:
+            return _Largest(0)
+        try:
+            traced = self._at(size)
+        except OutOfTimeError:
+            half = max(self._size // 2, 1)
+            return _Largest(
+                size, at(size), f"{size + 1} does not, by the line through traces of {half} and {self._size}"
+            )
+        return _Largest(size, traced, f"{size + 1} does not fit") if self._fits(traced) else None
+
+    def _by_tracing(self) -> _Largest:
+        """By tracing every size that is tried."""
         known: dict[int, bool] = {}
 
         def fits(size: int) -> bool:
             known[size] = self._fits(self._at(size))
             return known[size]
 
+        end = "{} does not fit"
         try:
-            found = largest_batch(
+            size = largest_batch(
                 self._size, fits=fits, peak=lambda size: self._at(size).peak_allocated, limit=self._usable
             )
         except OutOfTimeError:
-            fitting = [size for size, does in known.items() if does]
-            if not fitting:
+            size = max((size for size, does in known.items() if does), default=0)
+            if not size:
                 raise
-            return max(fitting), False
-        return found, True
+            end = "a larger one may fit: there was no time to find out"
+        return _Largest(size, self._at(size), end.format(size + 1)) if size else _Largest(0)
 
     def _plan(self) -> tuple[CheckpointPlan, str | None]:
         """The plan of least recomputation that fits and its budget, or where none does, what "auto" takes."""
@@ -381,6 +421,21 @@ class Checks:
             f"not enough by itself: a peak of {format_size(estimate.peak_allocated)}, "
             + (f"{format_size(over)} too much" if over > 0 else f"too fragmented for {format_size(self._usable)}")
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Largest:
+    """The largest batch that fits.
+
+    Attributes:
+        size: How many samples; 0 where not even one fits.
+        estimate: What it needs; None where none fits.
+        end: What is known of larger ones.
+    """
+
+    size: int
+    estimate: MemoryEstimate | None = None
+    end: str = ""
 
 
 class NotFoundError(Exception):

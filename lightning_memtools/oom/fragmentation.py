@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, replay
+from lightning_memtools.memory.allocator import AllocatorConfig, SimulatedOutOfMemory, Trace, replay
 from lightning_memtools.memory.allocator.from_snapshot import FailedRequest, begin_of, failed_request, trace_until
 from lightning_memtools.memory.sizes import format_size
 
@@ -53,17 +53,12 @@ class History:
             empty_cache_at=empty_cache_at,
         )
 
-    def allocator_at(self, time: int, *, emptied: bool) -> CachingAllocator | None:
-        """The allocator as it was then; None where the history does not reach back to then, or not reproduce it.
-
-        Args:
-            time: On the history's clock.
-            emptied: Whether to empty the cache then.
-        """
+    def trace_until(self, time: int) -> Trace | None:
+        """All that was asked until a time of the history; None where it does not reach back to then."""
         begin = begin_of(self.snapshot, self.device)
         if begin is None or begin > time:
             return None
-        trace = trace_until(
+        return trace_until(
             self.snapshot,
             self.config,
             capacity=self.capacity,
@@ -71,12 +66,6 @@ class History:
             until=time,
             device=self.device,
         )
-        done = replay(trace)
-        if not done.completed:
-            return None
-        if emptied:
-            done.allocator.empty_cache()
-        return done.allocator
 
 
 def with_expandable_segments(history: History) -> Verdict:

@@ -116,7 +116,6 @@ class Situation:
         accumulate: int | None = None,
         optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
         plan: CheckpointPlan | None = None,
-        config: AllocatorConfig | None = None,
     ) -> MemoryEstimate:
         """Trace the failed step again, with something changed.
 
@@ -126,7 +125,6 @@ class Situation:
             accumulate: Batches to an optimizer step.
             optimizer: Makes another optimizer.
             plan: What to recompute.
-            config: The allocator's settings.
 
         Raises:
             Exception: Whatever the step raises on fake tensors.
@@ -151,7 +149,7 @@ class Situation:
                 accumulate=min(accumulate or self.accumulate, 2) if stage == "train" else 1,
                 clip=self.clip,
                 device="cuda" if self.cuda else "cpu",
-                allocator=(config or self.config).to_string(),
+                allocator=self.config.to_string(),
             )
 
     def step(self) -> Step:
