@@ -4,7 +4,8 @@ Needs a CUDA device; takes a minute or two, and at most 8 GiB of it.
 
     python benchmarks/gpu.py
 
-It then compares `estimate_memory` with the GPU, for another 8 minutes at most: see gpu_estimates.py.
+It then compares `estimate_memory` with the GPU, for another 8 minutes at most (see gpu_estimates.py), and follows the
+advice of out-of-memory reports, for 2 minutes (see gpu_oom.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gpu_estimates
+import gpu_oom
 import torch
 from machine import save
 from torch import nn
@@ -239,6 +241,7 @@ def driver() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-estimates", action="store_true", help="leave gpu_estimates.py out")
+    parser.add_argument("--without-reports", action="store_true", help="leave gpu_oom.py out")
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
@@ -265,6 +268,8 @@ def main() -> int:
     save(f"gpu-{slug}", {"gpu": versions, "models": measured})
     if not chosen.without_estimates:
         save(f"gpu_estimates-{slug}", gpu_estimates.measure())
+    if not chosen.without_reports:
+        save(f"gpu_oom-{slug}", gpu_oom.measure())
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -37,7 +38,7 @@ def situation_of(
 ) -> Situation:
     """What the checks need to know of a run."""
     device = trainer.strategy.root_device
-    config = _settings(virtual, snapshot)
+    config = replace(_settings(virtual, snapshot), per_process_memory_fraction=facts.fraction)
     history = None
     if snapshot is not None and facts.stats.capacity is not None:
         history = History(snapshot, config, facts.stats.capacity, facts.used_by_others or 0, device.index or 0)

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools.memory.oom import error_chain, says_out_of_memory
 from lightning_memtools.memory.owned import OnDevice, on_device_of
-from lightning_memtools.memory.readers import allocated_bytes, reader_for
+from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.facts import Facts, Moment, running_module, sizes_only
@@ -128,7 +128,13 @@ class Watch:
                 stats = self.reader.stats()
                 known = stats.device_used is not None and stats.reserved is not None
                 others = max((stats.device_used or 0) - (stats.reserved or 0), 0) if known else None
-                facts = replace(facts, stats=stats, used_by_others=others, split=self._split(stats))
+                facts = replace(
+                    facts,
+                    stats=stats,
+                    used_by_others=others,
+                    fraction=_fraction(self.reader),
+                    split=self._split(stats),
+                )
             is_own = self._batch is not None
             batch = sizes_only(self._batch) if is_own else self._first_batch
             return replace(facts, batch=batch, is_own_batch=is_own, module=running_module(self._model))
@@ -167,6 +173,14 @@ class Watch:
         if not isinstance(self.reader, KnowsItsComposition):
             return walked
         return split_by_device(self.reader, self._model, older=None if self._before is None else walked.older)
+
+
+def _fraction(reader: MemoryReader) -> float:
+    if isinstance(reader, VirtualDevice):
+        return reader.settings.per_process_memory_fraction
+    if isinstance(reader, CudaReader):
+        return float(torch.cuda.get_per_process_memory_fraction(reader.index))
+    return 1.0
 
 
 def _with_host(facts: Facts, device: torch.device) -> Facts:

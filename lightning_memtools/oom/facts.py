@@ -67,6 +67,7 @@ class Facts:
         requested: What was asked of it; None where that is not known.
         free: What it had left; None where that is not known.
         used_by_others: What others than the allocator hold: other processes, and the context of this one.
+        fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
         split: What the allocated bytes are for; None where nothing is known of them.
         module: The innermost module that was being called; "" where that is not known.
         batch: The batch on the meta device: sizes without values; None where there was none.
@@ -81,6 +82,7 @@ class Facts:
     requested: int | None = None
     free: int | None = None
     used_by_others: int | None = None
+    fraction: float = 1.0
     split: Split | None = None
     module: str = ""
     batch: Any = None

@@ -116,6 +116,7 @@ class Page:
         rows += [
             ("asked for", _size(facts.requested)),
             ("capacity", _size(stats.capacity)),
+            ("share this process may reserve", "" if facts.fraction >= 1 else f"{100 * facts.fraction:.1f}%"),
             ("reserved by PyTorch", _size(stats.reserved)),
             ("allocated to tensors", _size(stats.allocated)),
             ("reserved but unusable", _size(facts.unusable)),

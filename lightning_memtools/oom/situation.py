@@ -82,7 +82,8 @@ class Situation:
         facts, split = self.facts, self.facts.split
         if facts.stats.capacity is None or split is None:
             return None
-        return facts.stats.capacity - (facts.used_by_others or 0) - self.untraced
+        capacity = facts.stats.capacity
+        return min(capacity - (facts.used_by_others or 0), int(facts.fraction * capacity)) - self.untraced
 
     @property
     def untraced(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
+from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import GradientCheckpointing, OOMReport, VirtualDevice
 from lightning_memtools.memory.sizes import parse_size
@@ -284,6 +286,38 @@ def test_fragmentation_is_named_and_expandable_segments_help_where_it_is_said(tm
     assert table(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
     settings = {"allocator": "expandable_segments:True"}
     assert attempt(tmp_path, "490MiB", "val", device=settings, model=Cut(**sizes)).fits
+
+
+def test_a_share_of_the_device_is_all_there_is_where_it_is_set(tmp_path):
+    half = {"allocator": "per_process_memory_fraction:0.5"}
+    sizes = CASES["test"].sizes
+    outcome = attempt(tmp_path, "640MiB", "test", device=half, **sizes)
+    assert "| share this process may reserve | 50.0% |" in outcome.report
+    # As on a device of that size.
+    assert "Use test batches of 69 in place of 96" in outcome.report
+    assert attempt(tmp_path, "640MiB", "test", device=half, **(sizes | {"val_batch": 69})).fits
+    assert not attempt(tmp_path, "640MiB", "test", device=half, **(sizes | {"val_batch": 70})).fits
+
+
+def test_torchs_own_tools_read_the_snapshot_that_lies_beside_the_report(tmp_path):
+    outcome = attempt(tmp_path, "320MiB", "val", **CASES["validation"].sizes)
+    path = next(tmp_path.glob("oom-val-*-snapshot.pickle"))
+    assert f"Memory snapshot: `{path}`" in outcome.report
+    snapshot = pickle.loads(path.read_bytes())
+    viz.segsum(snapshot)  # raises where sizes do not add up
+    history = viz.trace(snapshot)
+    assert "raise OutOfMemoryError # 144.0MiB requested, 78.0MiB free in CUDA" in history
+    assert "Active Memory Timeline" in viz.trace_plot(snapshot)
+    # What torch.cuda.memory._snapshot says of itself: the fields of its TypedDicts.
+    for kind, found in {
+        "Snapshot": snapshot,
+        "Segment": snapshot["segments"][0],
+        "Block": snapshot["segments"][0]["blocks"][0],
+        "TraceEntry": next(entry for entry in snapshot["device_traces"][0] if entry["action"] == "alloc"),
+    }.items():
+        documented = torch.cuda.memory._snapshot.__doc__.split(f"class {kind}(TypedDict):")[1].split("class ")[0]
+        fields = set(re.findall(r"^\s+(\w+): (?!NotRequired)", documented, re.MULTILINE))
+        assert fields - set(found) <= {"device_free"}, kind
 
 
 # --- the report goes wherever it can

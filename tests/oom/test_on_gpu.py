@@ -1,0 +1,138 @@
+"""The same failures on a real device, held to 2 GiB by the process's memory fraction."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.cuda import _memory_viz as viz
+
+from lightning_memtools import OOMReport
+from lightning_memtools.memory.sizes import parse_size
+from lightning_memtools.oom.observer import observe
+from tests.lightning_models import trainer
+from tests.oom_models import Layers
+
+pytestmark = pytest.mark.gpu
+
+GIB = 2**30
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "forward": ("fit", {"batch": 370}, "batch"),
+    "backward": ("fit", {"batch": 300}, "batch"),
+    "validation": ("val", {"n": 4, "wide": 2, "batch": 120, "val_batch": 620}, "val_batch"),
+    "predict": ("predict", {"n": 4, "wide": 2, "val_batch": 620}, "val_batch"),
+    "optimizer": ("fit", {"n": 1, "wide": None, "batch": 4, "width": 11_000}, "batch"),
+}
+
+
+@pytest.fixture(autouse=True)
+def two_gibibytes():
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(2 * GIB / torch.cuda.get_device_properties(0).total_memory)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def attempt(root: Path, call: str, **sizes: Any) -> str | None:
+    """The report of a run that fails; None of one that fits."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    run = trainer(
+        root, OOMReport(directory=str(root)), accelerator="gpu", devices=1, logger=False, num_sanity_val_steps=0,
+        limit_val_batches=1.0 if call == "val" else 0,
+    )  # fmt: skip
+    try:
+        getattr(run, {"val": "fit"}.get(call, call))(Layers(**sizes))
+    except torch.OutOfMemoryError as error:
+        assert "Report: " in error.__notes__[-1]
+        return next(root.glob("oom-*.md")).read_text()
+    return None
+
+
+def sizes_in(report: str, title: str) -> dict[str, int]:
+    section = report.split(f"## {title}\n")[1].split("\n## ", maxsplit=1)[0]
+    rows = re.findall(r"^\| `?(.+?)`? \| ([\d.]+ [KMG]?i?B) \|", section, re.MULTILINE)
+    return {name: parse_size(size) for name, size in rows}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_split_adds_up_and_the_suggested_batch_size_fits_and_the_next_does_not(name, tmp_path):
+    call, sizes, key = CASES[name]
+    before = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
+    seen: list[tuple[int, int]] = []
+    stop = observe(
+        torch.device("cuda", 0),
+        lambda *_: seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_stats()["allocation.all.allocated"])),
+    )
+    assert stop is not None
+    try:
+        report = attempt(tmp_path, call, **sizes)
+    finally:
+        stop()
+    assert report is not None
+    allocated, n_allocations = seen[-1]
+    assert n_allocations > before
+    # Nothing was allocated between the failure and here: not by capturing, tracing, or writing.
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == n_allocations
+    split = sizes_in(report, "What filled the device")
+    assert split.pop("allocated") == pytest.approx(allocated, rel=0.01)
+    assert sum(split.values()) == pytest.approx(allocated, rel=0.01)
+    assert float(re.search(r"This report took ([\d.]+) s", report)[1]) < 10
+    if name == "optimizer":
+        weights = 4 * 11_000 * 11_001
+        assert split["parameters"] == pytest.approx(weights, rel=0.01)
+        assert split["gradients"] == pytest.approx(weights, rel=0.01)
+        return
+    wide = sizes.get("wide", 4)
+    assert next(iter(sizes_in(report, "Modules with most activations"))) == f"net.{wide}.0"
+    found = re.search(rf"batches of (\d+) in place of {sizes[key]}", report)
+    assert found is not None
+    size = int(found[1])
+    assert attempt(tmp_path, call, **(sizes | {key: size})) is None
+    assert attempt(tmp_path, call, **(sizes | {key: size + 1})) is not None
+
+
+def test_the_snapshot_opens_and_has_python_stacks(tmp_path):
+    call, sizes, _ = CASES["forward"]
+    assert attempt(tmp_path, call, **sizes) is not None
+    snapshot = pickle.loads(next(tmp_path.glob("*-snapshot.pickle")).read_bytes())
+    viz.segsum(snapshot)
+    assert "OutOfMemoryError" in viz.trace(snapshot)
+    frames = {frame["filename"] for entry in snapshot["device_traces"][0] for frame in entry.get("frames", [])}
+    assert any(name.endswith("oom_models.py") for name in frames)
+    assert not any(name.endswith(".cpp") for name in frames)
+    assert not torch._C._cuda_isHistoryEnabled()
+
+
+def test_the_observer_hears_before_anything_unwinds(tmp_path):
+    class Wide(Layers):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.held = torch.empty(GIB, dtype=torch.uint8, device=self.device)
+            local = torch.empty(GIB // 2, dtype=torch.uint8, device=self.device)
+            torch.empty(GIB, dtype=torch.uint8, device=self.device)
+            return local.sum()
+
+    run = trainer(tmp_path, OOMReport(directory=str(tmp_path)), accelerator="gpu", devices=1, logger=False,
+                  limit_val_batches=0)  # fmt: skip
+    with pytest.raises(torch.OutOfMemoryError):
+        run.fit(Wide(batch=2))
+    split = sizes_in(next(tmp_path.glob("oom-*.md")).read_text(), "What filled the device")
+    assert split["activations"] == pytest.approx(1.5 * GIB, rel=0.01)
+
+
+def test_a_run_without_failure_ends_in_the_same_weights(tmp_path):
+    ends = []
+    for callbacks in ([OOMReport()], []):
+        L.seed_everything(0, verbose=False)
+        model = Layers(batch=4)
+        trainer(tmp_path, *callbacks, accelerator="gpu", devices=1, logger=False, limit_val_batches=0).fit(model)
+        ends.append([parameter.detach().cpu() for parameter in model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
