@@ -47,13 +47,13 @@ class LanguageModel(L.LightningModule):
         logits = self.head(self.blocks(self.embedding(tokens)))
         return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any) -> torch.Tensor:
         return self.loss(batch)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any) -> None:
         self.log("val_loss", self.loss(batch))
 
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch: Any) -> torch.Tensor:
         out: torch.Tensor = self.head(self.blocks(self.embedding(batch))).argmax(-1)
         return out
 
@@ -87,8 +87,8 @@ def attempt(call: str, sizes: dict[str, int]) -> tuple[str | None, float]:
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            accelerator="gpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, default_root_dir=folder,
-            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            accelerator="gpu", devices=1, max_epochs=1, logger=False, default_root_dir=folder,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
             callbacks=[OOMReport(directory=folder)],
         )  # fmt: skip
         begin = time.perf_counter()

@@ -124,7 +124,8 @@ def _check(
     except Exception as error:  # noqa: BLE001, the facts are worth a report without advice
         page.notes = [f"Nothing could be checked: {type(error).__name__}: {error}"]
         return
-    page.actions, page.expandable, page.notes = checks.actions, checks.expandable, checks.notes
+    page.actions, page.notes = checks.actions, checks.notes
+    page.request, page.expandable = checks.request, checks.expandable
     if not page.modules:
         page.modules, page.modules_traced = checks.modules, True
 

@@ -43,6 +43,7 @@ class Checks:
         deadline: When to end.
 
     Attributes:
+        request: What the program asked for, in bytes, as the recorded history has it; None where there is none.
         expandable: Whether expandable segments would have served the request; None where no history was recorded.
         plain: The estimate of the step as it was; None where it could not be traced.
         actions: What was found, in the order of their worth.
@@ -51,6 +52,7 @@ class Checks:
     """
 
     def __init__(self, situation: Situation, deadline: Deadline) -> None:
+        self.request: int | None = None
         self.expandable: Verdict | None = None
         self.plain: MemoryEstimate | None = None
         self.actions: list[Action] = []
@@ -73,6 +75,8 @@ class Checks:
         with warnings.catch_warnings(), self._deadline.interrupting():
             warnings.simplefilter("ignore")
             if situation.history is not None:
+                failed = situation.history.failure()
+                self.request = None if failed is None else failed.n_bytes
                 self.expandable = with_expandable_segments(situation.history)
             self._why_not = situation.why_not_traced() or self._trace_plain()
             for check, unchecked in self._planned():
@@ -210,7 +214,8 @@ class Checks:
         names = ", ".join(f"`{chain.name or '(the model)'}`" for chain in plan.chains if chain.ranges)
         estimate = self._situation.estimate(plan=plan)
         fits = self._fits(estimate)
-        price = f"{plan.extra_operations:.0%} more computation"
+        extra = plan.extra_operations
+        price = f"{extra:.0%} more computation" if extra >= 0.01 else "less than 1% more computation"  # noqa: PLR2004
         yield Action(
             kind=Kind.CHECKPOINTING,
             title=f"Recompute activations of {names}",

@@ -160,7 +160,7 @@ def line_of_user(error: BaseException) -> str:
     if not frames:
         return ""
     frame = frames[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
 
 
 def listed(processes: Sequence[GpuProcess]) -> str:

@@ -29,6 +29,7 @@ class Page:
         facts: What was known when memory ran out.
         error: The error's own text.
         where: The user's line of code; "" where it is not known.
+        request: What the program asked for, in bytes, where that is known: the device is asked for whole segments.
         actions: What can be done, in the order of its worth.
         modules: Activations by module, largest first.
         modules_traced: Whether those are of a traced step; else they are what the device held.
@@ -44,6 +45,7 @@ class Page:
     facts: Facts
     error: str = ""
     where: str = ""
+    request: int | None = None
     actions: Sequence[Action] = ()
     modules: Sequence[tuple[str, int]] = ()
     modules_traced: bool = False
@@ -114,7 +116,7 @@ class Page:
             first = "" if facts.is_own_batch else " (of the stage's first batch; this one was not there yet)"
             rows.append(("batch", f"{size}{', '.join(lines)}{first}"))
         rows += [
-            ("asked for", _size(facts.requested)),
+            ("asked for", _size(facts.requested) + self._for_a_request()),
             ("capacity", _size(stats.capacity)),
             ("share this process may reserve", "" if facts.fraction >= 1 else f"{100 * facts.fraction:.1f}%"),
             ("reserved by PyTorch", _size(stats.reserved)),
@@ -132,6 +134,11 @@ class Page:
             parts.append(f"```\n{self.error}\n```")
         return parts
 
+    def _for_a_request(self) -> str:
+        if self.request is None or self.request == self.facts.requested:
+            return ""
+        return f", the segment for a request of {format_size(self.request)}"
+
     def _split(self) -> list[str]:
         split = self.facts.split
         if split is None:
@@ -144,7 +151,7 @@ class Page:
         rows.append(("allocated", format_size(total), _share(total, total)))
         parts = ["## What filled the device", markdown_table(Table(("category", "size", "share"), rows))]
         older = split.older
-        if split.buffers or older:
+        if split.buffers + older > _WORTH_A_LINE * total:
             parts.append(
                 f"Of other, {format_size(split.buffers)} are the model's buffers. {format_size(older)} were there "
                 "before the batch and belong to neither model, optimizers nor inputs: what hooks, callbacks and your "
