@@ -19,7 +19,8 @@ EXAMPLE = DOCS / "oom-report-example.md"
 
 def code() -> str:
     """The page's first block of code."""
-    return re.findall(r"```python\n(.*?)```", (DOCS / "oom-report.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    found: list[str] = re.findall(r"```python\n(.*?)```", (DOCS / "oom-report.md").read_text("utf-8"), re.DOTALL)
+    return found[0]
 
 
 def report(folder: Path) -> str:

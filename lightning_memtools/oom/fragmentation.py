@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_memtools.memory.allocator import AllocatorConfig, SimulatedOutOfMemory, Trace, replay
 from lightning_memtools.memory.allocator.from_snapshot import FailedRequest, begin_of, failed_request, trace_until
+from lightning_memtools.memory.allocator.rounding import SMALL_LIMIT, SMALL_SEGMENT, round_up
 from lightning_memtools.memory.sizes import format_size
 
 
@@ -123,7 +124,10 @@ def _verdict(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -
     try:
         done.allocator.malloc(failed.n_bytes, stream=failed.stream, pool=failed.pool)
     except SimulatedOutOfMemory as error:
-        free = max(error.free or 0, 0)
-        asked = format_size(error.rounded)
-        return Verdict(served=False, why=f"{format_size(free)} would have been free for a request of {asked}")
+        page = config.large_segment_size if error.rounded > SMALL_LIMIT else SMALL_SEGMENT
+        needed = round_up(error.rounded, page) if config.expandable_segments else error.segment_size
+        found = f"{format_size(max(error.free or 0, 0))} would have been free"
+        return Verdict(
+            served=False, why=f"{found}, and {format_size(needed)} needed for a request of {format_size(error.rounded)}"
+        )
     return Verdict(served=True, why="the request would have been served")
