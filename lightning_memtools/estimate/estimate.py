@@ -37,6 +37,7 @@ def estimate_memory(
     allocator: str = "",
     capacity: str | None = None,
     ddp_bucket_mb: float | None = None,
+    gradient_as_bucket_view: bool = False,
 ) -> MemoryEstimate:
     """Predict the peak memory of training, from the model and one batch, without a GPU.
 
@@ -65,6 +66,7 @@ def estimate_memory(
         capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the report then says whether it fits.
         ddp_bucket_mb: The bucket size of DistributedDataParallel, in MiB, for a rank of a DDP training: 25 is torch's
             default.
+        gradient_as_bucket_view: DDP's option of this name: gradients then take no memory beside the buckets.
 
     Returns:
         The prediction. A step that reads values cannot run on fakes: then it runs on real CPU tensors at small batch
@@ -85,7 +87,16 @@ def estimate_memory(
     recipe = Recipe(stage=stage, precision=Precision.parse(precision), steps=steps, accumulate=accumulate, clip=clip)
     if ddp_bucket_mb is None and isinstance(model, DistributedDataParallel):
         ddp_bucket_mb = model.bucket_bytes_cap / 2**20
-    subject = Subject(model=model, step=step, optimizer=optimizer, ddp_bucket_mb=ddp_bucket_mb)
+        gradient_as_bucket_view = model.gradient_as_bucket_view
+    if gradient_as_bucket_view and ddp_bucket_mb is None:
+        raise ValueError("gradient_as_bucket_view belongs to DDP: give the size of its buckets too, ddp_bucket_mb=25.")
+    subject = Subject(
+        model=model,
+        step=step,
+        optimizer=optimizer,
+        ddp_bucket_mb=ddp_bucket_mb,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
     settings = Settings(cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity))
     return _estimate(subject, batch, recipe, settings, capacity)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_memtools.estimate.nesting import tensors_of
 from lightning_memtools.estimate.reading import read_estimate
@@ -67,7 +69,7 @@ def estimate_on_cpu(
     """
     size = batch_size_of(batch)
     is_small = size is None or size <= _SMALL[-1]
-    parts = [batch] if is_small else [first_rows(batch, n) for n in _SMALL]
+    parts = [batch] if is_small or _holds_packed(batch) else [first_rows(batch, n) for n in _SMALL]
     _check_values(subject, batch, obstacle)
     runs = [trace(subject, part, recipe, settings, values=True) for part in parts]
     own = "" if not settings.cuda else " Attention, recurrent layers and autocast took the CPU's ways."
@@ -126,10 +128,17 @@ def _check_values(subject: Subject, batch: Any, obstacle: Obstacle) -> None:
         )
 
 
+def _holds_packed(batch: Any) -> bool:
+    """Whether there are packed sequences: their samples cannot be told apart by the first dimension."""
+    if isinstance(batch, Mapping):
+        return any(map(_holds_packed, batch.values()))
+    return isinstance(batch, PackedSequence) or (isinstance(batch, (list, tuple)) and any(map(_holds_packed, batch)))
+
+
 def _cannot_retrace(size: int) -> MemoryEstimate:
     raise ValueError(
-        f"A step that reads values cannot be estimated at batch size {size} from a batch this small: pass a batch of "
-        f"more than {_SMALL[-1]} samples."
+        f"A step that reads values cannot be estimated at batch size {size} from this batch: pass one of more than "
+        f"{_SMALL[-1]} samples, whose tensors begin with the batch (packed sequences do not)."
     )
 
 

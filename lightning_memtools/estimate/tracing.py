@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_memtools.estimate.autocast import cuda_autocast
-from lightning_memtools.estimate.buckets import bucket_bytes, unwrapped
+from lightning_memtools.estimate.buckets import bucket_bytes, move_gradients_into_buckets, unwrapped
 from lightning_memtools.estimate.device import TracedDevice
 from lightning_memtools.estimate.fakes import RealExchange, TensorExchange, borrowed, stand_in_optimizer
 from lightning_memtools.estimate.functions import CudaFunctions
@@ -43,12 +43,14 @@ class Subject:
         step: Computes the loss of a batch, for modules that are no LightningModule or instead of its own step.
         optimizer: An optimizer, its class, a function of the parameters, or None.
         ddp_bucket_mb: The size of DDP's buckets in MiB; None without DDP.
+        gradient_as_bucket_view: Gradients are parts of the buckets, not copied into them.
     """
 
     model: nn.Module
     step: StepFunction | None = None
     optimizer: Optimizer | type[Optimizer] | MakeOptimizer | None = None
     ddp_bucket_mb: float | None = None
+    gradient_as_bucket_view: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,9 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
             device.track(model)
         if subject.ddp_bucket_mb is not None:
             device.hold_buckets(bucket_bytes(model.parameters(), subject.ddp_bucket_mb))
+            if subject.gradient_as_bucket_view:
+                with device.host():  # counted as buckets already
+                    move_gradients_into_buckets(model.parameters())
         stack.enter_context(_noted_shapes(model, result.shapes))
         tracer = Tracer(device, batch, dtype, values=values)
         _run(replace(subject, model=model), _make_optimizer(subject, exchange), recipe, tracer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_memtools.estimate import estimate_memory
 from tests.estimate.networks import Classifier, mlp, total
@@ -56,6 +57,22 @@ def test_a_model_without_values_cannot_fall_back():
         model = Reads()
     with pytest.raises(RuntimeError, match=r"item\(\) > 1e9.*has no values.*Pass a real model"):
         estimate_memory(model, torch.ones(8, 32), step=total)
+
+
+def test_packed_sequences_run_on_the_cpu_at_their_own_size():
+    packed = pack_sequence([torch.ones(length, 16) for length in (30, 20, 10)])
+    made = estimate_memory(nn.GRU(16, 32), packed, step=lambda m, b: m(b)[0].data.sum(), device="cpu")
+    (note,) = made.notes
+    assert "test_bad_input.py" in note
+    assert note.endswith("So the step ran on real CPU tensors.")
+    with pytest.raises(ValueError, match="packed sequences do not"):
+        made.max_batch_size("10GiB")
+
+
+def test_lbfgs_is_refused_with_what_it_would_keep():
+    model = mlp(512, 512)  # 1 MiB and a bias
+    with pytest.raises(ValueError, match=r"LBFGS is not estimated.*200 vectors.*history_size=100\): 200 MiB"):
+        estimate_memory(model, torch.ones(2, 512), step=total, optimizer=torch.optim.LBFGS)
 
 
 def test_an_operator_without_a_fake_kernel_is_named():
