@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_memtools.estimate.nesting import tensors_of
 from lightning_memtools.estimate.reading import read_estimate
 from lightning_memtools.estimate.resizing import first_rows
 from lightning_memtools.estimate.result import MemoryEstimate
 from lightning_memtools.estimate.step import Recipe, batch_size_of
 from lightning_memtools.estimate.tracing import Settings, Subject, trace
+from lightning_memtools.memory.virtual.parts import tensors_in
 
 _SMALL = (4, 16)
 """The batch sizes of the fallback: small, and far enough apart that blocks of 512 bytes hide little of a sample."""
@@ -120,7 +120,7 @@ class _Line:
 
 
 def _check_values(subject: Subject, batch: Any, obstacle: Obstacle) -> None:
-    tensors = (*tensors_of(batch), *subject.model.parameters())
+    tensors = (*tensors_in(batch), *subject.model.parameters())
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
         raise RuntimeError(
             f"{obstacle.why} The step could run on real CPU tensors instead, but the model or the batch has no values. "

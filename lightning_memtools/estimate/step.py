@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.estimate.nesting import map_tensors, tensors_of
+from lightning_memtools.estimate.nesting import map_tensors
 from lightning_memtools.estimate.precision import Precision
 from lightning_memtools.estimate.stand_in import TrainerStandIn, attach, configured_optimizers
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.virtual.parts import tensors_in
 
 Stage = Literal["train", "val", "test", "predict"]
 STEP_NAMES = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -279,4 +280,4 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None, *, values: bool) -> t
 
 def batch_size_of(batch: Any) -> int | None:
     """The size of the first dimension of the first tensor that has one."""
-    return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), None)
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)

@@ -21,7 +21,6 @@ from lightning_memtools.estimate.buckets import bucket_bytes, move_gradients_int
 from lightning_memtools.estimate.device import TracedDevice
 from lightning_memtools.estimate.fakes import RealExchange, TensorExchange, borrowed, stand_in_optimizer
 from lightning_memtools.estimate.functions import CudaFunctions
-from lightning_memtools.estimate.nesting import tensors_of
 from lightning_memtools.estimate.stand_in import is_lightning_module
 from lightning_memtools.estimate.step import (
     MakeOptimizer,
@@ -32,6 +31,7 @@ from lightning_memtools.estimate.step import (
     run_lightning,
     run_module,
 )
+from lightning_memtools.memory.virtual.parts import tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Tracer(Watch):
         """A batch of the same sizes, put on the device as a copy to a GPU would."""
         with self._device.host():
             batch = copy_of_batch(self._batch, self._dtype, values=self._values)
-        if next(tensors_of(batch), None) is not None:
+        if next(tensors_in(batch), None) is not None:
             self._device.count_batch(batch)
         return batch
 
@@ -212,7 +212,7 @@ def _noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...
     def note(module: nn.Module, _args: Any, out: Any) -> None:
         name = names.get(id(module))
         if name is not None and name not in shapes:
-            shapes[name] = tuple(tuple(tensor.shape) for tensor in tensors_of(out))
+            shapes[name] = tuple(tuple(tensor.shape) for tensor in tensors_in(out))
 
     handle = register_module_forward_hook(note)
     try:
