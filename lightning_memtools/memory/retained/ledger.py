@@ -23,6 +23,7 @@ from lightning_memtools.memory.retained.steps import is_a
 # kinds of tensors that take the most memory.
 MAX_LOOKUPS = 8
 MAX_CANDIDATES = 64
+_MIN_SHARE = 0.01
 # About what a census takes for each block of memory that Python has given out: 0.1 s were measured with 19 million.
 CENSUS_SECONDS_PER_BLOCK = 1e-8
 # One that takes longer is left out where growth may yet prove to be nothing.
@@ -186,6 +187,9 @@ class Ledger:
         newest = [survivor for survivor in survivors if survivor.born == self._census.number]
         lookups = 0
         for signature in _largest_signatures(newest):
+            # Every lookup takes many passes over all objects: what is next to nothing beside a leak is not looked for.
+            if findings and _bytes_of([s for s in newest if s.signature == signature]) < _MIN_SHARE * _bytes_of(newest):
+                break
             while lookups < MAX_LOOKUPS:
                 young = [s.tensor for s in newest if id(s.tensor) in remaining and s.signature == signature]
                 lookups += bool(young)

@@ -164,6 +164,24 @@ def test_several_places_are_told_with_the_largest_first(device):
     assert [f.holder.container_path for f in accusation.findings] == ["Model.other", "Model.kept"]
 
 
+def test_what_is_next_to_nothing_beside_a_leak_is_not_looked_for(device, monkeypatch):
+    looked_for = []
+    find = ledger_module.find_holder
+    monkeypatch.setattr(
+        ledger_module, "find_holder", lambda one, *a, **kw: looked_for.append(one.numel()) or find(one, *a, **kw)
+    )
+    model = Model()
+    model.other = []
+
+    def grow():
+        model.kept.append(new(128 * 200))
+        model.other.append(new())
+
+    ((_, accusation),) = epochs(device, model, *[grow] * 3)
+    assert [f.holder.container_path for f in accusation.findings] == ["Model.kept"]
+    assert looked_for == [128 * 200]
+
+
 def test_tensors_with_a_graph_say_so(device):
     model = Model()
 
