@@ -39,10 +39,11 @@ class EmptyCache(Callback):
     Logs `memory/cache/freed_gib`, `memory/cache/ms` and, with the ledger, `memory/retained_gib` and its parts. When
     what stays grows in `warn_after` epochs in a row, one warning names the tensors and who holds them.
 
-    Costs: emptying waits for the device. A full collection takes 0.1 to 0.2 s per million Python objects, so it is left
+    Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is left
     out where everything that is allocated belongs to the model and its optimizers, or was there after the last one: a
-    healthy run pays for two or three at its beginning. One that takes over half a second is done again only once it is
-    less than 1% of the time since, or before a warning. Every rank decides for itself; none waits for another.
+    healthy run pays for two or three at its beginning. One that takes over half a second (0.05 s where it could not
+    free what is worth giving back) waits until it is little of the time since the last, or until a warning. Every rank
+    decides for itself; none waits for another.
 
     Args:
         stages: Whose boundaries count: "val" (the sanity check included), "test", "predict". The end of fit always
