@@ -74,7 +74,7 @@ def estimate_memory(
 
     Raises:
         ValueError: An argument is out of range; the message says what is accepted.
-        TypeError: The step returns no loss.
+        TypeError: The step returns no loss, or an argument is of another kind than is accepted.
     """
     if VirtualDevice.current() is not None:
         raise RuntimeError(
@@ -82,6 +82,7 @@ def estimate_memory(
             "Leave that one first."
         )
     _check(model, step, stage=stage, steps=steps, accumulate=accumulate, device=device, ddp_bucket_mb=ddp_bucket_mb)
+    _check_training(optimizer, clip)
     if capacity is not None:
         Limit.parse(capacity)
     recipe = Recipe(stage=stage, precision=Precision.parse(precision), steps=steps, accumulate=accumulate, clip=clip)
@@ -141,6 +142,18 @@ def _check(
             f"{type(model).__name__} is no LightningModule, so estimate_memory does not know its step. Pass "
             "step=lambda model, batch: loss, such as step=lambda model, batch: mse_loss(model(batch[0]), batch[1])."
         )
+    if step is not None and not callable(step):
+        raise TypeError(f"step is a {type(step).__name__}: pass a function, step=lambda model, batch: loss.")
     name = STEP_NAMES[stage]
     if step is None and getattr(model, name, None) is None:
         raise ValueError(f"{type(model).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")
+
+
+def _check_training(optimizer: object, clip: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        raise TypeError(
+            f"optimizer is {optimizer!r}: pass an optimizer, its class such as torch.optim.AdamW, or a function of the "
+            "parameters such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+        )
+    if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
+        raise ValueError(f"clip is {clip!r}: it has to be the norm to clip gradients to, a number above 0, or None.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ def explain(error: Exception) -> Obstacle | None:
         what = str(error.func)
         return Obstacle(f"The step reads values at {where}: {what} needs them, and an estimate has none.")
     if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
-        name = str(getattr(error, "func", None) or error).split("\n")[0]
+        name = getattr(error, "func", None) or _name_of_custom_operator(str(error))
         return Obstacle(
             f"The operator {name} at {where} has no kernel for fake tensors. Register one with "
             "torch.library.register_fake, and the estimate needs no extrapolation."
@@ -117,6 +118,12 @@ class _Line:
             _trace=None,
             _retrace=self.at,
         )
+
+
+def _name_of_custom_operator(text: str) -> str:
+    """The name in what torch says of an operator made with torch.library.custom_op."""
+    found = re.search(r"<CustomOpDef\((.+?)\)>", text)
+    return found[1] if found else text.split("\n", maxsplit=1)[0]
 
 
 def _check_values(subject: Subject, batch: Any, obstacle: Obstacle) -> None:

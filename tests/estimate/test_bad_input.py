@@ -93,6 +93,17 @@ def test_an_operator_without_a_fake_kernel_is_named():
     assert "torch.library.register_fake" in note
 
 
+def test_an_operator_made_with_torchs_decorator_is_named_too():
+    @torch.library.custom_op("memtools_test::twice", mutates_args=())  # type: ignore[untyped-decorator]
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    made = estimate_memory(mlp(8, 8), torch.ones(4, 8), step=lambda m, b: m(twice(b)).sum(), device="cpu")
+    (note,) = made.notes
+    assert note.startswith("The operator memtools_test::twice at ")
+    assert "torch.library.register_fake" in note
+
+
 def test_the_users_own_error_stays_on_top(caplog):
     def step(model, batch):
         return model(batch["rows"]).sum()
@@ -141,12 +152,25 @@ def test_a_capacity_below_the_parameters_says_by_how_much():
         ({"capacity": "24"}, "Not a capacity: '24'"),
         ({"allocator": "expandable:True"}, "expandable"),
         ({"ddp_bucket_mb": 0}, "ddp_bucket_mb is 0"),
+        ({"clip": -1.0}, "clip is -1.0: it has to be the norm"),
     ],
 )
 def test_bad_arguments_name_what_is_accepted(changes, message):
     arguments = {"step": total} | changes
     with pytest.raises(ValueError, match=message):
         estimate_memory(mlp(4, 4), torch.ones(1, 4), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "Adam"}, "optimizer is 'Adam': pass an optimizer, its class such as torch.optim.AdamW"),
+        ({"step": 3}, "step is a int: pass a function"),
+    ],
+)
+def test_arguments_of_another_kind_are_told_what_to_be(changes, message):
+    with pytest.raises(TypeError, match=message):
+        estimate_memory(mlp(4, 4), torch.ones(1, 4), **({"step": total} | changes))
 
 
 def test_a_step_without_a_loss_is_told_what_to_return():
