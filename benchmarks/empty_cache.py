@@ -232,6 +232,7 @@ def run(case: str) -> dict[str, Any]:
         "evaluation_wall_s": [watch.evaluation_wall_s[epoch] for epoch in epochs],
         "hooks_ms": {place: 1000 * seconds for place, seconds in watch.hooks_s.items()},
         "hooks_share_of_evaluation_pct": [100 * watch.hooks_s[e] / watch.evaluation_s[e] for e in epochs],
+        "largest_share_of_an_evaluation_pct": max(100 * watch.hooks_s[e] / watch.evaluation_s[e] for e in epochs),
         "share_of_all_evaluations_pct": 100 * sum(watch.hooks_s.values()) / sum(watch.evaluation_s[e] for e in epochs),
         "segments_asked_for": n_segments,
         "gib_asked_for": n_bytes / GIB,

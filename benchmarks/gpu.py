@@ -4,8 +4,9 @@ Needs a CUDA device; takes a minute or two, and at most 8 GiB of it.
 
     python benchmarks/gpu.py
 
-It then compares `estimate_memory` with the GPU, for another 8 minutes at most (see gpu_estimates.py), and follows the
-advice of out-of-memory reports, for 2 minutes (see gpu_oom.py).
+It also times what EmptyCache costs the next step: to ask for memory again. (benchmarks/empty_cache.py does so in a
+whole training.) It then compares `estimate_memory` with the GPU, for another 8 minutes at most (see gpu_estimates.py),
+and follows the advice of out-of-memory reports, for 2 minutes (see gpu_oom.py).
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import argparse
 import gc
 import re
 import shutil
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import gpu_estimates
 import gpu_oom
 import torch
-from machine import save
+from machine import save, spread
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
@@ -198,6 +201,44 @@ def cublas_workspace() -> int:
     return taken
 
 
+def asking_again() -> dict[str, Any]:
+    """What EmptyCache gives back has to be asked for again: how long that takes, and giving it back, in ms.
+
+    A step allocates 2 GiB in segments of one size and frees them. It is timed with segments that are kept, and right
+    after the cache was emptied; in between the device is waited for, as it is at the end of an evaluation.
+    """
+    found = {}
+    for mib in (20, 64, 256):
+        sizes = [mib * 2**20] * (2048 // mib)
+        kept, emptied, asked = [], [], []
+        for _ in range(21):
+            timed_allocations(sizes)  # so that there is something to keep
+            kept.append(timed_allocations(sizes))
+            begin = time.perf_counter()
+            torch.cuda.empty_cache()
+            emptied.append(1000 * (time.perf_counter() - begin))
+            asked.append(timed_allocations(sizes))
+        clean_up()
+        found[f"{len(sizes)} segments of {mib} MiB"] = {
+            "kept_ms": spread(kept),
+            "empty_cache_ms": spread(emptied),
+            "asked_again_ms": spread(asked),
+            "longer_by_ms_per_gib": (statistics.median(asked) - statistics.median(kept)) / 2,
+        }
+    return found
+
+
+def timed_allocations(sizes: list[int]) -> float:
+    """Milliseconds to allocate blocks of these sizes, all at once; they are freed again."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+    torch.cuda.synchronize()
+    elapsed_ms = 1000 * (time.perf_counter() - begin)
+    del blocks
+    return elapsed_ms
+
+
 def clean_up() -> None:
     """Drop what earlier runs left: garbage, cuBLAS workspaces, cached blocks."""
     gc.collect()
@@ -265,7 +306,7 @@ def main() -> int:
         "steps": STEPS,
     }
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower())
-    save(f"gpu-{slug}", {"gpu": versions, "models": measured})
+    save(f"gpu-{slug}", {"gpu": versions, "models": measured, "asking_again": asking_again()})
     if not chosen.without_estimates:
         save(f"gpu_estimates-{slug}", gpu_estimates.measure())
     if not chosen.without_reports:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -39,10 +39,11 @@ class EmptyCache(Callback):
     Logs `memory/cache/freed_gib`, `memory/cache/ms` and, with the ledger, `memory/retained_gib` and its parts. When
     what stays grows in `warn_after` epochs in a row, one warning names the tensors and who holds them.
 
-    Costs: emptying waits for the device. A full collection takes 0.1 to 0.2 s per million Python objects, so it is left
+    Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is left
     out where everything that is allocated belongs to the model and its optimizers, or was there after the last one: a
-    healthy run pays for two or three at its beginning. One that takes over half a second is done again only once it is
-    less than 1% of the time since, or before a warning. Every rank decides for itself; none waits for another.
+    healthy run pays for two or three at its beginning. One that takes over half a second (0.05 s where it could not
+    free what is worth giving back) waits until it is little of the time since the last, or until a warning. Every rank
+    decides for itself; none waits for another.
 
     Args:
         stages: Whose boundaries count: "val" (the sanity check included), "test", "predict". The end of fit always
@@ -289,17 +290,18 @@ def _surroundings(trainer: Trainer) -> Surroundings:
 
 
 def _checked_stages(stages: Sequence[str]) -> tuple[str, ...]:
-    given = (stages,) if isinstance(stages, str) else tuple(stages)
-    unknown = [stage for stage in given if stage not in _STAGES]
-    if unknown or isinstance(stages, str):
+    is_list = isinstance(stages, Iterable) and not isinstance(stages, str)
+    unknown = [stage for stage in stages if stage not in _STAGES] if is_list else []
+    if unknown or not is_list:
+        what = f"holds {unknown[0]!r}, which is no stage" if unknown else "is not a list of stages"
         raise ValueError(
-            f"stages={stages!r} is not a list of stages. Give any of {', '.join(map(repr, _STAGES))}, "
-            'as in stages=["val", "test"]. The end of fit always counts.'
+            f"stages={stages!r} {what}. Accepted are {', '.join(map(repr, _STAGES))}, in a list: "
+            'stages=["val", "test"]. The end of fit always counts.'
         )
-    return given
+    return tuple(stages)
 
 
 def _checked_count(warn_after: int) -> int:
-    if warn_after < 1:
-        raise ValueError(f"warn_after={warn_after} is not a count of epochs. Give 1 or more.")
+    if not isinstance(warn_after, int) or isinstance(warn_after, bool) or warn_after < 1:
+        raise ValueError(f"warn_after={warn_after!r} is not a count of epochs. Give a whole number of 1 or more.")
     return warn_after

@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
-# AT_FORALL_FP32 of ATen/autocast_mode.h (torch 2.13), without the operators that are on the CPU's list already:
-# computed in float32.
+# AT_FORALL_FP32 of ATen/autocast_mode.h (torch 2.13), computed in float32. The CPU's list has some of them already.
 _IN_FLOAT = [
     "acos",
     "asin",
@@ -75,23 +76,34 @@ _IN_FLOAT = [
 ]
 # AT_FORALL_FP32_SET_OPT_DTYPE: float32 results, from inputs as they are, unless the caller says a dtype.
 _TO_FLOAT = ["prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"]
+# AT_FORALL_LOWER_PRECISION_FP, as far as the CPU's list has neither them nor the operators they consist of.
+_IN_HALF = ["mv", "addmv", "addr"]
+# AT_FORALL_PROMOTE: in the widest type among the inputs.
+_PROMOTED = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add",
+             "tensordot", "vdot"]  # fmt: skip
+# On the CPU's list, for the lower precision: what they consist of is on CUDA's.
+_SAME = frozenset({
+    "aten::_addmm_activation", "aten::_native_multi_head_attention", "aten::mkldnn_rnn_layer",
+    "aten::conv1d.padding", "aten::conv2d.padding", "aten::conv3d.padding",
+})  # fmt: skip
 _LINALG_NORMS = ("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")
 _HALF = frozenset({torch.float16, torch.bfloat16})
+_FLOATS = _HALF | {torch.float32}
+_KEY = "AutocastCPU"
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """While entered, autocast on CPU tensors keeps to CUDA's lists, and a user's autocast("cuda") acts on them.
 
-    What the CPU computes in float32 and CUDA does not (avg_pool3d, binary_cross_entropy and a few more) stays.
+    What is on the CPU's lists only (pooling in three dimensions, quantiles and many more) is left to the operator.
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     original = torch.autocast.__init__
     try:
-        for name in _IN_FLOAT:
-            _register(library, name, _in_float)
-        for name in (*_TO_FLOAT, *_LINALG_NORMS):
-            _register(library, name, _to_float)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns where a kernel of its own is replaced
+            _register_all(library)
         torch.autocast.__init__ = _for_cpu(original)  # type: ignore[method-assign]
         yield
     finally:
@@ -99,41 +111,99 @@ def cuda_autocast() -> Iterator[None]:
         library._destroy()
 
 
+def _register_all(library: Any) -> None:
+    for name in _only_on_cpu():
+        library.impl(name.removeprefix("aten::"), torch.library.fallthrough_kernel, _KEY)
+    for names, make in (
+        (_IN_FLOAT, _in_float),
+        ((*_TO_FLOAT, *_LINALG_NORMS), _to_float),
+        (_IN_HALF, _in_half),
+        (_PROMOTED, _promoted),
+    ):
+        for name in names:
+            _register(library, name, make)
+    library.impl("binary_cross_entropy", _refuse_binary_cross_entropy, _KEY)
+
+
+@cache
+def _only_on_cpu() -> tuple[str, ...]:
+    # Builds of torch without CUDA hold its lists too.
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return tuple(n for n in names if has(n, _KEY) and not has(n, "AutocastCUDA") and n not in _SAME)
+
+
 def _register(library: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     if operator is None:  # not in this version of torch
         return
-    qualified = f"aten::{name}"
-    if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "AutocastCPU"):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY)
+    if has_kernel and make is _in_float:  # as the CPU does
         return
-    library.impl(name, make(operator), "AutocastCPU")
+    library.impl(name, make(operator), _KEY)
 
 
 def _in_float(operator: Any) -> Callable[..., Any]:
+    return _cast_to(operator, lambda _tensors: torch.float32)
+
+
+def _in_half(operator: Any) -> Callable[..., Any]:
+    return _cast_to(operator, lambda _tensors: torch.get_autocast_dtype("cpu"))
+
+
+def _promoted(operator: Any) -> Callable[..., Any]:
+    return _cast_to(operator, _widest)
+
+
+def _cast_to(operator: Any, choose: Callable[[list[torch.Tensor]], torch.dtype]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return operator(*_floats(args), **{name: _float(value) for name, value in kwargs.items()})
+            dtype = choose([one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)])
+            return operator(
+                *(_cast(one, dtype) for one in args), **{name: _cast(one, dtype) for name, one in kwargs.items()}
+            )
 
     return run
 
 
 def _to_float(operator: Any) -> Callable[..., Any]:
+    fused = _FUSED.get(operator)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             if isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF and kwargs.get("dtype") is None:
+                if fused is not None and args[0].dtype is torch.float16:
+                    return fused(args[0], args[1], True)  # noqa: FBT003, torch's half_to_float
                 kwargs["dtype"] = torch.float32
             return operator(*args, **kwargs)
 
     return run
 
 
-def _floats(values: Any) -> list[Any]:
-    return [_float(value) for value in values]
+# From float16, and from that alone, CUDA's kernels make float32 without a copy of the input (ATen/native/SoftMax.cpp).
+_FUSED: dict[Any, Any] = {
+    torch.ops.aten.softmax.int: torch.ops.aten._softmax,
+    torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax,
+}
 
 
-def _float(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
+def _refuse_binary_cross_entropy(*_args: Any, **_kwargs: Any) -> Any:
+    raise RuntimeError(
+        "binary_cross_entropy (BCELoss) does not run under CUDA's autocast. Leave out the sigmoid before it, and use "
+        "binary_cross_entropy_with_logits (BCEWithLogitsLoss)."
+    )
+
+
+def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
+    half = torch.get_autocast_dtype("cpu")
+    return torch.float32 if any(tensor.dtype is torch.float32 for tensor in tensors) else half
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in _FLOATS:
+        return value.to(dtype)
+    return value
 
 
 def _for_cpu(original: Any) -> Any:

@@ -3,68 +3,118 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from itertools import combinations
+
+from lightning_memtools.memory.allocator import Trace
 
 _MOST = 2**31
-_NEAR = 0.01
-_LEAP = 16
+_NEAREST = 3
+_PATIENCE = 8
+"""After so many guesses every second trial is in the middle, so that a bad guess cannot cost more than bisection."""
 
 
-def largest_batch(start: int, *, fits: Callable[[int], bool], peak: Callable[[int], int], limit: int) -> int:
-    """Find a batch size that fits while one more does not. 0 where a batch of one does not fit.
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is known of a batch size that was tried.
 
-    Memory grows almost linearly with the batch, so the line through two peaks tells nearly where to look; bisection of
-    what is left makes it exact.
+    Attributes:
+        fits: Whether it fits.
+        peak: The peak of allocated memory in bytes.
+        trace: What was asked of the allocator; None where that is not known.
+    """
+
+    fits: bool
+    peak: int
+    trace: Trace | None = None
+
+
+def largest_batch(start: int, *, attempt: Callable[[int], Trial], serves: Callable[[Trace], bool], limit: int) -> int:
+    """Find a batch size that fits while one more does not, both tried. 0 where a batch of one does not fit.
+
+    Sizes of tensors are straight lines over the batch size, so two trials tell what the program asks of the allocator
+    at any other; replaying that is much quicker than a trial. Mostly two trials for the line and two for the answer are
+    enough. Where the program does other things at other sizes, lines are drawn anew through nearer trials.
 
     Args:
         start: A size to start from.
-        fits: Whether a size fits.
-        peak: The peak of allocated memory at a size that was tried, to guess from.
-        limit: What the peak may be.
+        attempt: Tries a size.
+        serves: Whether what a trace asks for finds memory.
+        limit: The capacity in bytes.
 
     Raises:
         ValueError: Memory does not grow with the batch.
     """
     low, high = 0, _MOST
-    tried: list[int] = []
+    trials: dict[int, Trial] = {}
 
-    def try_size(size: int) -> None:
+    def attempt_size(size: int) -> None:
         nonlocal low, high
         if low < size < high:
-            tried.append(size)
-            low, high = (size, high) if fits(size) else (low, size)
+            trials[size] = attempt(size)
+            low, high = (size, high) if trials[size].fits else (low, size)
 
-    try_size(start)
-    try_size(2 * start if low else start // 2)
-    while high == _MOST:
-        guess = _on_line(sorted(tried), peak, limit)
-        if guess is None:
-            # Flat so far: a small batch hides behind what the optimizer takes.
-            guess = _LEAP * low
-        if guess >= _MOST:
-            raise ValueError(
-                f"Memory does not grow with the batch: at {tried[0]} and {low} the peaks are {peak(tried[0])} and "
-                f"{peak(low)} bytes. Check that the first dimension of the batch's tensors is the batch."
-            )
-        try_size(max(guess, low + 1))
-        # A little more, to have the answer between the two.
-        try_size(_further(low))
-    guess = _on_line(sorted(tried), peak, limit)
-    if guess is not None:
-        try_size(guess)
-        try_size(_further(low) if low == guess else guess - (_further(guess) - guess))
+    attempt_size(start)
+    attempt_size(2 * start if low else max(1, start // 2))
     while high - low > 1:
-        try_size((low + high) // 2)
+        n_trials = len(trials)
+        if n_trials > _PATIENCE and n_trials % 2 and high < _MOST:
+            guess = (low + high) // 2
+        else:
+            guess = _guess(trials, low, high, serves, limit)
+        if guess >= _MOST - 1:
+            smallest = min(trials)
+            raise ValueError(
+                f"Memory does not grow with the batch: at {smallest} and {low} the peaks are {trials[smallest].peak} "
+                f"and {trials[low].peak} bytes. Check that the first dimension of the batch's tensors is the batch."
+            )
+        # A guess that is known to fit already is to be shown the largest.
+        attempt_size(max(guess, low + 1))
     return low
 
 
-def _further(size: int) -> int:
-    return size + 1 + int(_NEAR * size)
+def _guess(trials: dict[int, Trial], low: int, high: int, serves: Callable[[Trace], bool], limit: int) -> int:
+    """The largest size from low on, and below high, that fits by all that is known."""
+    nearest = sorted(trials, key=lambda size: abs(size - (low if high == _MOST else (low + high) // 2)))[:_NEAREST]
+    for one, other in combinations(nearest, 2):
+        first, second = sorted((one, other))
+        line = _line(first, trials[first].trace, second, trials[second].trace)
+        if line is not None:
+            return _last_that(partial(_holds, serves, line), low, high)
+    return _where_peaks_meet(trials, low, high, limit)
 
 
-def _on_line(sizes: list[int], peak: Callable[[int], int], limit: int) -> int | None:
-    """Where the line through the smallest and the largest size meets the limit; None where it does not rise."""
-    first, last = sizes[0], sizes[-1]
-    rise = peak(last) - peak(first)
-    if first == last or rise <= 0:
+def _line(first: int, trace: Trace | None, second: int, other: Trace | None) -> Callable[[int], Trace] | None:
+    """The traces of all sizes by those of two; None where these differ in more than sizes."""
+    if trace is None or other is None or not trace.has_same_events(other):
         return None
-    return last + (limit - peak(last)) * (last - first) // rise
+    return lambda size: trace.extrapolated(other, Fraction(size - first, second - first))
+
+
+def _holds(serves: Callable[[Trace], bool], line: Callable[[int], Trace], size: int) -> bool:
+    return serves(line(size))
+
+
+def _last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The last number from low on, which is known to hold, and below high, which is not."""
+    if high == _MOST:
+        high = low + 1
+        while high < _MOST and holds(high):
+            low, high = high, min(_MOST, 4 * high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _where_peaks_meet(trials: dict[int, Trial], low: int, high: int, limit: int) -> int:
+    """Where the line through the outermost peaks meets the limit; the middle where that is no help."""
+    first, last = min(trials), max(trials)
+    rise = trials[last].peak - trials[first].peak
+    if high < _MOST:
+        guess = last + (limit - trials[last].peak) * (last - first) // rise if rise > 0 else 0
+        return guess if low < guess < high else (low + high) // 2
+    # Flat so far: a small batch hides behind what the optimizer takes.
+    return last + (limit - trials[last].peak) * (last - first) // rise if rise > 0 else 16 * max(low, 1)

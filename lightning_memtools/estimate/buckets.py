@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -41,3 +42,19 @@ def bucket_bytes(parameters: Iterable[nn.Parameter], bucket_mb: float) -> list[i
         else:
             open_buckets[dtype] = size
     return [*closed, *(size for size in open_buckets.values() if size)]
+
+
+def move_gradients_into_buckets(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on every gradient is copied into memory made here, and lives there, as with gradient_as_bucket_view.
+
+    DDP does so when the gradient is done (mark_variable_ready_dense in reducer.cpp), so it exists twice for a moment.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad:
+            put = partial(_put_gradient, torch.empty_like(parameter))
+            parameter.register_post_accumulate_grad_hook(put)  # type: ignore[no-untyped-call]
+
+
+def _put_gradient(place: torch.Tensor, parameter: torch.Tensor) -> None:
+    if parameter.grad is not place and parameter.grad is not None:
+        parameter.grad = place.copy_(parameter.grad)

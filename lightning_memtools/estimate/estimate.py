@@ -37,6 +37,7 @@ def estimate_memory(
     allocator: str = "",
     capacity: str | None = None,
     ddp_bucket_mb: float | None = None,
+    gradient_as_bucket_view: bool = False,
 ) -> MemoryEstimate:
     """Predict the peak memory of training, from the model and one batch, without a GPU.
 
@@ -65,6 +66,7 @@ def estimate_memory(
         capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the report then says whether it fits.
         ddp_bucket_mb: The bucket size of DistributedDataParallel, in MiB, for a rank of a DDP training: 25 is torch's
             default.
+        gradient_as_bucket_view: DDP's option of this name: gradients then take no memory beside the buckets.
 
     Returns:
         The prediction. A step that reads values cannot run on fakes: then it runs on real CPU tensors at small batch
@@ -72,7 +74,7 @@ def estimate_memory(
 
     Raises:
         ValueError: An argument is out of range; the message says what is accepted.
-        TypeError: The step returns no loss.
+        TypeError: The step returns no loss, or an argument is of another kind than is accepted.
     """
     if VirtualDevice.current() is not None:
         raise RuntimeError(
@@ -80,12 +82,22 @@ def estimate_memory(
             "Leave that one first."
         )
     _check(model, step, stage=stage, steps=steps, accumulate=accumulate, device=device, ddp_bucket_mb=ddp_bucket_mb)
+    _check_training(optimizer, clip)
     if capacity is not None:
         Limit.parse(capacity)
     recipe = Recipe(stage=stage, precision=Precision.parse(precision), steps=steps, accumulate=accumulate, clip=clip)
     if ddp_bucket_mb is None and isinstance(model, DistributedDataParallel):
         ddp_bucket_mb = model.bucket_bytes_cap / 2**20
-    subject = Subject(model=model, step=step, optimizer=optimizer, ddp_bucket_mb=ddp_bucket_mb)
+        gradient_as_bucket_view = model.gradient_as_bucket_view
+    if gradient_as_bucket_view and ddp_bucket_mb is None:
+        raise ValueError("gradient_as_bucket_view belongs to DDP: give the size of its buckets too, ddp_bucket_mb=25.")
+    subject = Subject(
+        model=model,
+        step=step,
+        optimizer=optimizer,
+        ddp_bucket_mb=ddp_bucket_mb,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
     settings = Settings(cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity))
     return _estimate(subject, batch, recipe, settings, capacity)
 
@@ -130,6 +142,18 @@ def _check(
             f"{type(model).__name__} is no LightningModule, so estimate_memory does not know its step. Pass "
             "step=lambda model, batch: loss, such as step=lambda model, batch: mse_loss(model(batch[0]), batch[1])."
         )
+    if step is not None and not callable(step):
+        raise TypeError(f"step is a {type(step).__name__}: pass a function, step=lambda model, batch: loss.")
     name = STEP_NAMES[stage]
     if step is None and getattr(model, name, None) is None:
         raise ValueError(f"{type(model).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")
+
+
+def _check_training(optimizer: object, clip: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        raise TypeError(
+            f"optimizer is {optimizer!r}: pass an optimizer, its class such as torch.optim.AdamW, or a function of the "
+            "parameters such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+        )
+    if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
+        raise ValueError(f"clip is {clip!r}: it has to be the norm to clip gradients to, a number above 0, or None.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.nn.utils.rnn import PackedSequence
 
-from lightning_memtools.estimate.nesting import tensors_of
 from lightning_memtools.estimate.reading import read_estimate
 from lightning_memtools.estimate.resizing import first_rows
 from lightning_memtools.estimate.result import MemoryEstimate
 from lightning_memtools.estimate.step import Recipe, batch_size_of
 from lightning_memtools.estimate.tracing import Settings, Subject, trace
+from lightning_memtools.memory.virtual.parts import tensors_in
 
 _SMALL = (4, 16)
 """The batch sizes of the fallback: small, and far enough apart that blocks of 512 bytes hide little of a sample."""
@@ -40,7 +43,7 @@ def explain(error: Exception) -> Obstacle | None:
         what = str(error.func)
         return Obstacle(f"The step reads values at {where}: {what} needs them, and an estimate has none.")
     if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
-        name = str(getattr(error, "func", None) or error).split("\n")[0]
+        name = getattr(error, "func", None) or _name_of_custom_operator(str(error))
         return Obstacle(
             f"The operator {name} at {where} has no kernel for fake tensors. Register one with "
             "torch.library.register_fake, and the estimate needs no extrapolation."
@@ -67,7 +70,7 @@ def estimate_on_cpu(
     """
     size = batch_size_of(batch)
     is_small = size is None or size <= _SMALL[-1]
-    parts = [batch] if is_small else [first_rows(batch, n) for n in _SMALL]
+    parts = [batch] if is_small or _holds_packed(batch) else [first_rows(batch, n) for n in _SMALL]
     _check_values(subject, batch, obstacle)
     runs = [trace(subject, part, recipe, settings, values=True) for part in parts]
     own = "" if not settings.cuda else " Attention, recurrent layers and autocast took the CPU's ways."
@@ -117,8 +120,14 @@ class _Line:
         )
 
 
+def _name_of_custom_operator(text: str) -> str:
+    """The name in what torch says of an operator made with torch.library.custom_op."""
+    found = re.search(r"<CustomOpDef\((.+?)\)>", text)
+    return found[1] if found else text.split("\n", maxsplit=1)[0]
+
+
 def _check_values(subject: Subject, batch: Any, obstacle: Obstacle) -> None:
-    tensors = (*tensors_of(batch), *subject.model.parameters())
+    tensors = (*tensors_in(batch), *subject.model.parameters())
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
         raise RuntimeError(
             f"{obstacle.why} The step could run on real CPU tensors instead, but the model or the batch has no values. "
@@ -126,10 +135,17 @@ def _check_values(subject: Subject, batch: Any, obstacle: Obstacle) -> None:
         )
 
 
+def _holds_packed(batch: Any) -> bool:
+    """Whether there are packed sequences: their samples cannot be told apart by the first dimension."""
+    if isinstance(batch, Mapping):
+        return any(map(_holds_packed, batch.values()))
+    return isinstance(batch, PackedSequence) or (isinstance(batch, (list, tuple)) and any(map(_holds_packed, batch)))
+
+
 def _cannot_retrace(size: int) -> MemoryEstimate:
     raise ValueError(
-        f"A step that reads values cannot be estimated at batch size {size} from a batch this small: pass a batch of "
-        f"more than {_SMALL[-1]} samples."
+        f"A step that reads values cannot be estimated at batch size {size} from this batch: pass one of more than "
+        f"{_SMALL[-1]} samples, whose tensors begin with the batch (packed sequences do not)."
     )
 
 

@@ -133,10 +133,10 @@ def _efficient(  # noqa: PLR0917, as torch's
         if mask.dtype is torch.bool:
             # 0 where attended, -inf elsewhere
             mask = torch.where(mask, torch.zeros((), dtype=query.dtype), float("-inf")).to(query.dtype)
-        padding = -mask.shape[-1] % 16
-        if padding:
-            # Kept with rows of a multiple of 16, of which a part is used.
-            mask = F.pad(mask, (0, padding))[..., : key.shape[2]]
+        if not _is_aligned(mask, 8):
+            # Kept with rows of a multiple of 8, of which a part is used (pad_bias: 8 more even where none is missing).
+            length = mask.shape[-1]
+            mask = F.pad(mask, (0, 8 - length % 8))[..., :length]
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
@@ -145,8 +145,28 @@ def _efficient(  # noqa: PLR0917, as torch's
     return out
 
 
+def _is_aligned(tensor: torch.Tensor, n: int) -> bool:
+    return tensor.stride(-1) == 1 and all(stride % n == 0 for stride in tensor.stride()[:-1])
+
+
+def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:
+    """From float16, and from that alone, CUDA makes float32 without a copy of the input (ATen/native/SoftMax.cpp)."""
+
+    def softmax(source: torch.Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        if dtype is torch.float32 and source.dtype is torch.float16 and not (args or kwargs):
+            return fused(source, dim, True)  # noqa: FBT003, torch's half_to_float
+        return original(source, dim, *args, dtype=dtype, **kwargs)
+
+    return softmax
+
+
 def _last_is_dense(*tensors: torch.Tensor) -> bool:
     return all(tensor.stride(-1) == 1 for tensor in tensors)
 
 
-_REPLACEMENTS: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: attention, **RECURRENT}
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention,
+    **{one: _softmax_in_float(one, aten._softmax) for one in (torch.softmax, torch.Tensor.softmax)},
+    **{one: _softmax_in_float(one, aten._log_softmax) for one in (torch.log_softmax, torch.Tensor.log_softmax)},
+    **RECURRENT,
+}

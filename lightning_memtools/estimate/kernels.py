@@ -32,6 +32,7 @@ KERNELS: dict[Any, Kernel] = {}
 SIZED: dict[Any, Kernel] = {}
 """Operators whose results have a size that depends on values, where another argument says it; on the CPU as well."""
 
+_HALF = frozenset({torch.float16, torch.bfloat16})
 _ROWS_PER_THREAD = 10
 _FEW_INDICES = 3072
 
@@ -80,16 +81,35 @@ def layer_norm(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: d
 
 @instead_of(aten.native_group_norm.default)
 def group_norm(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Needs two values per sample and channel in float32 while it runs (cuda/group_norm_kernel.cu)."""
+    """Copies what is not contiguous, channels last too, and needs float32 values per channel and per group.
+
+    Of halves mean and 1/deviation per group; with a weight or bias, and unless each channel is one value, a and b of
+    y = a x + b per channel (group_norm.cpp, cuda/group_norm_kernel.cu).
+    """
+    source, weight, bias, n_samples, n_channels, n_places, n_groups = args[:7]
+    if not source.is_contiguous():
+        source = run(aten.clone.default, source, memory_format=torch.contiguous_format)
+    out = run(func, source, *args[1:], **kwargs)
+    n_values = 2 * n_samples * n_groups if source.dtype in _HALF else 0
+    if n_places > 1 and (weight is not None or bias is not None):
+        n_values += 2 * n_samples * n_channels
+    mode.work_with(4 * n_values)
+    return out
+
+
+@instead_of(aten.native_group_norm_backward.default)
+def group_norm_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Two or three float32 values per channel, and two per group (cuda/group_norm_kernel.cu)."""
     out = run(func, *args, **kwargs)
-    n_samples, n_channels = args[3], args[4]
-    # a and b of y = a x + b
-    mode.work_with(2 * 4 * n_samples * n_channels)
+    gradient, source, _, _, weight, n_samples, n_channels, n_places, n_groups = args[:9]
+    _copy_if_strided(mode, gradient, source)
+    n_per_channel = 0 if n_places == 1 else 2 + (weight is not None)
+    mode.work_with(4 * n_samples * (n_per_channel * n_channels + 2 * n_groups))
     return out
 
 
 def _statistics_in_float(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0].dtype not in {torch.float16, torch.bfloat16}:
+    if args[0].dtype not in _HALF:
         return run(func, *args, **kwargs)
     source, normalized = args[0], args[1]
     shape = [*source.shape[: source.dim() - len(normalized)], *[1] * len(normalized)]
@@ -115,11 +135,12 @@ def embedding_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], k
     gradient, indices, n_weights = args[0], args[1], args[2]
     n_indices = indices.numel()
     if n_indices > _FEW_INDICES:
-        # Sorted indices and where they came from; then a row for every part of a run of equal indices.
-        n_segments = min(n_indices, n_weights)
-        n_parts = -(-n_indices // _ROWS_PER_THREAD) + n_segments
-        width = gradient.shape[-1]
-        mode.work_with(2 * n_indices * indices.element_size() + 4 * n_parts * width)
+        # Indices sorted, where they came from, and where runs of equal ones begin; three numbers for each run or part
+        # of one; and a row of sums for each part.
+        n_runs = min(n_indices, n_weights)
+        n_parts = n_indices // _ROWS_PER_THREAD + n_runs
+        n_numbers = 3 * n_indices + 2 * n_runs + n_parts
+        mode.work_with(n_numbers * indices.element_size() + 4 * n_parts * gradient.shape[-1])
     return out
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
+from lightning_memtools.memory.virtual.parts import tensors_in
 
-def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+
+def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # noqa: PLR0911, one per kind
     """A copy of the nesting with every tensor replaced by ``change(tensor)``; what holds no tensor is kept as it is.
 
-    Looks into dictionaries and everything like them (also transformers' BatchEncoding), lists, tuples, named tuples
-    and dataclasses.
+    Looks where `tensors_in` does: into dictionaries and everything like them (also transformers' BatchEncoding), lists,
+    tuples, named tuples, sets, dataclasses and plain objects.
     """
     if isinstance(thing, torch.Tensor):
         return change(thing)
-    if next(tensors_of(thing), None) is None:
+    if next(tensors_in(thing), None) is None:
         return thing
     if isinstance(thing, MutableMapping):
         new = copy(thing)
@@ -30,24 +33,12 @@ def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return new
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return type(thing)(*(map_tensors(item, change) for item in thing))
-    if isinstance(thing, (list, tuple)):
+    if isinstance(thing, Mapping):
+        return {key: map_tensors(value, change) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple, set, frozenset, deque)):
         return type(thing)(map_tensors(item, change) for item in thing)
     new = copy(thing)
-    for field in fields(thing):
-        object.__setattr__(new, field.name, map_tensors(getattr(thing, field.name), change))
+    names = [field.name for field in fields(thing)] if is_dataclass(thing) else list(vars(thing))
+    for name in names:
+        object.__setattr__(new, name, map_tensors(getattr(thing, name), change))
     return new
-
-
-def tensors_of(thing: Any) -> Iterator[torch.Tensor]:
-    """The tensors that `map_tensors` finds, in its order."""
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, Mapping):
-        for value in thing.values():
-            yield from tensors_of(value)
-    elif isinstance(thing, (list, tuple)):
-        for value in thing:
-            yield from tensors_of(value)
-    elif is_dataclass(thing) and not isinstance(thing, type):
-        for field in fields(thing):
-            yield from tensors_of(getattr(thing, field.name))

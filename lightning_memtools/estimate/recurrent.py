@@ -66,22 +66,26 @@ class _CudnnRnn(torch.autograd.Function):
         )
 
 
-def _lstm(
-    source: torch.Tensor,
-    hx: Sequence[torch.Tensor],
-    weights: Any,
-    *options: Any,
-) -> Any:
-    if isinstance(hx, torch.Tensor) or isinstance(weights, torch.Tensor):
-        raise NotImplementedError("packed sequences are not estimated as cuDNN runs them")
-    return _run("lstm", source, hx[0], hx[1], weights, *options)
+def _lstm(source: torch.Tensor, *args: Any) -> Any:
+    hx, *rest = _without_batch_sizes(args)
+    return _run("lstm", source, hx[0], hx[1], *rest)
 
 
 def _other(kind: str) -> Callable[..., Any]:
-    def run(source: torch.Tensor, hx: torch.Tensor, weights: Any, *options: Any) -> Any:
-        return _run(kind, source, hx, None, weights, *options)
+    def run(source: torch.Tensor, *args: Any) -> Any:
+        hx, *rest = _without_batch_sizes(args)
+        return _run(kind, source, hx, None, *rest)
 
     return run
+
+
+def _without_batch_sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments after the input. A packed sequence has the batch size of each time step there, and no batch first.
+
+    It holds the rows of all time steps one below the other, so that nothing else differs.
+    """
+    is_packed = isinstance(args[2], (list, tuple))  # the weights, otherwise the second of them
+    return (*args[1:], False) if is_packed else args
 
 
 def _run(  # noqa: PLR0917, as torch's

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.estimate.nesting import map_tensors, tensors_of
+from lightning_memtools.estimate.nesting import map_tensors
 from lightning_memtools.estimate.precision import Precision
 from lightning_memtools.estimate.stand_in import TrainerStandIn, attach, configured_optimizers
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.virtual.parts import tensors_in
 
 Stage = Literal["train", "val", "test", "predict"]
 STEP_NAMES = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -127,6 +129,8 @@ def _train(
     recipe: Recipe,
     watch: Watch,
 ) -> None:
+    for optimizer in optimizers:
+        _refuse_lbfgs(optimizer)
     scaler = _Scaler() if recipe.precision.scales else None
     index = 0
     for number in range(recipe.steps):
@@ -151,6 +155,19 @@ def _train(
             _zero_grad(model, optimizers)
 
 
+def _refuse_lbfgs(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    (group,) = optimizer.param_groups
+    n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in group["params"])
+    history = 2 * group["history_size"]
+    raise ValueError(
+        "LBFGS is not estimated: it computes the loss again and again, as often as its values ask for. What it keeps "
+        f"grows up to {history} vectors as large as all its parameters (history_size={group['history_size']}): "
+        f"{format_size(history * n_bytes)}. Estimate the step with torch.optim.SGD, and add that and four vectors more."
+    )
+
+
 def _step(model: nn.Module, optimizers: list[Optimizer], recipe: Recipe, watch: Watch, scaler: _Scaler | None) -> None:
     if scaler is not None:
         watch.begin("clip")
@@ -160,7 +177,6 @@ def _step(model: nn.Module, optimizers: list[Optimizer], recipe: Recipe, watch: 
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     watch.begin("optimizer")
     for optimizer in optimizers:
-        # LBFGS asks for the loss again and again; its own memory is what counts here.
         optimizer.step()
 
 
@@ -264,4 +280,4 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None, *, values: bool) -> t
 
 def batch_size_of(batch: Any) -> int | None:
     """The size of the first dimension of the first tensor that has one."""
-    return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), None)
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)

@@ -17,11 +17,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_memtools.estimate.autocast import cuda_autocast
-from lightning_memtools.estimate.buckets import bucket_bytes, unwrapped
+from lightning_memtools.estimate.buckets import bucket_bytes, move_gradients_into_buckets, unwrapped
 from lightning_memtools.estimate.device import TracedDevice
 from lightning_memtools.estimate.fakes import RealExchange, TensorExchange, borrowed, stand_in_optimizer
 from lightning_memtools.estimate.functions import CudaFunctions
-from lightning_memtools.estimate.nesting import tensors_of
 from lightning_memtools.estimate.stand_in import is_lightning_module
 from lightning_memtools.estimate.step import (
     MakeOptimizer,
@@ -32,6 +31,7 @@ from lightning_memtools.estimate.step import (
     run_lightning,
     run_module,
 )
+from lightning_memtools.memory.virtual.parts import tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,14 @@ class Subject:
         step: Computes the loss of a batch, for modules that are no LightningModule or instead of its own step.
         optimizer: An optimizer, its class, a function of the parameters, or None.
         ddp_bucket_mb: The size of DDP's buckets in MiB; None without DDP.
+        gradient_as_bucket_view: Gradients are parts of the buckets, not copied into them.
     """
 
     model: nn.Module
     step: StepFunction | None = None
     optimizer: Optimizer | type[Optimizer] | MakeOptimizer | None = None
     ddp_bucket_mb: float | None = None
+    gradient_as_bucket_view: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class Tracer(Watch):
         """A batch of the same sizes, put on the device as a copy to a GPU would."""
         with self._device.host():
             batch = copy_of_batch(self._batch, self._dtype, values=self._values)
-        if next(tensors_of(batch), None) is not None:
+        if next(tensors_in(batch), None) is not None:
             self._device.count_batch(batch)
         return batch
 
@@ -156,6 +158,9 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
             device.track(model)
         if subject.ddp_bucket_mb is not None:
             device.hold_buckets(bucket_bytes(model.parameters(), subject.ddp_bucket_mb))
+            if subject.gradient_as_bucket_view:
+                with device.host():  # counted as buckets already
+                    move_gradients_into_buckets(model.parameters())
         stack.enter_context(_noted_shapes(model, result.shapes))
         tracer = Tracer(device, batch, dtype, values=values)
         _run(replace(subject, model=model), _make_optimizer(subject, exchange), recipe, tracer)
@@ -207,7 +212,7 @@ def _noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...
     def note(module: nn.Module, _args: Any, out: Any) -> None:
         name = names.get(id(module))
         if name is not None and name not in shapes:
-            shapes[name] = tuple(tuple(tensor.shape) for tensor in tensors_of(out))
+            shapes[name] = tuple(tuple(tensor.shape) for tensor in tensors_in(out))
 
     handle = register_module_forward_hook(note)
     try:

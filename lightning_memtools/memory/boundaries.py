@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,17 +12,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memtools.memory.host import blocks_to_walk
 from lightning_memtools.memory.owned import OnDevice, Owned, owned_by
 from lightning_memtools.memory.reclaim import WorthReclaiming, reclaim
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 
-# About what a full collection takes for each block of memory that Python has given out: 0.58 s were measured with 5.4
-# million objects of the kind that is collected, lists of a few numbers, which take two to four blocks each.
-SECONDS_PER_BLOCK = 6e-8
-# A collection that takes longer than this is done again only once it is less than this share of the time since.
-QUICK_COLLECTION_S = 0.5
-SHARE_OF_TIME = 0.01
+# About what a full collection takes for each block of memory that Python has given out: 0.58 s were measured with 19
+# million blocks of lists of a few numbers, 0.2 s with the 1.5 million that torch and Lightning make when imported.
+SECONDS_PER_BLOCK = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class _Allowance:
+    """What a collection may take: so many seconds, or such a share of the time since the last one."""
+
+    seconds: float
+    share: float
+
+
+FOR_MEMORY = _Allowance(0.5, 0.01)
+"""Where it could free what is worth giving back."""
+FOR_EXACTNESS = _Allowance(0.05, 0.002)
+"""Where it could only make a figure exact. Evaluation is a part of the time, and is to pay no more than 1%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +79,13 @@ class GivenBack:
 class Boundaries:
     """The work at boundaries on one device.
 
-    A full garbage collection takes 0.1 to 0.2 s per million objects, so it is done only where it can bring something:
-    where more is allocated than the model and its optimizers own, and more so than after the last collection. For an
-    exact figure any such growth is a reason, otherwise only growth that would be worth giving back. In a healthy run
-    that is two or three times at its beginning. And where one takes long, as with many millions of objects, the next
-    waits until it is less than 1% of the time since; so does the first, whose time is guessed from how many blocks of
-    memory Python has given out. Smaller generations would be cheaper, but Python collects those by
-    itself all the time; what holds on to memory is in the oldest.
+    A full garbage collection takes 0.1 to 0.5 s per million objects, so it is done only where it can bring something:
+    where more is allocated than the model and its optimizers own, and more so than after the last collection. In a
+    healthy run that is two or three times at its beginning. How long it may take depends on what it can bring: what is
+    worth giving back, or no more than an exact figure. Where it takes longer, it waits until it is little of the time
+    since the last one; the time of the first is guessed from how many blocks of memory Python has given out. Smaller
+    generations would be cheaper, but Python collects those by itself all the time; what holds on to memory is in the
+    oldest.
 
     Args:
         reader: The device.
@@ -98,7 +109,7 @@ class Boundaries:
         self._collect_garbage = collect_garbage
         self._unaccounted_after_collection = 0
         # What the last one took, or the first would take.
-        self._collection_s = SECONDS_PER_BLOCK * sys.getallocatedblocks()
+        self._collection_s = SECONDS_PER_BLOCK * blocks_to_walk()
         self._last_collection = time.perf_counter()
 
     def collect(
@@ -116,7 +127,8 @@ class Boundaries:
         stats = self.reader.stats()
         retained = _retained(stats, owned)
         growth = retained.unaccounted - self._unaccounted_after_collection
-        if growth > 0 and (exact or growth >= self._worth_reclaiming.minimum_bytes(stats)) and self._can_afford_one():
+        worth = growth >= self._worth_reclaiming.minimum_bytes(stats)
+        if growth > 0 and (worth or exact) and self._can_afford_one(FOR_MEMORY if worth else FOR_EXACTNESS):
             return self.collect_now(owned)
         self._unaccounted_after_collection = min(self._unaccounted_after_collection, retained.unaccounted)
         return retained
@@ -143,9 +155,9 @@ class Boundaries:
             freed_bytes = self._reclaim()
         return GivenBack(freed_bytes, 1000 * (time.perf_counter() - begin)), retained
 
-    def _can_afford_one(self) -> bool:
+    def _can_afford_one(self, allowed: _Allowance) -> bool:
         since_s = time.perf_counter() - self._last_collection
-        return self._collection_s <= max(QUICK_COLLECTION_S, SHARE_OF_TIME * since_s)
+        return self._collection_s <= max(allowed.seconds, allowed.share * since_s)
 
     def _reclaim(self) -> int:
         try:

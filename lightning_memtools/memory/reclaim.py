@@ -21,7 +21,7 @@ class WorthReclaiming:
         self._share = self._bytes = None
         if isinstance(minimum, str):
             self._bytes = _checked_size(minimum)
-        elif isinstance(minimum, bool) or not 0 < minimum <= 1:
+        elif not isinstance(minimum, (int, float)) or isinstance(minimum, bool) or not 0 < minimum <= 1:
             raise _not_a_minimum(minimum)
         else:
             self._share = minimum

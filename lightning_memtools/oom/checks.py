@@ -13,10 +13,10 @@ import torch
 from lightning_memtools.checkpointing.options import Options
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, CheckpointPlan, make_plan
 from lightning_memtools.estimate import MemoryEstimate
-from lightning_memtools.estimate.batch_size import largest_batch
+from lightning_memtools.estimate.batch_size import Trial, largest_batch
+from lightning_memtools.estimate.continuing import run_on
 from lightning_memtools.estimate.limits import Limit
-from lightning_memtools.estimate.line import line_through
-from lightning_memtools.memory.allocator import replay
+from lightning_memtools.memory.allocator import Trace, replay
 from lightning_memtools.memory.capacity import known_gpus
 from lightning_memtools.memory.sizes import MIB, format_size
 from lightning_memtools.oom.actions import Action, Kind, ranked
@@ -325,47 +325,32 @@ class Checks:
                 return estimate.fits_beside(state.allocator)
         return estimate.fits(f"{self._usable}B")
 
+    def _serves(self, begin: int, trace: Trace) -> bool:
+        """Whether what steps ask for finds memory: as `_fits`, of a trace in which they begin at an event."""
+        self._deadline.check()
+        if self._until_evaluation is not None:
+            state = replay(self._until_evaluation)
+            if state.completed:
+                return run_on(state.allocator, trace, begin)
+        return replay(trace, capacity=self._usable).completed
+
     def _largest_batch(self) -> _Largest:
         if self._largest is None:
-            self._largest = self._on_line() or self._by_tracing()
+            self._largest = self._find_largest_batch()
         return self._largest
 
-    def _on_line(self) -> _Largest | None:
-        """By the line through two traced sizes, which tells of all others; the answer is traced as well."""
-        line = line_through(self._at(self._size), self._at(max(self._size // 2, 1)))
-        if line is None:
-            return None
-        at = functools.cache(line)
-        size = largest_batch(
-            self._size,
-            fits=lambda size: self._fits(at(size)),
-            peak=lambda size: at(size).peak_allocated,
-            limit=self._usable,
-        )
-        if size == 0:
-            return _Largest(0)
-        try:
-            traced = self._at(size)
-        except OutOfTimeError:
-            half = max(self._size // 2, 1)
-            return _Largest(
-                size, at(size), f"{size + 1} does not, by the line through traces of {half} and {self._size}"
-            )
-        return _Largest(size, traced, f"{size + 1} does not fit") if self._fits(traced) else None
-
-    def _by_tracing(self) -> _Largest:
-        """By tracing every size that is tried."""
+    def _find_largest_batch(self) -> _Largest:
         known: dict[int, bool] = {}
 
-        def fits(size: int) -> bool:
-            known[size] = self._fits(self._at(size))
-            return known[size]
+        def attempt(size: int) -> Trial:
+            estimate = self._at(size)
+            known[size] = self._fits(estimate)
+            return Trial(known[size], estimate.peak_allocated, estimate.trace)
 
         end = "{} does not fit"
         try:
-            size = largest_batch(
-                self._size, fits=fits, peak=lambda size: self._at(size).peak_allocated, limit=self._usable
-            )
+            serves = functools.partial(self._serves, self._at(self._size).begin)
+            size = largest_batch(self._size, attempt=attempt, serves=serves, limit=self._usable)
         except OutOfTimeError:
             size = max((size for size, does in known.items() if does), default=0)
             if not size:

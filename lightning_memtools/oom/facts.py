@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memtools.estimate.nesting import map_tensors, tensors_of
+from lightning_memtools.estimate.nesting import map_tensors
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.stats import MemoryStats
+from lightning_memtools.memory.virtual.parts import tensors_in
 from lightning_memtools.oom.split import Split
 
 MOST_TENSORS = 12
@@ -99,7 +100,7 @@ class Facts:
     @property
     def samples(self) -> int | None:
         """The batch's first dimension."""
-        return next((tensor.shape[0] for tensor in tensors_of(self.batch) if tensor.dim()), None)
+        return next((tensor.shape[0] for tensor in tensors_in(self.batch) if tensor.dim()), None)
 
 
 def sizes_only(batch: Any) -> Any:
@@ -115,7 +116,7 @@ def sizes_only(batch: Any) -> Any:
 
 def describe_batch(batch: Any) -> list[str]:
     """One line per tensor: its type, shape and size."""
-    tensors = list(tensors_of(batch))
+    tensors = list(tensors_in(batch))
     lines = [
         f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         f" ({format_size(tensor.numel() * tensor.element_size())})"

@@ -336,23 +336,33 @@ def test_after_a_run_and_after_a_failure_nothing_is_kept_and_it_can_be_pickled(t
         assert kept == again == new
 
 
-@pytest.mark.parametrize("stages", [["train"], ["val", "tests"], "val"])
-def test_an_unknown_stage_is_refused_with_those_that_exist(stages):
-    with pytest.raises(ValueError, match="'val', 'test', 'predict'") as error:
+@pytest.mark.parametrize(
+    ("stages", "what"),
+    [
+        (["train"], "holds 'train', which is no stage"),
+        (["val", "tests"], "holds 'tests', which is no stage"),
+        ("val", "is not a list of stages"),
+        (None, "is not a list of stages"),
+    ],
+)
+def test_an_unknown_stage_is_refused_with_those_that_exist(stages, what):
+    with pytest.raises(ValueError, match=r"Accepted are 'val', 'test', 'predict'") as error:
         EmptyCache(stages=stages)
-    assert repr(stages) in str(error.value)
+    assert str(error.value).startswith(f"stages={stages!r} {what}.")
 
 
-def test_a_minimum_out_of_range_is_refused():
-    with pytest.raises(ValueError, match=r"min_reclaimable=1\.5.*above 0 and up to 1.*512MiB"):
-        EmptyCache(min_reclaimable=1.5)
-    with pytest.raises(ValueError, match="min_reclaimable='half'"):
-        EmptyCache(min_reclaimable="half")
+@pytest.mark.parametrize("minimum", [1.5, 0, -0.1, "half", "512", None, True])
+def test_a_minimum_out_of_range_is_refused(minimum):
+    with pytest.raises(ValueError, match=r"above 0 and up to 1.*512MiB") as error:
+        EmptyCache(min_reclaimable=minimum)
+    assert str(error.value).startswith(f"min_reclaimable={minimum!r} is neither a share nor a size.")
 
 
-def test_a_count_of_zero_is_refused():
-    with pytest.raises(ValueError, match="warn_after=0"):
-        EmptyCache(warn_after=0)
+@pytest.mark.parametrize("count", [0, 2.5, None])
+def test_what_is_no_count_of_epochs_is_refused(count):
+    with pytest.raises(ValueError, match=r"is not a count of epochs\. Give a whole number of 1 or more") as error:
+        EmptyCache(warn_after=count)
+    assert f"warn_after={count}" in str(error.value)
 
 
 @pytest.mark.gpu

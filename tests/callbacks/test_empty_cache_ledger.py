@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
+from lightning_memtools.memory.retained import ledger
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 from tests.quick_gc import only_new_objects
 
@@ -280,6 +281,33 @@ HEALTHY = {
 
 @pytest.mark.parametrize("case", HEALTHY)
 def test_healthy_runs_are_never_accused(case, tmp_path):
+    model, callbacks, options = HEALTHY[case]
+    assert not warnings_of(tmp_path, model(), *callbacks(), epochs=10, **options)
+
+
+@pytest.fixture
+def many_objects(monkeypatch):
+    """The ledger acts as with many millions of objects, where a pass over all of them is slow."""
+    monkeypatch.setattr(ledger, "blocks_to_walk", lambda: 20_000_000)
+
+
+@pytest.mark.parametrize(
+    ("model", "holder"),
+    [
+        (KeepsValidationOutputs, "KeepsValidationOutputs.outputs (a list of 8;"),
+        (AddsUpLosses, "AddsUpLosses.total: 1 tensor"),
+        (HasAMetricThatKeepsItsGraph, "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12;"),
+        (CatchesTensorsInAClosure, "seen in the closure of recorder.<locals>.hook"),
+    ],
+)
+def test_with_many_objects_leaks_are_named_as_soon(model, holder, tmp_path, many_objects):
+    (text,) = warnings_of(tmp_path, model())
+    assert "in 3 epochs in a row" in text
+    assert holder in text
+
+
+@pytest.mark.parametrize("case", ["cache_that_reaches_its_size", "last_outputs_of_any_size", "metrics"])
+def test_with_many_objects_healthy_runs_are_not_accused_either(case, tmp_path, many_objects):
     model, callbacks, options = HEALTHY[case]
     assert not warnings_of(tmp_path, model(), *callbacks(), epochs=10, **options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_memtools.estimate import estimate_memory
 from tests.estimate.networks import Classifier, mlp, total
@@ -58,6 +59,22 @@ def test_a_model_without_values_cannot_fall_back():
         estimate_memory(model, torch.ones(8, 32), step=total)
 
 
+def test_packed_sequences_run_on_the_cpu_at_their_own_size():
+    packed = pack_sequence([torch.ones(length, 16) for length in (30, 20, 10)])
+    made = estimate_memory(nn.GRU(16, 32), packed, step=lambda m, b: m(b)[0].data.sum(), device="cpu")
+    (note,) = made.notes
+    assert "test_bad_input.py" in note
+    assert note.endswith("So the step ran on real CPU tensors.")
+    with pytest.raises(ValueError, match="packed sequences do not"):
+        made.max_batch_size("10GiB")
+
+
+def test_lbfgs_is_refused_with_what_it_would_keep():
+    model = mlp(512, 512)  # 1 MiB and a bias
+    with pytest.raises(ValueError, match=r"LBFGS is not estimated.*200 vectors.*history_size=100\): 200 MiB"):
+        estimate_memory(model, torch.ones(2, 512), step=total, optimizer=torch.optim.LBFGS)
+
+
 def test_an_operator_without_a_fake_kernel_is_named():
     library = torch.library.Library("memtools_test", "DEF")
     library.define("scale(Tensor x) -> Tensor")
@@ -73,6 +90,17 @@ def test_an_operator_without_a_fake_kernel_is_named():
         library._destroy()
     (note,) = made.notes
     assert "memtools_test.scale" in note
+    assert "torch.library.register_fake" in note
+
+
+def test_an_operator_made_with_torchs_decorator_is_named_too():
+    @torch.library.custom_op("memtools_test::twice", mutates_args=())  # type: ignore[untyped-decorator]
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    made = estimate_memory(mlp(8, 8), torch.ones(4, 8), step=lambda m, b: m(twice(b)).sum(), device="cpu")
+    (note,) = made.notes
+    assert note.startswith("The operator memtools_test::twice at ")
     assert "torch.library.register_fake" in note
 
 
@@ -124,12 +152,25 @@ def test_a_capacity_below_the_parameters_says_by_how_much():
         ({"capacity": "24"}, "Not a capacity: '24'"),
         ({"allocator": "expandable:True"}, "expandable"),
         ({"ddp_bucket_mb": 0}, "ddp_bucket_mb is 0"),
+        ({"clip": -1.0}, "clip is -1.0: it has to be the norm"),
     ],
 )
 def test_bad_arguments_name_what_is_accepted(changes, message):
     arguments = {"step": total} | changes
     with pytest.raises(ValueError, match=message):
         estimate_memory(mlp(4, 4), torch.ones(1, 4), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "Adam"}, "optimizer is 'Adam': pass an optimizer, its class such as torch.optim.AdamW"),
+        ({"step": 3}, "step is a int: pass a function"),
+    ],
+)
+def test_arguments_of_another_kind_are_told_what_to_be(changes, message):
+    with pytest.raises(TypeError, match=message):
+        estimate_memory(mlp(4, 4), torch.ones(1, 4), **({"step": total} | changes))
 
 
 def test_a_step_without_a_loss_is_told_what_to_return():

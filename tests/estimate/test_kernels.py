@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.estimate.autocast import cuda_autocast
 from lightning_memtools.estimate.functions import attention_backend
 from tests.estimate.networks import Recurrent, mlp, total
 
@@ -70,18 +72,54 @@ def test_layer_norm_copies_a_strided_input_for_as_long_as_it_runs():
     assert workspaces(estimate_memory(nn.LayerNorm(64), rows, step=step, device="cpu")) == 0
 
 
-def test_group_norm_needs_two_floats_per_sample_and_channel():
-    made = estimate_memory(nn.GroupNorm(4, 64), torch.zeros(16, 64, 8), step=total)
-    assert workspaces(made) == 2 * 4 * 16 * 64
+def test_group_norm_needs_values_per_channel_and_per_group():
+    channels, groups = 4 * 16 * 64, 4 * 16 * 4  # floats for each of 16 samples
+    rows = torch.zeros(16, 64, 8)
+    # Backward is the largest: two or three values per channel, two per group.
+    assert workspaces(estimate_memory(nn.GroupNorm(4, 64), rows, step=squares)) == 3 * channels + 2 * groups
+    plain = Alone(nn.GroupNorm(4, 64, affine=False))
+    assert workspaces(estimate_memory(plain, rows, step=squares)) == 2 * channels + 2 * groups
+
+    def forward_alone(module, rows, **options):
+        return workspaces(estimate_memory(module, rows, step=lambda m, b: m(b), stage="val", **options))
+
+    assert forward_alone(nn.GroupNorm(4, 64), rows) == 2 * channels
+    assert forward_alone(nn.GroupNorm(4, 64), rows, precision="bf16-true") == 2 * channels + 2 * groups
+    assert forward_alone(nn.GroupNorm(4, 64, affine=False), rows) == 0
+    assert forward_alone(nn.GroupNorm(4, 64), rows[:, :, :1].clone()) == 0
+
+
+def test_group_norm_makes_a_contiguous_copy_of_a_channels_last_image():
+    images = torch.zeros(4, 16, 64, 64).to(memory_format=torch.channels_last)  # 1 MiB
+    made = [
+        estimate_memory(nn.GroupNorm(4, 16), images, step=lambda m, b: m(b), stage="val", device=device)
+        for device in ("cuda", "cpu")
+    ]
+    # And a and b of 4 x 16 channels, 512 bytes.
+    assert made[0].peak_allocated - made[1].peak_allocated == MIB + 512
 
 
 def test_many_indices_of_an_embedding_are_sorted():
     model = nn.Embedding(10_000, 128)
-    few, many = torch.zeros(3072, dtype=torch.long), torch.zeros(4000, dtype=torch.long)
+    few, many = torch.zeros(3072, dtype=torch.long), torch.zeros(4005, dtype=torch.long)
     assert workspaces(estimate_memory(model, few, step=total)) == 0
-    n_parts = 400 + 4000
-    expected = 2 * 4000 * 8 + 4 * n_parts * 128
+    n_parts = 400 + 4005
+    expected = 8 * (3 * 4005 + 2 * 4005 + n_parts) + 4 * n_parts * 128
     assert workspaces(estimate_memory(model, many, step=total)) == -(-expected // 512) * 512
+
+
+@pytest.mark.parametrize(("precision", "is_copied"), [("16-mixed", False), ("bf16-mixed", True)])
+def test_the_log_softmax_of_float16_alone_needs_no_float_copy(precision, is_copied):
+    logits = 256 * 8192  # elements
+
+    def step(model, rows):
+        return F.log_softmax(model(rows), -1)
+
+    made = estimate_memory(nn.Linear(8, 8192, bias=False), torch.zeros(256, 8), step=step, stage="val",
+                           precision=precision)  # fmt: skip
+    # Half logits and their float result; and for bfloat16 the logits as floats.
+    assert made.composition["activations"] // (8 * MIB) == (2 if is_copied else 1)
+    assert 6 * logits <= made.composition["activations"] <= (6 + 4 * is_copied) * logits + 2 * MIB
 
 
 def test_cublas_takes_a_workspace_in_forward_and_in_backward():
@@ -161,6 +199,22 @@ def test_fused_attention_keeps_no_scores(dtype, precision, kept):
         assert saved(Alone(Attention()), batch, precision="32-true")["module"] > scores
 
 
+def test_a_mask_of_odd_length_is_kept_with_rows_of_a_multiple_of_eight():
+    class Attention(nn.Module):
+        def forward(self, query, mask):
+            return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    def kept(length):
+        query = heads(length, dtype=torch.float32)
+        batch = query, torch.zeros(length, length)
+        model = Alone(Attention())
+        step = lambda model, batch: model.module(batch[0] * model.weight, batch[1]).sum()  # noqa: E731
+        return saved(model, batch, step=step)["module"] - saved(model, (query, None), step=step)["module"]
+
+    assert kept(96) == 0  # as it is
+    assert kept(100) == 100 * 104 * 4 // 512 * 512 + 512
+
+
 def test_flash_sums_the_gradient_of_the_query_in_float():
     class Attention(nn.Module):
         def forward(self, query):
@@ -197,6 +251,14 @@ DTYPES_OF_AUTOCAST = [
     (F.gelu, torch.bfloat16),
     (F.relu, torch.bfloat16),
     (lambda x: F.linear(x, torch.zeros(4, 8)), torch.bfloat16),
+    (lambda x: torch.mv(torch.zeros(3, 8), x[0]), torch.bfloat16),
+    # What the CPU computes in float32, and CUDA does not.
+    (lambda x: F.avg_pool3d(x.view(1, 1, 1, 4, 8), (1, 2, 2)), torch.bfloat16),
+    (lambda x: F.pad(x, (1, 1), mode="reflect"), torch.bfloat16),
+    # The widest type among the inputs.
+    (lambda x: torch.zeros(8).scatter_add(0, torch.zeros(8, dtype=torch.long), x[0]), torch.float32),
+    (lambda x: torch.atan2(x, x), torch.bfloat16),
+    (lambda x: torch.cat([x, x.float()]), torch.float32),
     (lambda x: x + x, torch.bfloat16),
 ]
 
@@ -214,6 +276,44 @@ def test_autocast_keeps_to_the_lists_of_cuda(function, dtype):
 
     estimate_memory(nn.Linear(8, 8), torch.zeros(4, 8), step=step, precision="bf16-mixed")
     assert seen == [dtype, dtype]
+
+
+def test_every_operator_on_the_lists_of_cuda_is_on_ours_and_no_other():
+    def listed(key):
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        return {name for name in torch._C._dispatch_get_all_op_names() if has(name, key)}
+
+    cpus_own, cudas = listed("AutocastCPU"), listed("AutocastCUDA")
+    assert len(cudas) > 100
+    with cuda_autocast():
+        ours = listed("AutocastCPU")
+        passed_on = {
+            name for name in ours if torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, "AutocastCPU")
+        }
+    # Made of others that are on the list, such as matrix products; or called by nobody else.
+    composed = {
+        "aten::_convolution", "aten::convolution", "aten::cudnn_convolution", "aten::cudnn_convolution_transpose",
+        "aten::_scaled_dot_product_flash_attention", "aten::chain_matmul", "aten::einsum", "aten::linalg_multi_dot",
+        "aten::gru_cell", "aten::lstm_cell", "aten::rnn_relu_cell", "aten::rnn_tanh_cell", "aten::norm.Scalar",
+        "aten::norm.ScalarOpt_dim", "aten::_thnn_fused_gru_cell", "aten::_thnn_fused_lstm_cell",
+    }  # fmt: skip
+    assert cudas - (ours - passed_on) <= composed
+    in_lower_precision = {
+        "aten::_addmm_activation", "aten::_native_multi_head_attention", "aten::mkldnn_rnn_layer",
+        "aten::conv1d.padding", "aten::conv2d.padding", "aten::conv3d.padding",
+    }  # fmt: skip
+    assert ours - passed_on - cudas <= in_lower_precision
+    assert listed("AutocastCPU") == cpus_own
+
+
+def test_what_autocast_refuses_on_cuda_is_refused():
+    with pytest.raises(RuntimeError, match=r"BCELoss\) does not run under CUDA's autocast.*BCEWithLogitsLoss"):
+        estimate_memory(nn.Linear(8, 8), torch.zeros(4, 8), precision="bf16-mixed",
+                        step=lambda m, b: F.binary_cross_entropy(m(b).sigmoid(), b))  # fmt: skip
+    # and on the CPU it runs again, in float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = torch.zeros(4, dtype=torch.bfloat16)
+        assert F.binary_cross_entropy(half, half).dtype is torch.float32
 
 
 def test_the_users_own_autocast_for_cuda_acts_on_the_fakes_and_leaves_no_trace():
@@ -260,6 +360,32 @@ def test_recurrent_layers_keep_one_space_for_all_time_steps(kind, kept):
     states = (2 if kind == "LSTM" else 1) * batch * hidden * 4
     # The given states are zeros made by the layer, of which it keeps those that its results do not replace.
     assert out + reserve <= made <= out + reserve + 2 * states
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_packed_sequences_keep_as_much_as_the_same_rows_unpacked(kind):
+    length, n_sequences = 40, 16
+    rows = torch.zeros(length, n_sequences, 16)
+    packed = pack_sequence(list(rows.unbind(1)))
+    weights = list(getattr(nn, kind)(16, 32).parameters())
+    state = torch.zeros(1, n_sequences, 32)
+    states = (state, state.clone()) if kind == "LSTM" else state
+    function = torch.rnn_tanh if kind == "RNN" else getattr(torch, kind.lower())
+
+    options = (True, 1, 0.0, True, False)  # biases, layers, dropout, training, both directions
+
+    def step(model, batch):
+        own, (sequences, states) = list(model.parameters()), batch
+        if isinstance(sequences, torch.Tensor):
+            out = function(sequences, states, own, *options, False)  # noqa: FBT003, torch's batch_first
+        else:
+            out = function(sequences.data, sequences.batch_sizes, states, own, *options)
+        return out[0].square().sum()
+
+    model = nn.ParameterList(weights)
+    made = [estimate_memory(model, (one, states), step=step) for one in (rows, packed)]
+    # Beside them the sizes of the steps, which are moved along here.
+    assert made[1].peak_allocated - made[0].peak_allocated == 512
 
 
 def test_fused_optimizers_take_no_temporaries_and_keep_counts_on_the_device():

@@ -83,7 +83,7 @@ def test_few_traces_find_the_largest_batch(monkeypatch):
     monkeypatch.setattr(module, "trace", counted)
     made = estimate_memory(mlp(64, 512, 64), torch.zeros(8, 64), step=total, optimizer=ADAM)
     assert made.max_batch_size("2GiB") > 100_000
-    assert n_traces <= 24
+    assert n_traces == 1 + 3  # twice as many samples, the answer, and one more
 
 
 def test_memory_that_does_not_grow_has_no_largest_batch():

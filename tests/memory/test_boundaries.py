@@ -137,13 +137,18 @@ class Clock:
         self.collect()
 
 
-def test_a_slow_collection_is_done_again_only_once_it_is_little_of_the_time_since(device, collections, monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock.read)
     monkeypatch.setattr(time, "thread_time", clock.read)
     monkeypatch.setattr(gc, "collect", clock.collect_slowly)
+    return clock
+
+
+def test_a_slow_collection_is_done_again_only_once_it_is_little_of_the_time_since(device, collections, clock):
     model = nn.Linear(2, 2)
-    work = boundaries(device)
+    work = boundaries(device, "1MiB")
     for moment, expected_mib in ((10, 0), (50, 1), (90, 2), (213, 0)):  # 2 s are 1% of the 200 s since 12
         clock.now = moment
         Cycle(1)
@@ -153,6 +158,29 @@ def test_a_slow_collection_is_done_again_only_once_it_is_little_of_the_time_sinc
     Cycle(1)
     assert work.collect(model, []).unaccounted == MIB
     assert work.collect_now(retained.owned).unaccounted == 0
+
+
+def test_an_exact_figure_alone_may_cost_less(device, collections, clock):
+    model = nn.Linear(2, 2)
+    work = boundaries(device, "10MiB")
+    for moment, expected_mib in ((10, 0), (213, 1), (1000, 2), (1013, 0)):  # 2 s are 0.2% of the 1000 s since 12
+        clock.now = moment
+        Cycle(1)
+        assert work.collect(model, []).unaccounted == expected_mib * MIB
+    assert len(collections) == 2
+
+
+def test_the_time_of_the_first_collection_is_guessed(device, collections, clock):
+    objects = [[i] for i in range(1_500_000)]  # two blocks each: 0.3 s
+    model = nn.Linear(2, 2)
+    work = boundaries(device, "2MiB")
+    clock.now = 10
+    Cycle(1)
+    assert work.collect(model, []).unaccounted == MIB
+    Cycle(1)
+    assert work.collect(model, []).unaccounted == 0  # worth giving back
+    assert len(collections) == 1
+    del objects
 
 
 def test_expected_inputs_are_left_out(device):

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,33 @@ class Trace:
         """Every event in order: its `Kind` as a number, and its own number."""
         for word in self._words:
             yield word & _KIND_MASK, word >> _KIND_BITS
+
+    def has_same_events(self, other: Trace) -> bool:
+        """Whether another trace holds the same events in the same order, of allocations of whatever sizes."""
+        pairs = zip(self._words, other._words, strict=False)
+        return (
+            len(self) == len(other)
+            and self.contexts == other.contexts
+            and all(one == two or (one | two) & _KIND_MASK == Kind.MALLOC for one, two in pairs)
+        )
+
+    def extrapolated(self, other: Trace, where: Fraction) -> Trace:
+        """The trace on the line from this one, at 0, to one of the same events, at 1: with sizes in proportion.
+
+        Args:
+            other: The other one.
+            where: Where on the line, or beyond it.
+        """
+        new = Trace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)
+        new.contexts = list(self.contexts)
+        above, below = where.numerator, where.denominator
+        for one, two in zip(self._words, other._words, strict=True):
+            if one == two:
+                new._words.append(one)
+            else:
+                size, difference = one >> _KIND_BITS, (two >> _KIND_BITS) - (one >> _KIND_BITS)
+                new._words.append(max(1, size - (-difference * above // below)) << _KIND_BITS)
+        return new
 
     def save(self, path: str | Path) -> None:
         """Write the trace to a file, as JSON."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memtools.memory.host import blocks_to_walk
 from lightning_memtools.memory.owned import OnDevice, Owned
 from lightning_memtools.memory.retained.census import Census, Survivor
 from lightning_memtools.memory.retained.graphs import graph_clock, spans, tensors_with_graph
@@ -22,6 +23,11 @@ from lightning_memtools.memory.retained.steps import is_a
 # kinds of tensors that take the most memory.
 MAX_LOOKUPS = 8
 MAX_CANDIDATES = 64
+_MIN_SHARE = 0.01
+# About what a census takes for each block of memory that Python has given out: 0.1 s were measured with 19 million.
+CENSUS_SECONDS_PER_BLOCK = 1e-8
+# One that takes longer is left out where growth may yet prove to be nothing.
+QUICK_CENSUS_S = 0.05
 # The small tensors that Lightning's own callbacks keep, such as the scores of the best checkpoints, are no leak.
 _MAX_BOOKKEEPING_BYTES = 2**20
 _LruCache = type(functools.lru_cache(lambda: None))
@@ -86,6 +92,10 @@ class Ledger:
     * A single tensor that is replaced by a larger one counts only after twice as many readings, and if it makes up half
       of the growth: sizes that vary by chance also rise three times in a row now and then.
     * A graph counts if it has nodes from each of those times.
+    * Where a census is slow, the first ones are left out: growth that does not go on was not worth one. Of the times
+      before the first census it is not known when tensors were made. Tensors count then if what that census found is at
+      least what as many times bring, at the rate of the latest; if it is not, they are looked at again as soon as there
+      have been enough censuses.
     * What sits in a container with a limit of its own (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
 
     Args:
@@ -148,10 +158,13 @@ class Ledger:
         # Of a longer wait for the next look, only the last readings matter.
         if n_growths <= self._next_look - self._warn_after:
             return []
+        if self._census.number == 0 and n_growths < self._next_look - 1 and _census_is_slow():
+            return []
         survivors = self._census.take(owned.storages)
         if n_growths < self._next_look:
             return []
-        self._next_look *= 2
+        n_missing = max(0, self._warn_after - self._census.number)
+        self._next_look += n_missing or self._next_look
         return self._piles(survivors)
 
     def _growing_graphs(self) -> list[Finding]:
@@ -174,6 +187,9 @@ class Ledger:
         newest = [survivor for survivor in survivors if survivor.born == self._census.number]
         lookups = 0
         for signature in _largest_signatures(newest):
+            # Every lookup takes many passes over all objects: what is next to nothing beside a leak is not looked for.
+            if findings and _bytes_of([s for s in newest if s.signature == signature]) < _MIN_SHARE * _bytes_of(newest):
+                break
             while lookups < MAX_LOOKUPS:
                 young = [s.tensor for s in newest if id(s.tensor) in remaining and s.signature == signature]
                 lookups += bool(young)
@@ -189,11 +205,22 @@ class Ledger:
         return sorted(findings, key=lambda finding: -finding.n_bytes)
 
     def _is_growing(self, pile: list[Survivor]) -> bool:
-        ever_since = range(self._census.number - self._warn_after + 1, self._census.number + 1)
-        if {survivor.born for survivor in pile}.issuperset(ever_since):
+        latest = self._census.number
+        n_missing = max(0, self._warn_after - latest)
+        born: Counter[int] = Counter()
+        for survivor in pile:
+            born[survivor.born] += survivor.n_bytes
+        ever_since = range(latest - self._warn_after + n_missing + 1, latest + 1)
+        if all(born[number] for number in ever_since) and (
+            not n_missing or born[ever_since[0]] >= (n_missing + 1) * born[latest]
+        ):
             return True
         grown_bytes = self._levels[-1] - self._levels[0]
         return len(self._levels) > 2 * self._warn_after and 2 * _bytes_of(pile) >= grown_bytes
+
+
+def _census_is_slow() -> bool:
+    return CENSUS_SECONDS_PER_BLOCK * blocks_to_walk() > QUICK_CENSUS_S
 
 
 def _largest_signatures(survivors: Iterable[Survivor]) -> list[tuple[torch.Size, torch.dtype]]:

@@ -57,8 +57,19 @@ def watch_loaders(patches: Patches, find: Find) -> None:
 
         return fetch
 
+    patches.replace(DataLoader, "__init__", lambda original: _leaves_dataset_on_host(original, find))
     patches.replace(DataLoader, "__iter__", make_iter)
     patches.replace(_BaseDataLoaderIter, "__next__", make_next)
+
+
+def _leaves_dataset_on_host(original: Any, find: Find) -> Any:
+    def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        mode = find()
+        if mode is not None:
+            mode.leave_on_host(tensors_in(self.dataset))
+
+    return init
 
 
 def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> list[Entry]:

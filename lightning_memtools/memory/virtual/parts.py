@@ -87,22 +87,22 @@ def _has_storage(tensor: torch.Tensor, key: int) -> bool:
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested containers, dataclasses and plain objects, each object visited once.
+    """All tensors in nested containers, dataclasses and plain objects, in their order, each object visited once.
 
     Of a container of more than 1000 items only the first is looked at, unless that one holds a tensor: it may be an
     index of millions of file names.
     """
     seen: set[int] = set()
-    queue = deque([thing])
-    while queue:
-        one = queue.popleft()
+    stack = [thing]
+    while stack:
+        one = stack.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
             yield one
         else:
-            queue.extend(_worth_a_look(_contents(one)))
+            stack.extend(reversed(tuple(_worth_a_look(_contents(one)))))
 
 
 def _contents(thing: Any) -> Collection[Any]:

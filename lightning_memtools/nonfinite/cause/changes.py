@@ -12,7 +12,8 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_memtools.estimate.nesting import map_tensors, tensors_of
+from lightning_memtools.estimate.nesting import map_tensors
+from lightning_memtools.memory.virtual.parts import tensors_in
 from lightning_memtools.nonfinite.batches import named_tensors
 
 _NARROWER = {
@@ -23,7 +24,7 @@ _NARROWER = {
 
 def n_samples_of(batch: Any) -> int | None:
     """The length of dimension 0 that the batch's tensors share; None where they differ or have none."""
-    lengths = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() and tensor.layout == torch.strided}
+    lengths = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() and tensor.layout == torch.strided}
     return lengths.pop() if len(lengths) == 1 else None
 
 

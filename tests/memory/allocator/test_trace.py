@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,28 @@ def test_other_files_are_refused_with_their_name(tmp_path: Path, content: str) -
     path.write_text(content)
     with pytest.raises(ValueError, match=r"other\.json is not an allocator trace of version 1"):
         Trace.load(path)
+
+
+def trace_of(*sizes: int, labels: tuple[str, ...] = ("a", "a")) -> Trace:
+    allocator = CachingAllocator(AllocatorConfig(), record=True)
+    blocks = [allocator.malloc(size, label=label) for size, label in zip(sizes, labels, strict=True)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.trace is not None
+    return allocator.trace
+
+
+def test_a_trace_between_two_or_beyond_them_has_sizes_in_proportion() -> None:
+    four, eight = trace_of(1000, 4 * 300 + 7), trace_of(1000, 8 * 300 + 7)
+    assert four.has_same_events(eight)
+    for n in (1, 4, 5, 8, 1000):
+        expected = list(trace_of(1000, n * 300 + 7).events())
+        assert list(four.extrapolated(eight, Fraction(n - 4, 4)).events()) == expected
+    # Where sizes are no whole numbers, too much is better than too little.
+    assert [number for _, number in four.extrapolated(eight, Fraction(1, 1000)).events()][1:3] == [1000, 1209]
+
+
+def test_traces_of_other_events_are_told_apart() -> None:
+    one = trace_of(1000, 2000)
+    assert not one.has_same_events(trace_of(1000, 2000, labels=("a", "b")))
+    assert not one.has_same_events(trace_of(1000, labels=("a",)))

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.owned import owned_by
+from lightning_memtools.memory.retained import ledger as ledger_module
 from lightning_memtools.memory.retained.census import Census
 from lightning_memtools.memory.retained.ledger import Ledger, Surroundings
 from lightning_memtools.memory.retained.referrers import names_of_modules
@@ -163,6 +164,24 @@ def test_several_places_are_told_with_the_largest_first(device):
     assert [f.holder.container_path for f in accusation.findings] == ["Model.other", "Model.kept"]
 
 
+def test_what_is_next_to_nothing_beside_a_leak_is_not_looked_for(device, monkeypatch):
+    looked_for = []
+    find = ledger_module.find_holder
+    monkeypatch.setattr(
+        ledger_module, "find_holder", lambda one, *a, **kw: looked_for.append(one.numel()) or find(one, *a, **kw)
+    )
+    model = Model()
+    model.other = []
+
+    def grow():
+        model.kept.append(new(128 * 200))
+        model.other.append(new())
+
+    ((_, accusation),) = epochs(device, model, *[grow] * 3)
+    assert [f.holder.container_path for f in accusation.findings] == ["Model.kept"]
+    assert looked_for == [128 * 200]
+
+
 def test_tensors_with_a_graph_say_so(device):
     model = Model()
 
@@ -205,6 +224,57 @@ def test_the_graph_of_the_latest_step_is_not_accused(device):
         model.last_loss = model.linear(torch.ones(2, 8)).sum()
 
     assert not epochs(device, model, *[step] * 8)
+
+
+@pytest.fixture
+def slow_census(monkeypatch):
+    """As with many millions of objects; counts the censuses."""
+    taken = []
+    take = Census.take
+    monkeypatch.setattr(ledger_module, "blocks_to_walk", lambda: 20_000_000)
+    monkeypatch.setattr(Census, "take", lambda *args: taken.append(1) or take(*args))
+    return taken
+
+
+def test_growth_that_does_not_go_on_is_not_worth_a_slow_census(device, slow_census):
+    model = Model()
+    assert not epochs(device, model, *[lambda: model.kept.append(new()), lambda: None] * 3)
+    assert not slow_census
+    assert not epochs(device, model, *[lambda: model.kept.append(new())] * 2)
+    assert len(slow_census) == 1
+
+
+def test_where_a_census_is_slow_a_leak_is_named_as_soon(device, slow_census):
+    for warn_after in (1, 2, 3, 5):
+        slow_census.clear()
+        model = Model()
+        said = epochs(device, model, *[lambda m=model: m.kept.append(new())] * 6, warn_after=warn_after)
+        ((after, accusation),) = said
+        assert after == warn_after
+        assert accusation.findings[0].holder.container_path == "Model.kept"
+        assert len(slow_census) == min(warn_after, 2)
+
+
+def test_where_a_census_is_slow_a_leak_that_grows_faster_is_named_an_epoch_later(device, slow_census):
+    model = Model()
+    steps = [lambda n=n: model.kept.extend(new() for _ in range(n)) for n in (1, 2, 4, 8, 16)]
+    ((after, accusation),) = epochs(device, model, *steps)
+    assert after == 4
+    assert accusation.findings[0].holder.container_path == "Model.kept"
+
+
+def test_where_a_census_is_slow_a_cache_that_reaches_its_size_is_not_accused(device, slow_census):
+    """Though something else grows at the time: what the first steps leave behind, and outputs of chance sizes."""
+    model = Model()
+    model.last = []
+
+    def step(n_cached, n_last):
+        model.kept.extend(new() for _ in range(n_cached))
+        model.last[:] = [new(128 * n_last)]
+
+    cached = (0, 5, 5, 0, 0, 0, 0)
+    assert not epochs(device, model, *[lambda n=n, i=i: step(n, i) for i, n in enumerate(cached, start=1)])
+    assert len(slow_census) > 2
 
 
 def test_nobody_is_accused_without_a_collection(device):

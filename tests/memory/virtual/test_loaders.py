@@ -65,6 +65,15 @@ def test_dataset_made_inside_is_host_memory_once_a_loader_reads_it() -> None:
         del kept
 
 
+def test_dataset_made_inside_is_host_memory_from_the_making_of_its_loader() -> None:
+    with VirtualDevice() as device:
+        data = TensorDataset(torch.ones(1000, 100), torch.ones(1000))
+        assert allocated(device) == 400_384 + 4096
+        loader = DataLoader(data, batch_size=32)
+        assert allocated(device) == 0
+        assert len(loader) == 32
+
+
 class Slices(IterableDataset[torch.Tensor]):
     """Yields views of its own tensor, and the whole of it at last."""
 

@@ -1,0 +1,90 @@
+"""The search for the largest batch: exact, and in few trials."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_memtools.estimate.batch_size import Trial, largest_batch
+from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, replay
+
+MIB = 2**20
+
+
+def program(n, *, constant=3 * MIB, per_sample=70_000, n_tensors=4, extra_from=10**9):
+    """What a small step asks of the allocator at a batch size; from some size on it needs a workspace too."""
+    allocator = CachingAllocator(AllocatorConfig(), record=True)
+    weights = allocator.malloc(constant)
+    sizes = [per_sample * n // (i + 1) for i in range(n_tensors)]
+    activations = [allocator.malloc(size) for size in sizes]
+    if n >= extra_from:
+        allocator.free(allocator.malloc(50 * MIB))
+    for block, size in zip(reversed(activations), reversed(sizes), strict=True):
+        gradient = allocator.malloc(size)
+        allocator.free(block)
+        allocator.free(gradient)
+    allocator.free(weights)
+    return allocator.trace, allocator.stats().peak_allocated
+
+
+def search(limit, start=8, **options):
+    tried = []
+
+    def attempt(n):
+        trace, peak = program(n, **options)
+        tried.append(n)
+        return Trial(replay(trace, capacity=limit).completed, peak, trace)
+
+    return largest_batch(
+        start, attempt=attempt, serves=lambda trace: replay(trace, capacity=limit).completed, limit=limit
+    ), tried
+
+
+def fits(n, limit, **options):
+    return replay(program(n, **options)[0], capacity=limit).completed
+
+
+@given(st.integers(5, 4000), st.integers(1, 300), st.integers(100, 200_000), st.integers(1, 6), st.integers(1, 40))
+def test_the_answer_fits_and_one_more_does_not(mib, start, per_sample, n_tensors, constant_mib):
+    limit = mib * MIB
+    options = {"per_sample": per_sample, "n_tensors": n_tensors, "constant": constant_mib * MIB}
+    found, tried = search(limit, start, **options)
+    assert found == 0 or fits(found, limit, **options)
+    assert not fits(found + 1, limit, **options)
+    assert len(tried) <= 12
+
+
+def test_four_trials_are_enough_where_sizes_are_straight_lines():
+    found, tried = search(1000 * MIB)
+    assert tried == [8, 16, found, found + 1]
+    assert fits(found, 1000 * MIB)
+
+
+def test_where_the_program_changes_with_the_batch_it_is_still_exact():
+    limit = 1000 * MIB
+    options = {"extra_from": 1500}
+    found, tried = search(limit, **options)
+    assert fits(found, limit, **options)
+    assert not fits(found + 1, limit, **options)
+    assert len(tried) <= 12
+
+
+def test_nothing_fits():
+    assert search(2 * MIB, start=4)[0] == 0
+
+
+def test_without_traces_it_is_bisection_from_the_line_through_the_peaks():
+    tried = []
+
+    def attempt(n):
+        tried.append(n)
+        return Trial(fits=1000 + 7 * n <= 50_000, peak=1000 + 7 * n)
+
+    assert largest_batch(3, attempt=attempt, serves=pytest.fail, limit=50_000) == 7000
+    assert tried == [3, 6, 7000, 7001]
+
+
+def test_a_program_that_takes_the_same_at_every_size_has_no_answer():
+    with pytest.raises(ValueError, match="does not grow with the batch: at 8 and"):
+        search(100 * MIB, per_sample=0, n_tensors=0)
