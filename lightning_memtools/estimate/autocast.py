@@ -136,10 +136,10 @@ def _only_on_cpu() -> tuple[str, ...]:
 def _register(library: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-    if operator is None:  # not in this version of torch
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if operator is None or not has_kernel(f"aten::{name}", "AutocastCUDA"):  # not (listed) in this version of torch
         return
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY)
-    if has_kernel and make is _in_float:  # as the CPU does
+    if has_kernel(f"aten::{name}", _KEY) and make is _in_float:  # as the CPU does
         return
     library.impl(name, make(operator), _KEY)
 

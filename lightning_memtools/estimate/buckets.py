@@ -14,10 +14,9 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module in a DistributedDataParallel; any other module itself."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    assert isinstance(inner, nn.Module)
-    return inner
+    """The module in a DistributedDataParallel, and in what torch.compile returns; any other module itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def bucket_bytes(parameters: Iterable[nn.Parameter], bucket_mb: float) -> list[int]:

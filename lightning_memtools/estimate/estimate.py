@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_memtools.estimate.arguments import check_model, check_numbers, check_optimizer, check_training
 from lightning_memtools.estimate.buckets import unwrapped
 from lightning_memtools.estimate.fallback import estimate_on_cpu, explain
 from lightning_memtools.estimate.limits import Limit, cublas_workspace_of
@@ -16,10 +18,11 @@ from lightning_memtools.estimate.precision import Precision, PrecisionName
 from lightning_memtools.estimate.reading import read_estimate
 from lightning_memtools.estimate.resizing import resized
 from lightning_memtools.estimate.result import MemoryEstimate
-from lightning_memtools.estimate.stand_in import is_lightning_module
-from lightning_memtools.estimate.step import STEP_NAMES, Recipe, Stage
+from lightning_memtools.estimate.step import Recipe, Stage
 from lightning_memtools.estimate.tracing import Settings, Subject, trace
 from lightning_memtools.memory.virtual import VirtualDevice
+
+_EAGER = "torch.compile is left out: these are the figures of the eager step."
 
 
 def estimate_memory(
@@ -81,8 +84,11 @@ def estimate_memory(
             f"estimate_memory cannot run while {VirtualDevice.current()!r} is entered: it enters a device of its own. "
             "Leave that one first."
         )
-    _check(model, step, stage=stage, steps=steps, accumulate=accumulate, device=device, ddp_bucket_mb=ddp_bucket_mb)
-    _check_training(optimizer, clip)
+    check_numbers(steps=steps, accumulate=accumulate, clip=clip, ddp_bucket_mb=ddp_bucket_mb)
+    check_model(model, step, stage=stage, device=device)
+    check_optimizer(optimizer)
+    if stage == "train":
+        check_training(unwrapped(model), step, optimizer, accumulate=accumulate, clip=clip)
     if capacity is not None:
         Limit.parse(capacity)
     recipe = Recipe(stage=stage, precision=Precision.parse(precision), steps=steps, accumulate=accumulate, clip=clip)
@@ -99,7 +105,9 @@ def estimate_memory(
         gradient_as_bucket_view=gradient_as_bucket_view,
     )
     settings = Settings(cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity))
-    return _estimate(subject, batch, recipe, settings, capacity)
+    estimate = _estimate(subject, batch, recipe, settings, capacity)
+    is_compiled = any(hasattr(part, "_orig_mod") for part in model.modules())
+    return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
 
 
 def _estimate(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, capacity: str | None) -> MemoryEstimate:
@@ -114,46 +122,3 @@ def _estimate(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, 
             raise
         return estimate_on_cpu(subject, batch, recipe, settings, obstacle, capacity=capacity)
     return read_estimate(traced, unwrapped(subject.model), batch, settings, capacity=capacity, retrace=retrace)
-
-
-def _check(
-    model: object,
-    step: object,
-    *,
-    stage: str,
-    steps: int,
-    accumulate: int,
-    device: str,
-    ddp_bucket_mb: float | None,
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: pass a LightningModule, or another torch.nn.Module.")
-    if stage not in STEP_NAMES:
-        raise ValueError(f"Unknown stage {stage!r}. Accepted are {', '.join(map(repr, STEP_NAMES))}.")
-    if device not in {"cuda", "cpu"}:
-        raise ValueError(f"Unknown device {device!r}. Accepted are 'cuda' and 'cpu': whose operators are estimated.")
-    for name, number in (("steps", steps), ("accumulate", accumulate)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} is {number!r}: it has to be a whole number of at least 1.")
-    if ddp_bucket_mb is not None and not ddp_bucket_mb > 0:
-        raise ValueError(f"ddp_bucket_mb is {ddp_bucket_mb!r}: it has to be above 0 MiB, such as torch's default, 25.")
-    if step is None and not is_lightning_module(model):
-        raise ValueError(
-            f"{type(model).__name__} is no LightningModule, so estimate_memory does not know its step. Pass "
-            "step=lambda model, batch: loss, such as step=lambda model, batch: mse_loss(model(batch[0]), batch[1])."
-        )
-    if step is not None and not callable(step):
-        raise TypeError(f"step is a {type(step).__name__}: pass a function, step=lambda model, batch: loss.")
-    name = STEP_NAMES[stage]
-    if step is None and getattr(model, name, None) is None:
-        raise ValueError(f"{type(model).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")
-
-
-def _check_training(optimizer: object, clip: object) -> None:
-    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
-        raise TypeError(
-            f"optimizer is {optimizer!r}: pass an optimizer, its class such as torch.optim.AdamW, or a function of the "
-            "parameters such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
-        )
-    if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
-        raise ValueError(f"clip is {clip!r}: it has to be the norm to clip gradients to, a number above 0, or None.")

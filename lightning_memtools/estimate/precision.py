@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,8 +39,21 @@ class Precision:
 
     def context(self) -> AbstractContextManager[Any]:
         """Where forward runs."""
+        if self.dtype is not None:
+            return _default_dtype(self.dtype)
         # The tensors that stand for CUDA's are on the CPU here, see `autocast`.
         return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What a step makes is of this type too, as in Lightning's HalfPrecision.forward_context."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 _KNOWN = {

@@ -99,6 +99,13 @@ def is_lightning_module(model: object) -> bool:
     )
 
 
+def has_step(module: nn.Module, name: str) -> bool:
+    """Whether a LightningModule's step is its own: those that it inherits do nothing, but for predict_step."""
+    step = getattr(module, name, None)
+    inherited = getattr(step, "__module__", None) in {"lightning.pytorch.core.module", "pytorch_lightning.core.module"}
+    return step is not None and (name == "predict_step" or not inherited)
+
+
 def configured_optimizers(module: Any) -> tuple[list[Optimizer], list[Any]]:  # noqa: C901, one branch per form
     """The optimizers and schedulers that a LightningModule configures, in any of the forms that Lightning accepts.
 

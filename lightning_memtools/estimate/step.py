@@ -81,11 +81,14 @@ def run_module(
         _evaluate(lambda batch, _index: step(model, batch), recipe, watch)
 
 
-def run_lightning(module: Any, make_optimizer: MakeOptimizer | None, recipe: Recipe, watch: Watch) -> None:
+def run_lightning(
+    module: Any, own_step: StepFunction | None, make_optimizer: MakeOptimizer | None, recipe: Recipe, watch: Watch
+) -> None:
     """Run the steps of a LightningModule, automatic or manual optimization.
 
     Args:
         module: The LightningModule; its attributes must be noted, to be put back afterwards.
+        own_step: The user's, in place of the module's; in training it returns the loss.
         make_optimizer: In place of its own ``configure_optimizers``.
         recipe: How.
         watch: Gives batches, and is told the phases.
@@ -107,16 +110,17 @@ def run_lightning(module: Any, make_optimizer: MakeOptimizer | None, recipe: Rec
         )
         trainer.__init__(optimizers, schedulers, backward, recipe.stage)  # type: ignore[misc]
         watch.seen(optimizers)
-    name = STEP_NAMES[recipe.stage]
-    step = getattr(module, name)
+    step = getattr(module, STEP_NAMES[recipe.stage])
 
     def run_step(batch: Any, index: int) -> Any:
+        if own_step is not None:
+            return own_step(module, batch)
         arguments = (batch, index) if _takes_index(step) else (batch,)
         return step(*arguments)
 
     if not training:
         _evaluate(run_step, recipe, watch)
-    elif module.automatic_optimization:
+    elif module.automatic_optimization or own_step is not None:
         _train(module, run_step, optimizers, recipe, watch)
     else:
         _train_manually(run_step, optimizers, recipe, watch)
@@ -178,6 +182,8 @@ def _step(model: nn.Module, optimizers: list[Optimizer], recipe: Recipe, watch: 
     watch.begin("optimizer")
     for optimizer in optimizers:
         optimizer.step()
+    if scaler is not None:
+        scaler.update()
 
 
 def _train_manually(
@@ -253,6 +259,7 @@ class _Scaler:
     def __init__(self) -> None:
         self._scale = torch.full((), 65536.0)
         self._growth = torch.full((), 0, dtype=torch.int32)
+        self._found: torch.Tensor | None = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self._scale
@@ -261,7 +268,12 @@ class _Scaler:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         found, inverse = torch.full((), 0.0), self._scale.double().reciprocal().float()
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-        del found, inverse
+        self._found = found
+        del inverse
+
+    def update(self) -> None:
+        """What says whether gradients are finite is needed until the optimizer's step is done."""
+        self._found = None
 
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None, *, values: bool = False) -> Any:

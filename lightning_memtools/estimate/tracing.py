@@ -175,11 +175,10 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
 
 def _run(subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe, watch: Watch) -> None:
     model, step = subject.model, subject.step
-    if step is None:
-        run_lightning(model, make_optimizer, recipe, watch)
-    elif is_lightning_module(model) and make_optimizer is None:
-        run_module(model, step, None, recipe, watch)
+    if is_lightning_module(model):
+        run_lightning(model, step, make_optimizer, recipe, watch)
     else:
+        assert step is not None
         run_module(model, step, make_optimizer, recipe, watch)
 
 
@@ -190,7 +189,14 @@ def _make_optimizer(subject: Subject, exchange: TensorExchange) -> MakeOptimizer
     if isinstance(given, Optimizer):
         return lambda _parameters: stand_in_optimizer(given, exchange)
 
-    make: MakeOptimizer = given
+    create: MakeOptimizer = given
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        made = create(parameters)
+        if not isinstance(made, Optimizer):
+            raise TypeError(f"optimizer returned {made!r}: it has to return a torch.optim.Optimizer.")
+        return made
+
     return make
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_memtools.estimate import estimate_memory
-from tests.estimate.networks import Classifier, mlp, total
+from tests.estimate.networks import Classifier, Gan, mlp, total
 
 
 class Reads(nn.Module):
@@ -152,7 +152,9 @@ def test_a_capacity_below_the_parameters_says_by_how_much():
         ({"capacity": "24"}, "Not a capacity: '24'"),
         ({"allocator": "expandable:True"}, "expandable"),
         ({"ddp_bucket_mb": 0}, "ddp_bucket_mb is 0"),
+        ({"steps": True}, "steps is True"),
         ({"clip": -1.0}, "clip is -1.0: it has to be the norm"),
+        ({"optimizer": torch.optim.SGD(mlp(4, 4).parameters())}, "holds none of the parameters of Sequential"),
     ],
 )
 def test_bad_arguments_name_what_is_accepted(changes, message):
@@ -165,7 +167,8 @@ def test_bad_arguments_name_what_is_accepted(changes, message):
     ("changes", "message"),
     [
         ({"optimizer": "Adam"}, "optimizer is 'Adam': pass an optimizer, its class such as torch.optim.AdamW"),
-        ({"step": 3}, "step is a int: pass a function"),
+        ({"step": 3}, "step is 3: pass a function"),
+        ({"optimizer": lambda _parameters: 3}, "optimizer returned 3: it has to return a torch.optim.Optimizer"),
     ],
 )
 def test_arguments_of_another_kind_are_told_what_to_be(changes, message):
@@ -179,10 +182,38 @@ def test_a_step_without_a_loss_is_told_what_to_return():
 
 
 def test_a_stage_that_the_module_lacks_is_named():
+    batch = (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long))
+    # It inherits a test_step from Lightning, which does nothing.
+    with pytest.raises(ValueError, match="Classifier has no test_step, which stage='test' runs"):
+        estimate_memory(Classifier(), batch, stage="test")
     module = Classifier()
-    module.test_step = None
-    with pytest.raises(ValueError, match="has no test_step, which stage='test' runs"):
-        estimate_memory(module, (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long)), stage="test")
+    module.validation_step = None
+    with pytest.raises(ValueError, match="Classifier has no validation_step, which stage='val' runs"):
+        estimate_memory(module, batch, stage="val")
+
+
+@pytest.mark.parametrize("changes", [{"clip": 1.0}, {"accumulate": 2}])
+def test_manual_optimization_clips_and_accumulates_by_itself(changes):
+    with pytest.raises(ValueError, match=r"Gan optimizes manually.*leave accumulate and clip out"):
+        estimate_memory(Gan(), torch.zeros(4, 64), **changes)
+
+
+def test_a_model_whose_parameters_are_made_later_is_told_when():
+    class Later(Classifier):
+        def __init__(self):
+            super().__init__()
+            del self.network
+
+        def configure_model(self):
+            self.network = mlp(32, 4)
+
+    batch = (torch.zeros(2, 32), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"Later has no parameters to train.*configure_model or setup, call that"):
+        estimate_memory(Later(), batch)
+    module = Later()
+    with torch.device("meta"):
+        module.configure_model()
+    assert estimate_memory(module, batch).parameter_count == 32 * 4 + 4
 
 
 def test_a_lazy_module_is_to_be_run_first():

@@ -215,6 +215,22 @@ def test_meta_real_and_nested_batches_give_the_same():
     assert real.batch_size == unreal.batch_size == 8
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, when it loads the compiler
+def test_what_is_compiled_is_estimated_as_the_eager_step_and_says_so():
+    rows = torch.zeros(32, WIDTH)
+    plain = estimate(layers(2), rows, torch.optim.SGD)
+    whole = estimate(torch.compile(layers(2)), rows, torch.optim.SGD)
+    part = nn.Sequential(torch.compile(layers(1)), layers(1))
+    in_part = estimate(part, rows, torch.optim.SGD)
+    for made in (whole, in_part):
+        assert made.composition == plain.composition
+        assert made.notes == ("torch.compile is left out: these are the figures of the eager step.",)
+    assert [module.name for module in whole.modules] == ["", "0", "1"]
+    batch = torch.zeros(16, 32), torch.zeros(16, dtype=torch.long)
+    compiled = estimate_memory(torch.compile(Classifier()), batch)
+    assert compiled.composition == estimate_memory(Classifier(), batch).composition
+
+
 def test_no_estimate_within_a_virtual_device():
     with VirtualDevice(), pytest.raises(RuntimeError, match="Leave that one first"):
         estimate(layers(1), torch.zeros(1, WIDTH))

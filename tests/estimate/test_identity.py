@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.estimate.precision import PrecisionName
 from tests.estimate.networks import (
     Checkpointed,
     Classifier,
@@ -68,10 +70,22 @@ def test_an_estimate_for_the_cpu_is_the_real_run(name):
     assert (estimate.peak_allocated, estimate.peak_reserved) == peaks_of_real_run(model, batch, step, optimizer)
 
 
-def test_accumulation_and_clipping_are_those_of_the_real_run():
-    model, rows, options = mlp(64, 256, 64), torch.zeros(32, 64), {"accumulate": 3, "clip": 1.0, "steps": 3}
+@pytest.mark.parametrize("precision", get_args(PrecisionName))
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_precision_accumulation_and_clipping_are_those_of_the_real_run(precision, accumulate, clip):
+    model, rows = mlp(64, 256, 64), torch.zeros(32, 64)
+    options = {"accumulate": accumulate, "clip": clip, "steps": 3, "precision": precision}
     estimate = estimate_memory(model, rows, step=total, optimizer=ADAM, device="cpu", **options)
     assert (estimate.peak_allocated, estimate.peak_reserved) == peaks_of_real_run(model, rows, total, ADAM, **options)
+
+
+@pytest.mark.parametrize("precision", get_args(PrecisionName))
+def test_a_decoder_in_every_precision_is_the_real_run(precision):
+    model, options = Decoder(), {"accumulate": 2, "clip": 1.0, "precision": precision}
+    estimate = estimate_memory(model, TOKENS, step=next_token, optimizer=FOREACH, device="cpu", **options)
+    real = peaks_of_real_run(model, TOKENS, next_token, FOREACH, **options)
+    assert (estimate.peak_allocated, estimate.peak_reserved) == real
 
 
 def test_a_gru_is_the_real_run():

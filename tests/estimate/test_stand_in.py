@@ -63,10 +63,65 @@ def test_schedulers_of_manual_optimization_can_be_stepped():
     assert made.peak_allocated == plain.peak_allocated
 
 
-def test_what_it_does_not_have_is_named_with_a_way_around():
-    class Wants(Classifier):
-        def training_step(self, batch, batch_idx):
-            return self.trainer.fit_loop.restarting
+class Wants(Classifier):
+    """Looks into the Trainer."""
 
+    def training_step(self, batch, batch_idx):
+        return self.trainer.fit_loop.restarting
+
+
+def test_what_it_does_not_have_is_named_with_a_way_around():
     with pytest.raises(AttributeError, match=r"asked its Trainer for 'fit_loop'.*Pass step=lambda"):
         estimate_memory(Wants(), BATCH)
+
+
+def test_a_step_in_place_of_the_modules_trains_with_the_modules_optimizer():
+    def step(model, batch):
+        return Classifier.training_step(model, batch, 0)
+
+    plain, replaced = estimate_memory(Classifier(), BATCH), estimate_memory(Wants(), BATCH, step=step)
+    assert replaced.composition == plain.composition
+    assert replaced.composition["optimizer"] == 2 * replaced.composition["parameters"]
+
+    # A step that returns the loss is one of automatic optimization, with all the optimizers that there are.
+    made = estimate_memory(Gan(), torch.zeros(64, 64), step=lambda model, batch: model.critic(batch).mean(), clip=1.0)
+    assert [phase for _, step, phase in made.timeline.marks if step == 2][-2:] == ["clip", "optimizer"]
+    assert 0 < made.gradient_count < made.parameter_count
+
+
+@pytest.mark.parametrize(("stage", "name"), [("val", "validation"), ("test", "test"), ("predict", "predict")])
+def test_every_stage_runs_its_own_step(stage, name):
+    seen = []
+
+    def step(module, batch, batch_idx):
+        trainer = module.trainer
+        seen.append((module.training, torch.is_grad_enabled(), batch_idx))
+        assert (trainer.validating, trainer.testing, trainer.predicting) == tuple(
+            stage == one for one in ("val", "test", "predict")
+        )
+        return module.network(batch[0])
+
+    module = type("Evaluates", (Classifier,), {f"{name}_step": step})()
+    made = estimate_memory(module, BATCH, stage=stage)
+    assert seen == [(False, False, 0), (False, False, 1)]
+    assert made.gradient_count == 0
+    assert made.step_peaks[1] == made.peak_allocated
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
+def test_tensors_that_a_step_makes_are_of_the_precision_too(precision, dtype):
+    # Lightning's plugin sets the default dtype around the step, and not around configure_optimizers.
+    seen = []
+
+    class Makes(Gan):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            seen.append(torch.zeros(1).dtype)
+
+        def configure_optimizers(self):
+            seen.append(torch.zeros(1).dtype)
+            return super().configure_optimizers()
+
+    estimate_memory(Makes(), torch.zeros(64, 64), precision=precision)
+    assert seen == [torch.float32, dtype, dtype]
+    assert torch.get_default_dtype() is torch.float32
