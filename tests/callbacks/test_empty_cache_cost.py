@@ -20,7 +20,7 @@ def test_every_evaluation_of_a_healthy_run_pays_less_than_one_percent(cases):
     assert ours["live_objects"] > 5_000_000
     assert min(ours["evaluation_s"]) > 5
     assert ours["largest_share_of_an_evaluation_pct"] < 1
-    # So it does with the first step that asks for memory again. (What a GPU takes for that, benchmarks/gpu.py measures.)
+    # So it does with the first step that asks for memory again. (How long a GPU takes, benchmarks/gpu.py measures.)
     whole_ms = max(ours["hooks_ms"].values()) + max(0, ours["first_step_of_an_epoch_longer_by_ms"])
     assert whole_ms < 0.01 * 1000 * min(ours["evaluation_s"])
 
