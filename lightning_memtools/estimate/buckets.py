@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +13,112 @@ from torch.nn.parallel import DistributedDataParallel
 
 FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is small, so that the first sum starts early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)."""
+_BROADCAST_BYTES = 250 * 2**20
+_NO_LIMIT = 2**62
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSettings:
+    """How DDP makes its buckets.
+
+    Attributes:
+        bucket_mb: Their size in MiB.
+        as_view: Gradients are parts of the buckets, not copied into them.
+        are_rebuilt: There is one bucket at first, and those of this size are made in the second forward, in the order
+            in which gradients came in the first backward. So it is unless DDP looks for unused parameters.
+    """
+
+    bucket_mb: float
+    as_view: bool = False
+    are_rebuilt: bool = True
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self | None:
+        """Those of a DistributedDataParallel; None for any other module."""
+        if not isinstance(model, DistributedDataParallel):
+            return None
+        return cls(
+            bucket_mb=model.bucket_bytes_cap / 2**20,
+            as_view=model.gradient_as_bucket_view,
+            are_rebuilt=model.static_graph or not model.find_unused_parameters,
+        )
+
+
+class Buckets:
+    """The buckets of one rank, from when DDP is made, as torch/csrc/distributed/c10d/reducer.cpp keeps them.
+
+    Before, DDP sends its state to the other ranks in pieces (broadcast_coalesced in comm.cpp), two at a time.
+
+    With ``as_view`` a gradient is moved into its bucket when it is done (mark_variable_ready_dense), so it exists twice
+    for a moment. When buckets are rebuilt it is moved again, so for a moment old and new ones are there. All this was
+    seen in torch 2.11 and 2.13 too: tests/estimate/test_buckets.py compares.
+
+    Args:
+        model: What DDP is made of.
+        settings: How.
+        count: Told of every bucket that is made.
+        on_host: Whether what DDP keeps in host memory counts, which a CPU's device does not tell apart.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: BucketSettings, *, count: Callable[[torch.Tensor], object], on_host: bool
+    ) -> None:
+        self._settings = settings
+        self._count = count
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        _broadcast([*model.parameters(), *model.buffers()])
+        self._buckets: list[torch.Tensor] = []
+        self._places: dict[int, torch.Tensor] = {}
+        self._came: dict[int, nn.Parameter] = {}
+        self._to_rebuild = settings.are_rebuilt
+        self._syncs = True
+        cap = int(settings.bucket_mb * 2**20)
+        self._limits = (min(FIRST_BUCKET_BYTES, cap), cap)
+        self._make(reversed(self._trained), (_NO_LIMIT,) if settings.are_rebuilt else self._limits)
+        n_notes = 0 if settings.are_rebuilt else 1 + on_host
+        self._notes = [torch.empty(len(self._trained), dtype=torch.int32) for _ in range(n_notes)]
+        for parameter in self._trained:
+            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+
+    def begin_forward(self, *, syncs: bool) -> None:
+        """A forward pass begins.
+
+        Args:
+            syncs: Whether its backward sums gradients over ranks: where batches accumulate, only the last one's does.
+        """
+        self._syncs = syncs
+        if self._to_rebuild and self._came:
+            self._to_rebuild = False
+            came = {**self._came, **{id(parameter): parameter for parameter in self._trained}}
+            self._make(came.values(), self._limits)
+            if self._settings.as_view:
+                for parameter in self._trained:
+                    self._move(parameter)
+
+    def _make(self, parameters: Iterable[nn.Parameter], limits: Sequence[int]) -> None:
+        self._buckets.clear()
+        self._places.clear()
+        for group in assigned(parameters, limits):
+            bucket = torch.empty(sum(parameter.numel() for parameter in group), dtype=group[0].dtype)
+            self._count(bucket)
+            self._buckets.append(bucket)
+            offset = 0
+            for parameter in group:
+                self._places[id(parameter)] = bucket.as_strided(parameter.shape, parameter.stride(), offset)
+                offset += parameter.numel()
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        if self._syncs:
+            self._came.setdefault(id(parameter), parameter)
+            if self._settings.as_view:
+                self._move(parameter)
+
+    def _move(self, parameter: nn.Parameter) -> None:
+        place = self._places[id(parameter)]
+        if parameter.grad is not None and parameter.grad is not place:
+            parameter.grad = place.copy_(parameter.grad)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -19,41 +127,32 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
-def bucket_bytes(parameters: Iterable[nn.Parameter], bucket_mb: float) -> list[int]:
-    """The size of every bucket of a DDP rank, in bytes.
+def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
+    before = None
+    for group in assigned(tensors, (_BROADCAST_BYTES,)):
+        piece = torch.empty(sum(tensor.numel() for tensor in group), dtype=group[0].dtype)
+        del before
+        before = piece
 
-    Parameters that require gradients go into buckets in the reverse of their order, nearly that in which their
-    gradients come, one kind of tensor (dtype) to a bucket; a bucket is closed once it has reached its size. The rule
-    is that of compute_bucket_assignment_by_size in torch/csrc/distributed/c10d/reducer.cpp.
+
+def assigned(tensors: Iterable[_Tensor], limits: Sequence[int]) -> list[list[_Tensor]]:
+    """The tensors of every bucket.
+
+    Tensors go into buckets in their order, one kind (dtype) to a bucket; a bucket is closed once it has reached its
+    size. The rule is that of compute_bucket_assignment_by_size in reducer.cpp.
+
+    Args:
+        tensors: For gradients, the parameters in the order in which gradients are expected.
+        limits: The size of the first bucket of each kind, of the second, ..., in bytes; the last is that of all others.
     """
-    cap = int(bucket_mb * 2**20)
-    open_buckets: dict[torch.dtype, int] = {}
-    n_closed: dict[torch.dtype, int] = {}
-    closed: list[int] = []
-    for parameter in reversed([parameter for parameter in parameters if parameter.requires_grad]):
-        dtype = parameter.dtype
-        size = open_buckets.get(dtype, 0) + parameter.numel() * parameter.element_size()
-        limit = FIRST_BUCKET_BYTES if n_closed.get(dtype, 0) == 0 else cap
-        if size >= min(limit, cap):
-            closed.append(size)
-            n_closed[dtype] = n_closed.get(dtype, 0) + 1
-            open_buckets[dtype] = 0
-        else:
-            open_buckets[dtype] = size
-    return [*closed, *(size for size in open_buckets.values() if size)]
-
-
-def move_gradients_into_buckets(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on every gradient is copied into memory made here, and lives there, as with gradient_as_bucket_view.
-
-    DDP does so when the gradient is done (mark_variable_ready_dense in reducer.cpp), so it exists twice for a moment.
-    """
-    for parameter in parameters:
-        if parameter.requires_grad:
-            put = partial(_put_gradient, torch.empty_like(parameter))
-            parameter.register_post_accumulate_grad_hook(put)  # type: ignore[no-untyped-call]
-
-
-def _put_gradient(place: torch.Tensor, parameter: torch.Tensor) -> None:
-    if parameter.grad is not place and parameter.grad is not None:
-        parameter.grad = place.copy_(parameter.grad)
+    opened: dict[torch.dtype, list[_Tensor]] = {}
+    n_closed: Counter[torch.dtype] = Counter()
+    closed: list[list[_Tensor]] = []
+    for tensor in tensors:
+        kind = tensor.dtype
+        group = opened.setdefault(kind, [])
+        group.append(tensor)
+        if sum(one.numel() * one.element_size() for one in group) >= limits[min(n_closed[kind], len(limits) - 1)]:
+            closed.append(opened.pop(kind))
+            n_closed[kind] += 1
+    return [*closed, *opened.values()]

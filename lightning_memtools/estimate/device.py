@@ -1,10 +1,13 @@
 """A virtual device that records its history, over operators that behave as CUDA's."""
 
+# ruff: noqa: SLF001, which storage a tensor has is private in torch
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_memtools.estimate.kernels import KERNELS, SIZED, Kernel
@@ -50,10 +53,11 @@ class TracedDevice(VirtualDevice):
         self._attribute()
         self._ledger.finish()
 
-    def hold_buckets(self, sizes: Iterable[int]) -> None:
-        """Take the buckets of DDP, for good."""
-        for n_bytes in sizes:
-            self._ledger.hold_for(n_bytes, Category.GRADIENT, "(DDP bucket)")
+    def count_bucket(self, bucket: torch.Tensor) -> None:
+        """A tensor on the device is a bucket of DDP."""
+        entry = self._ledger.find(bucket.untyped_storage()._cdata)
+        if entry is not None:
+            self._ledger.assign(entry, Category.GRADIENT, "(DDP bucket)")
 
     def _new_mode(self) -> AccountingMode:
         return _TracedMode(

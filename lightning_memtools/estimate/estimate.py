@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_memtools.estimate.arguments import check_model, check_numbers, check_optimizer, check_training
-from lightning_memtools.estimate.buckets import unwrapped
+from lightning_memtools.estimate.buckets import BucketSettings, unwrapped
 from lightning_memtools.estimate.fallback import estimate_on_cpu, explain
 from lightning_memtools.estimate.limits import Limit, cublas_workspace_of
 from lightning_memtools.estimate.precision import Precision, PrecisionName
@@ -69,7 +68,8 @@ def estimate_memory(
         capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the report then says whether it fits.
         ddp_bucket_mb: The bucket size of DistributedDataParallel, in MiB, for a rank of a DDP training: 25 is torch's
             default.
-        gradient_as_bucket_view: DDP's option of this name: gradients then take no memory beside the buckets.
+        gradient_as_bucket_view: DDP's option of this name: gradients then lie in the buckets, and exist twice only
+            where the second forward begins, where DDP makes its buckets anew.
 
     Returns:
         The prediction. A step that reads values cannot run on fakes: then it runs on real CPU tensors at small batch
@@ -92,18 +92,12 @@ def estimate_memory(
     if capacity is not None:
         Limit.parse(capacity)
     recipe = Recipe(stage=stage, precision=Precision.parse(precision), steps=steps, accumulate=accumulate, clip=clip)
-    if ddp_bucket_mb is None and isinstance(model, DistributedDataParallel):
-        ddp_bucket_mb = model.bucket_bytes_cap / 2**20
-        gradient_as_bucket_view = model.gradient_as_bucket_view
-    if gradient_as_bucket_view and ddp_bucket_mb is None:
+    ddp = BucketSettings.of(model)
+    if ddp_bucket_mb is not None:
+        ddp = BucketSettings(bucket_mb=ddp_bucket_mb, as_view=gradient_as_bucket_view)
+    elif gradient_as_bucket_view and ddp is None:
         raise ValueError("gradient_as_bucket_view belongs to DDP: give the size of its buckets too, ddp_bucket_mb=25.")
-    subject = Subject(
-        model=model,
-        step=step,
-        optimizer=optimizer,
-        ddp_bucket_mb=ddp_bucket_mb,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-    )
+    subject = Subject(model=model, step=step, optimizer=optimizer, ddp=ddp)
     settings = Settings(cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity))
     estimate = _estimate(subject, batch, recipe, settings, capacity)
     is_compiled = any(hasattr(part, "_orig_mod") for part in model.modules())

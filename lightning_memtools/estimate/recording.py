@@ -148,14 +148,6 @@ class RecordingLedger(Ledger):
             self._recorder.died(number, WORKSPACE, "")
         self._settle_late()
 
-    def hold_for(self, n_bytes: int, kind: int, label: str) -> None:
-        """Take a block that belongs to no storage, and is never given back."""
-        with self._lock:
-            self._settle()
-            block = self.allocator.malloc(n_bytes, label=label)
-            self.held += block.size
-            self._recorder.born(block, kind, label)
-
     def finish(self) -> None:
         """Write down what is known of the blocks that are alive. Their end is not counted any more."""
         for entry in self.entries():

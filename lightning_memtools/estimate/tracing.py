@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_memtools.estimate.autocast import cuda_autocast
-from lightning_memtools.estimate.buckets import bucket_bytes, move_gradients_into_buckets, unwrapped
+from lightning_memtools.estimate.buckets import Buckets, BucketSettings, unwrapped
 from lightning_memtools.estimate.device import TracedDevice
 from lightning_memtools.estimate.fakes import RealExchange, TensorExchange, borrowed, stand_in_optimizer
 from lightning_memtools.estimate.functions import CudaFunctions
@@ -42,15 +42,13 @@ class Subject:
         model: Any module.
         step: Computes the loss of a batch, for modules that are no LightningModule or instead of its own step.
         optimizer: An optimizer, its class, a function of the parameters, or None.
-        ddp_bucket_mb: The size of DDP's buckets in MiB; None without DDP.
-        gradient_as_bucket_view: Gradients are parts of the buckets, not copied into them.
+        ddp: DDP's buckets; None without DDP.
     """
 
     model: nn.Module
     step: StepFunction | None = None
     optimizer: Optimizer | type[Optimizer] | MakeOptimizer | None = None
-    ddp_bucket_mb: float | None = None
-    gradient_as_bucket_view: bool = False
+    ddp: BucketSettings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +86,23 @@ class Traced:
 
 
 class Tracer(Watch):
-    """Gives fake batches to the loop, and notes phases."""
+    """Gives fake batches to the loop, notes phases, and does what DDP does where a forward pass begins."""
 
-    def __init__(self, device: TracedDevice, batch: Any, dtype: torch.dtype | None, *, values: bool) -> None:
+    def __init__(
+        self,
+        device: TracedDevice,
+        batch: Any,
+        dtype: torch.dtype | None,
+        buckets: Buckets | None,
+        *,
+        accumulate: int,
+        values: bool,
+    ) -> None:
         self._values = values
+        self._buckets = buckets
+        self._accumulate = accumulate
+        self._n_batches = 0
+        self._has_new_batch = False
         self._device = device
         self._batch = batch
         self._dtype = dtype
@@ -100,6 +111,9 @@ class Tracer(Watch):
     def begin(self, phase: str, step: int | None = None) -> None:
         """A phase begins."""
         self._device.recorder.begin(phase, step)
+        if phase == "forward" and self._has_new_batch and self._buckets is not None:
+            self._has_new_batch = False
+            self._buckets.begin_forward(syncs=self._n_batches % self._accumulate == 0)
 
     def fresh_batch(self) -> Any:
         """A batch of the same sizes, put on the device as a copy to a GPU would."""
@@ -107,6 +121,8 @@ class Tracer(Watch):
             batch = copy_of_batch(self._batch, self._dtype, values=self._values)
         if next(tensors_in(batch), None) is not None:
             self._device.count_batch(batch)
+        self._n_batches += 1
+        self._has_new_batch = True
         return batch
 
     def seen(self, optimizers: list[Optimizer]) -> None:
@@ -156,13 +172,11 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
             stack.enter_context(CudaFunctions())
         if _holds_tensors(model):
             device.track(model)
-        if subject.ddp_bucket_mb is not None:
-            device.hold_buckets(bucket_bytes(model.parameters(), subject.ddp_bucket_mb))
-            if subject.gradient_as_bucket_view:
-                with device.host():  # counted as buckets already
-                    move_gradients_into_buckets(model.parameters())
+        buckets = None
+        if subject.ddp is not None:
+            buckets = Buckets(model, subject.ddp, count=device.count_bucket, on_host=not settings.cuda)
         stack.enter_context(_noted_shapes(model, result.shapes))
-        tracer = Tracer(device, batch, dtype, values=values)
+        tracer = Tracer(device, batch, dtype, buckets, accumulate=recipe.accumulate, values=values)
         _run(replace(subject, model=model), _make_optimizer(subject, exchange), recipe, tracer)
         # The counts of the first tensors found for each parameter: tied ones count once.
         parameters = list(model.parameters())

@@ -141,14 +141,15 @@ def test_ddp_holds_every_gradient_once_more():
     assert in_ddp.composition["gradients"] == 2 * alone.composition["gradients"]
 
 
-def test_gradients_that_are_views_of_ddps_buckets_take_nothing_beside_them():
+def test_gradients_that_are_views_of_ddps_buckets_exist_twice_where_buckets_are_made_anew():
     model, rows = layers(4), torch.zeros(4, WIDTH)
-    options = {"ddp_bucket_mb": 25, "gradient_as_bucket_view": True}
-    for accumulate in (1, 2):
-        made = estimate(model, rows, torch.optim.SGD, accumulate=accumulate, **options)
-        # One gradient at a time exists twice, until it is copied into its bucket.
-        assert made.composition["gradients"] == 4 * MATRIX + MATRIX
-        assert made.gradient_count == made.parameter_count
+    made = estimate(model, rows, torch.optim.SGD, ddp_bucket_mb=25, gradient_as_bucket_view=True)
+    # In the second forward; later one gradient at a time exists twice, until it is in its bucket.
+    assert made.composition["gradients"] == 2 * 4 * MATRIX
+    assert (made.peak_at.step, made.peak_at.phase) == (2, "forward")
+    first = estimate(model, rows, torch.optim.SGD, ddp_bucket_mb=25, gradient_as_bucket_view=True, steps=1)
+    assert first.composition["gradients"] == 4 * MATRIX + MATRIX
+    assert made.gradient_count == made.parameter_count
     with pytest.raises(ValueError, match=r"belongs to DDP: give .* ddp_bucket_mb=25"):
         estimate(model, rows, gradient_as_bucket_view=True)
 
