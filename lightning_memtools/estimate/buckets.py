@@ -128,11 +128,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
-    before = None
+    under_way: list[torch.Tensor] = []
     for group in assigned(tensors, (_BROADCAST_BYTES,)):
-        piece = torch.empty(sum(tensor.numel() for tensor in group), dtype=group[0].dtype)
-        del before
-        before = piece
+        # The last piece is awaited once the next is on its way.
+        under_way[:] = [torch.empty(sum(tensor.numel() for tensor in group), dtype=group[0].dtype)]
 
 
 def assigned(tensors: Iterable[_Tensor], limits: Sequence[int]) -> list[list[_Tensor]]:

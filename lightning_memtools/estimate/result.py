@@ -147,6 +147,7 @@ class MemoryEstimate:
     def max_batch_size(self, capacity: str) -> int:
         """The largest batch that fits: it does, and one more does not. 0 where a batch of one does not fit.
 
+        The allocator cuts its segments by size, so now and then a batch fits that is larger still by a few samples.
         Both are traced. Before, the answer is guessed from what two traces asked of the allocator, so that there are
         mostly three or four traces more than the estimate's own.
 
