@@ -172,7 +172,11 @@ def _to_float(operator: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            if isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF and kwargs.get("dtype") is None:
+            # Whoever says a dtype gets it; cross_entropy does, the type of its input.
+            says_dtype = any(isinstance(one, torch.dtype) for one in (*args, kwargs.get("dtype")))
+            if isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF and not says_dtype:
+                if len(args) > 2 and args[2] is None:  # noqa: PLR2004, the dtype, where it is given by position
+                    args = args[:2]
                 if fused is not None and args[0].dtype is torch.float16:
                     return fused(args[0], args[1], True)  # noqa: FBT003, torch's half_to_float
                 kwargs["dtype"] = torch.float32

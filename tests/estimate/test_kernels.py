@@ -263,6 +263,48 @@ DTYPES_OF_AUTOCAST = [
 ]
 
 
+LABELS = torch.zeros(64, dtype=torch.long)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda scores: F.cross_entropy(scores, LABELS),
+        lambda scores: F.cross_entropy(scores, LABELS, label_smoothing=0.1),
+        lambda scores: F.cross_entropy(scores, scores.detach().softmax(-1)),
+        lambda scores: F.cross_entropy(scores.view(8, 512, 8), LABELS.view(8, 8)),
+        lambda scores: F.nll_loss(scores.log_softmax(-1), LABELS),
+        lambda scores: F.nll_loss(F.log_softmax(scores, 1, dtype=torch.float32), LABELS),
+        lambda scores: F.kl_div(scores.log_softmax(-1), scores.detach().softmax(-1), reduction="batchmean"),
+        lambda scores: scores.softmax(-1).sum(-1, keepdim=True).mean(),
+        lambda scores: F.mse_loss(scores, scores.detach()),
+        lambda scores: F.binary_cross_entropy_with_logits(scores, scores.detach()),
+    ],
+)
+def test_losses_of_mixed_precision_are_in_float(loss, precision):
+    seen = []
+
+    def step(model, rows):
+        seen.append(loss(model(rows)))
+        return seen[-1]
+
+    made = estimate_memory(nn.Linear(8, 512), torch.zeros(64, 8), step=step, precision=precision)
+    assert [(one.dtype, one.dim()) for one in seen] == [(torch.float32, 0)] * 2
+    assert made.gradient_count == made.parameter_count
+
+
+def test_the_logarithms_of_cross_entropy_are_in_half_and_copied_for_the_loss():
+    # cross_entropy_loss in ATen/native/LossNLL.cpp asks for log_softmax in its input's type; nll_loss is on the list.
+    n_scores = 4096 * 512
+    made = estimate_memory(nn.Linear(8, 512), torch.zeros(4096, 8), precision="bf16-mixed", steps=1,
+                           step=lambda m, b: F.cross_entropy(m(b), torch.zeros(4096, dtype=torch.long)))  # fmt: skip
+    # Where backward begins: logarithms as halves and as floats, and the gradient of those.
+    assert made.peak_at.operation == "aten.nll_loss_backward"
+    assert made.composition["activations"] // n_scores == 2 + 4
+    assert made.composition["temporaries"] == 4 * n_scores
+
+
 @pytest.mark.parametrize(("function", "dtype"), DTYPES_OF_AUTOCAST)
 def test_autocast_keeps_to_the_lists_of_cuda(function, dtype):
     seen = []
