@@ -114,7 +114,7 @@ def load(target: str) -> Callable[[], Any]:
         if found is None:
             raise UsageError(f"Module {module_name!r} has no {name!r}.")
     if not callable(found):
-        raise UsageError(f"{target} is a {type(found).__name__} and cannot be called: name a function.")
+        raise UsageError(f"{target} is {found!r:.80}, which cannot be called: name a function.")
     function: Callable[[], Any] = found
     return function
 
@@ -130,7 +130,7 @@ def arguments_of(returned: Any, target: str) -> dict[str, Any]:
     if isinstance(returned, tuple) and len(returned) in {2, 3}:
         return dict(zip(("model", "batch", "step"), returned, strict=False))
     raise UsageError(
-        f"{target} returned a {type(returned).__name__}. Return (model, batch), (model, batch, step), or a dict with "
+        f"{target} returned {returned!r:.80}. Return (model, batch), (model, batch, step), or a dict with "
         "the arguments of estimate_memory."
     )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,22 @@ def model_and_batch():
     with torch.device("meta"):
         model = nn.Linear(1024, 1024)
     return model, torch.zeros(8, 1024, device="meta"), lambda model, rows: model(rows).sum()
+
+def lightning_module():
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1024, 1024)
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.layer(batch), torch.zeros(len(batch), dtype=torch.long))
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    return {"model": Module(), "batch": torch.zeros(8, 1024), "precision": "bf16-mixed", "accumulate": 2}
 
 def nothing():
     return 3
@@ -55,14 +74,38 @@ def test_it_prints_figures_and_gpus(capsys):
     assert Path("m.svg").read_text().startswith("<svg")
 
 
+def command(root, *arguments):
+    """The command in a process of its own, as a console starts it."""
+    here = {"PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "lightning_memtools.cli.main", "estimate", *arguments]
+    return subprocess.run(line, cwd=root, env=os.environ | here, capture_output=True, text=True, check=False)
+
+
+def test_as_a_command_of_its_own(tmp_path):
+    done = command(tmp_path, "my_target:lightning_module", "--capacity", "RTX 4090", "--picture", "m.svg")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {cells[0]: cells[-1] for line in done.stdout.splitlines() if len(cells := line.strip().split("  ")) > 1}
+    assert rows["at the peak: optimizer"].strip() == "8.01 MiB"  # two moments of 1024 x 1025 floats
+    assert "It fits in RTX 4090." in done.stdout
+    assert (tmp_path / "m.svg").read_text().startswith("<svg")
+
+
+def test_as_a_command_of_its_own_it_fails_with_a_message(tmp_path):
+    done = command(tmp_path, "my_target:lightning_module", "--capacity", "24")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("memtools: Not a capacity: '24'.")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["no_such_module:x"], "No module 'no_such_module'"),
         (["my_target:missing"], "has no 'missing'"),
         (["my_target"], "write MODULE:CALLABLE"),
-        (["my_target:number"], "is a int and cannot be called"),
-        (["my_target:nothing"], "returned a int. Return (model, batch)"),
+        (["my_target:number"], "is 4, which cannot be called"),
+        (["my_target:nothing"], "returned 3. Return (model, batch)"),
         (["my_target:model_and_batch", "--optimizer", "Eve"], "no optimizer 'Eve'"),
         (["my_target:model_and_batch", "--max-batch"], "--max-batch needs --capacity"),
         (["my_target:model_and_batch", "--capacity", "24"], "Not a capacity: '24'"),
