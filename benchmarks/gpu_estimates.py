@@ -120,10 +120,11 @@ def capacity_of_this_gpu() -> str:
 
 
 def measure(names: list[str] | None = None, *, minutes: float = 8) -> dict[str, Any]:
-    """Compare as many cases as the time allows, in their order; those left out are named."""
+    """Compare as many cases as the time allows, in their order; those that fail or are left out are named."""
     deadline = time.monotonic() + 60 * minutes
     capacity = capacity_of_this_gpu()
     compared: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     left_out: list[str] = []
     for case in CASES:
         if names and case.name not in names:
@@ -131,15 +132,18 @@ def measure(names: list[str] | None = None, *, minutes: float = 8) -> dict[str, 
         if time.monotonic() > deadline:
             left_out.append(case.name)
             continue
-        compared[case.name] = compare(case, capacity)
-        print(case.name, compared[case.name], flush=True)
+        try:
+            compared[case.name] = compare(case, capacity)
+        except RuntimeError as error:  # out of memory, or a kernel that this GPU lacks: the others are still wanted
+            failed[case.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(case.name, compared.get(case.name, failed.get(case.name)), flush=True)
     properties = torch.cuda.get_device_properties(0)
     gpu = {
         "compute_capability": f"{properties.major}.{properties.minor}",
         "total_memory": properties.total_memory,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
     }
-    return {"gpu": gpu, "steps": STEPS, "cases": compared, "left_out": left_out}
+    return {"gpu": gpu, "steps": STEPS, "cases": compared, "failed": failed, "left_out": left_out}
 
 
 def main() -> int:

@@ -54,6 +54,17 @@ def test_a_perceptron_is_predicted_to_the_block(benchmark):
     assert abs(made["allocated_error_pct"]) < 1
 
 
+def test_every_precision_is_predicted(benchmark):
+    """The cases that a GPU runs, as far as they run without one."""
+    cases = {case.precision: case for case in benchmark.CASES if case.name.startswith("mlp")}
+    made = {name: benchmark.predicted_peaks(case, "H100 80GB")["allocated"] for name, case in cases.items()}
+    # Adam over 6 x 2048 x 2049 + 1000 x 2049 parameters: themselves, gradients, two moments.
+    parameters = 4 * (6 * 2048 * 2049 + 1000 * 2049)
+    assert made["32-true"] > 4 * parameters
+    assert made["32-true"] > made["16-mixed"] > made["bf16-mixed"] > 4 * parameters
+    assert 4 * parameters / 2 < made["bf16-true"] < 0.6 * made["32-true"]
+
+
 def test_the_matrix_covers_what_it_should(benchmark):
     names = [case.name for case in benchmark.CASES]
     assert len(set(names)) == len(names) >= 20
