@@ -21,6 +21,7 @@ from lightning_memtools.estimate.buckets import Buckets, BucketSettings, unwrapp
 from lightning_memtools.estimate.device import TracedDevice
 from lightning_memtools.estimate.fakes import RealExchange, TensorExchange, borrowed, stand_in_optimizer
 from lightning_memtools.estimate.functions import CudaFunctions
+from lightning_memtools.estimate.moves import AlreadyOnCuda
 from lightning_memtools.estimate.stand_in import is_lightning_module
 from lightning_memtools.estimate.step import (
     MakeOptimizer,
@@ -170,6 +171,8 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
         stack.enter_context(device)
         if fakes_cuda:
             stack.enter_context(CudaFunctions())
+        if settings.cuda:
+            stack.enter_context(AlreadyOnCuda())
         if _holds_tensors(model):
             device.track(model)
         buckets = None

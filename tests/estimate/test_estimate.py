@@ -232,6 +232,25 @@ def test_what_is_compiled_is_estimated_as_the_eager_step_and_says_so():
     assert compiled.composition == estimate_memory(Classifier(), batch).composition
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_step_may_name_the_gpu_that_is_not_here(reads):
+    def moves(model, rows):
+        rows = rows.cuda(non_blocking=True).to("cuda:0").to(torch.device("cuda", 1), torch.float32)
+        shape = rows.shape
+        more = torch.ones(shape, device="cuda") + rows.new_ones(shape, device=torch.device("cuda"))
+        return model(rows + more).sum() * (1.0 if not reads or rows.sum().item() < 1e9 else 2.0)
+
+    def stays(model, rows):
+        more = torch.ones(rows.shape) + rows.new_ones(rows.shape)
+        return model(rows + more).sum() * (1.0 if not reads or rows.sum().item() < 1e9 else 2.0)
+
+    model, rows = layers(2), torch.zeros(64, WIDTH)
+    moved, stayed = (estimate_memory(model, rows, step=step, optimizer=torch.optim.Adam) for step in (moves, stays))
+    assert moved.composition == stayed.composition
+    assert moved.peak_reserved == stayed.peak_reserved
+    assert len(moved.notes) == reads
+
+
 def test_no_estimate_within_a_virtual_device():
     with VirtualDevice(), pytest.raises(RuntimeError, match="Leave that one first"):
         estimate(layers(1), torch.zeros(1, WIDTH))
