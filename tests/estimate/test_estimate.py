@@ -6,10 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.estimate import estimate_memory
-from tests.estimate.networks import Classifier, Decoder, Gan, classify, mlp, next_token, total
+from tests.estimate.networks import (
+    Classifier,
+    Decoder,
+    Encoder,
+    Gan,
+    Recurrent,
+    UNet,
+    classify,
+    mlp,
+    next_token,
+    total,
+)
 from tests.zoo import torchvision_models
 
 KIB, MIB = 2**10, 2**20
@@ -214,6 +226,38 @@ def test_meta_real_and_nested_batches_give_the_same():
     real, unreal = (estimate(model, batch, step=step) for batch in (nested, meta))
     assert real.peak_allocated == unreal.peak_allocated
     assert real.batch_size == unreal.batch_size == 8
+
+
+def test_fake_models_and_fake_batches_give_the_same():
+    with FakeTensorMode():
+        fake_model, fake_rows = mlp(16, 32, 4), torch.zeros(8, 16)
+    model, rows = mlp(16, 32, 4), torch.zeros(8, 16)
+    made = [
+        estimate(one, batch, torch.optim.Adam) for one, batch in ((model, rows), (model, fake_rows), (fake_model, rows))
+    ]
+    assert made[0].composition == made[1].composition == made[2].composition
+    assert isinstance(next(fake_model.parameters()), FakeTensor)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    ("model", "batch", "step"),
+    [
+        (UNet(), torch.zeros(4, 3, 32, 32), total),
+        (Encoder(), torch.zeros(16, 16, 32), total),
+        (Decoder(), torch.zeros(8, 64, dtype=torch.long), next_token),
+        (Recurrent(), torch.zeros(64, 40, 16), total),
+        (Classifier(), (torch.zeros(512, 32), torch.zeros(512, dtype=torch.long)), None),
+        (Gan(), torch.zeros(512, 64), None),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else "",
+)
+def test_mixed_precision_keeps_less_for_backward(model, batch, step, precision):
+    full, mixed = (estimate_memory(model, batch, step=step, precision=name) for name in ("32-true", precision))
+    kept = [sum(module.saved_bytes for module in made.modules) for made in (full, mixed)]
+    assert 0.4 * kept[0] < kept[1] < kept[0]
+    assert mixed.gradient_count == full.gradient_count > 0
+    assert mixed.composition["parameters"] == full.composition["parameters"]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, when it loads the compiler
