@@ -282,6 +282,17 @@ def test_bf16(precision, tmp_path):
     assert (error.step, error.cause) == (BAD, Cause.DIRTY_DATA)
 
 
+@fused_or_not
+def test_a_float64_loss_beyond_float32_is_finite(fused, tmp_path):
+    class Large(Net):
+        def loss(self, batch):
+            return super().loss(batch) * 1e40
+
+    run = trainer(tmp_path, HaltOnNaN(), precision="64-true", logger=False)
+    run.fit(Large(fused=fused), loader())
+    assert run.global_step == 16
+
+
 def half(scale: float) -> MixedPrecision:
     """16-mixed on the CPU, which Lightning offers only by hand."""
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))

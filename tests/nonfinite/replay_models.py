@@ -81,6 +81,15 @@ class ReadsRate(Everything):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Double(Everything):
+    """Draws numbers of the default type, and gives a loss whose last bits float32 does not have."""
+
+    def finite(self, x: Tensor) -> Tensor:
+        noisy = x + 0.1 * torch.randn(x.shape)
+        loss: Tensor = super().finite(x) + self.last(self.net(noisy)).square().mean()
+        return loss
+
+
 class ManualEverything(Everything):
     """Two optimizers, stepped by the module; the second one's loss goes bad."""
 
@@ -129,6 +138,7 @@ RUNS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], dict[str, An
     "bf16": (Everything, lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 4}),
     "scaler": (Everything, lambda: {"plugins": half(), "accumulate_grad_batches": 4}),
     "reads_rate": (ReadsRate, dict),
+    "double": (Double, lambda: {"precision": "64-true", "accumulate_grad_batches": 4}),
     "manual": (ManualEverything, dict),
     "manual_accumulation": (SingleManual, dict),
 }

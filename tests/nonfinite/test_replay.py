@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -151,6 +152,7 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "the optimizers' settings": ("reads_rate", without("optimizers")),
     "what the Trainer said": ("reads_rate", without("conditions", "trainer", value={})),
     "autocast": ("bf16", without("conditions", "autocast")),
+    "the type of new tensors": ("double", without("conditions", "default_dtype", value="float32")),
     "the update that came before": ("manual", lambda saved: saved["micro"][0].update(steps_before=0)),
     "what followed that update": ("manual", lambda saved: saved["micro"][0].update(resumed=None)),
     "weights": ("accumulation", without("weights")),
@@ -165,6 +167,13 @@ def test_every_part_of_a_capsule_is_needed(name, remove, halts, tmp_path):
     found = replay(tmp_path / "less.pt")
     assert not found.exact
     assert "Not the same as in the step:" in found.summary()
+
+
+def test_losses_in_float64_are_compared_in_all_their_bits(halts, tmp_path):
+    saved = torch.load(halts["double"][0].capsule_path, weights_only=True)
+    saved["losses"][0] = math.nextafter(saved["losses"][0], math.inf)
+    torch.save(saved, tmp_path / "other.pt")
+    assert replay(tmp_path / "other.pt").mismatches[0].startswith("Loss 0 is ")
 
 
 def test_a_replay_leaves_no_trace_in_its_process(halts):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "lightning", "numpy", "lightning_memtools")
+_PACKAGES = ("lightning", "numpy", "lightning_memtools")
 # Name to (how it is read, how it is set). All of them change which kernel computes, and so the last bits.
 _SWITCHES: dict[str, tuple[Any, Any]] = {
     "deterministic algorithms": (
@@ -38,7 +38,8 @@ _SWITCHES: dict[str, tuple[Any, Any]] = {
 def machine_now(device: str) -> dict[str, Any]:
     """What this process runs on: name to plain value. Where two machines differ in it, last bits may differ."""
     found: dict[str, Any] = {"python": platform.python_version(), "platform": f"{sys.platform} {platform.machine()}"}
-    found |= {package: _version(package) for package in _PACKAGES}
+    # What torch says of itself names its build too (2.13.0+cu130), which the installed package's version may not.
+    found |= {"torch": str(torch.__version__)} | {package: _version(package) for package in _PACKAGES}
     found["CPU capability"] = torch.backends.cpu.get_cpu_capability()
     found["device"] = device
     if device.startswith("cuda") and torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -48,8 +49,8 @@ def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def is_same_number(one: float, other: float) -> bool:
-    """Whether two float32 losses are the same in every bit; NaN is NaN."""
-    return (one != one and other != other) or struct.pack("f", one) == struct.pack("f", other)  # noqa: PLR0124, NaN
+    """Whether two losses are the same in every bit; NaN is NaN."""
+    return (math.isnan(one) and math.isnan(other)) or struct.pack("d", one) == struct.pack("d", other)
 
 
 def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: Outcome) -> list[str]:
