@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +65,8 @@ class Capsule:
 def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> list[str]:
     """Write the capsule to `path`, and the small JSON beside it; returns the names of what was left out.
 
-    Both appear whole or not at all. What does not fit into `max_bytes` is left out: first the optimizers' state, which
-    a replay of loss and gradients does not use; then the weights and buffers; then nothing is written.
+    Both appear whole or not at all. If the file would be larger than `max_bytes`, the optimizers' state is left out,
+    which a replay of loss and gradients rarely uses; then the weights and buffers; then nothing is written.
 
     Raises:
         ValueError: Even without weights it does not fit.
@@ -73,32 +74,38 @@ def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> list[str]:
     """
     left_out: list[str] = []
     saved = _contents(capsule, left_out)
-    for part, what in (("optimizers", "optimizer state"), ("weights", "weights and buffers")):
-        if n_bytes_of(saved) > max_bytes:
-            left_out.append(f"{what} ({format_size(n_bytes_of(saved[part]))}, for max_bytes)")
-            saved[part] = None
-    if n_bytes_of(saved) > max_bytes:
-        needed = format_size(n_bytes_of(saved))
-        raise ValueError(f"the batch alone takes {needed}, more than max_bytes ({format_size(max_bytes)})")
-    about = {
-        "version": VERSION,
-        **capsule.about,
-        "losses": [repr(loss) for loss in capsule.losses],
-        "class": saved["module"]["class"],
-        "machine": saved["machine"],
-        "left_out": left_out,
-        "doubts": list(capsule.doubts),
-    }
-    saved |= {"left_out": left_out, "about": json.dumps(about)}
+    parts = [("optimizers", "optimizer state"), ("weights", "weights and buffers")]
+    droppable = [(part, what, n) for part, what in parts if (n := n_bytes_of(saved[part]))]
     path.parent.mkdir(parents=True, exist_ok=True)
-    n_bytes = _whole(path, lambda file: torch.save(saved, file))
-    text = json.dumps({**about, "capsule": path.name, "bytes": n_bytes}, indent=2) + "\n"
-    _whole(path.with_suffix(".json"), lambda file: file.write(text.encode()))
+    while (n_bytes := _write_if_it_fits(saved, path, max_bytes, _about(capsule, saved, left_out))) > max_bytes:
+        if not droppable:
+            raise ValueError(
+                f"without weights it still takes {format_size(n_bytes)}, more than max_bytes ({format_size(max_bytes)})"
+            )
+        part, what, dropped = droppable.pop(0)
+        left_out.append(f"{what} ({format_size(dropped)}, for max_bytes)")
+        saved[part] = None
     return left_out
 
 
-def _whole(path: Path, write: Callable[[Any], object]) -> int:
-    """Write a file under another name first, so that nobody sees half of it; returns its size."""
+def _write_if_it_fits(saved: dict[str, Any], path: Path, max_bytes: int, about: dict[str, Any]) -> int:
+    """Write both files if the capsule is not larger than allowed; returns what it takes, in bytes."""
+    needed = n_bytes_of(saved)
+    if needed > max_bytes:
+        return needed  # the tensors alone are too many: do not fill the disk to find out
+    saved |= {"left_out": about["left_out"], "about": json.dumps(about)}
+    n_bytes = _whole(path, lambda file: torch.save(saved, file), max_bytes)
+    if n_bytes <= max_bytes:
+        text = json.dumps({**about, "capsule": path.name, "bytes": n_bytes}, indent=2) + "\n"
+        _whole(path.with_suffix(".json"), lambda file: file.write(text.encode()))
+    return n_bytes
+
+
+def _whole(path: Path, write: Callable[[Any], object], max_bytes: float = math.inf) -> int:
+    """Write a file under another name first, so that nobody sees half of it; returns its size.
+
+    One that is too large is not kept.
+    """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         with unfinished.open("wb") as file:
@@ -106,10 +113,24 @@ def _whole(path: Path, write: Callable[[Any], object]) -> int:
             file.flush()
             os.fsync(file.fileno())
         n_bytes = unfinished.stat().st_size
-        unfinished.replace(path)
+        if n_bytes <= max_bytes:
+            unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
     return n_bytes
+
+
+def _about(capsule: Capsule, saved: Mapping[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
+    """What can be known of the capsule without loading it."""
+    return {
+        "version": VERSION,
+        **capsule.about,
+        "losses": [repr(loss) for loss in capsule.losses],
+        "class": saved["module"]["class"],
+        "machine": saved["machine"],
+        "left_out": list(left_out),
+        "doubts": list(capsule.doubts),
+    }
 
 
 def _contents(capsule: Capsule, left_out: list[str]) -> dict[str, Any]:
