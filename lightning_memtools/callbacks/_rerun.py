@@ -17,6 +17,7 @@ from lightning_memtools.nonfinite.cause.explanation import Background, Explanati
 from lightning_memtools.nonfinite.diagnose import Cause, what_grew
 from lightning_memtools.nonfinite.history import Past
 from lightning_memtools.nonfinite.names import names_of
+from lightning_memtools.nonfinite.report import Kept
 from lightning_memtools.nonfinite.rerun.conditions import TRAINER_FACTS, Conditions, precision_now
 from lightning_memtools.nonfinite.rerun.doubts import digests_of, doubts_about, mismatches
 from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Outcome, Rerun
@@ -144,8 +145,8 @@ class Aftermath:
             return Account(rank, None, f"not found: {type(error).__name__}: {error}")
         return Account(rank, self._explanation, again=self._again(), is_bad=self._is_bad)
 
-    def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> tuple[Path | None, str]:
-        """Write the capsule: its path, or None, and what to say of it."""
+    def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> Kept:
+        """Write the capsule."""
         explanation = self._explanation
         plain = None if explanation is None else {**asdict(explanation), "cause": explanation.cause.value}
         scaler = gradient_scaler(self._trainer)
@@ -165,10 +166,11 @@ class Aftermath:
             explanation=plain,
         )
         try:
-            left_out = write_capsule(capsule, path, max_bytes)
+            written = write_capsule(capsule, path, max_bytes)
         except Exception as error:  # noqa: BLE001, as above
-            return None, f"could not be written: {type(error).__name__}: {error}"
-        return path, f"without {', '.join(left_out)}" if left_out else ""
+            return Kept(note=f"could not be written: {type(error).__name__}: {error}")
+        note = f"without {', '.join(written.left_out)}" if written.left_out else ""
+        return Kept(path, note, "; ".join(written.needs))
 
     def _own_digests(self, evidence: Evidence) -> dict[str, str]:
         """Of the gradients of the step itself: only where they are this rank's alone and still there."""

@@ -21,7 +21,7 @@ from lightning_memtools.nonfinite.examine import bad_optimizer_state, bad_state,
 from lightning_memtools.nonfinite.guard import Guard
 from lightning_memtools.nonfinite.outputs import BadOutput, OutputWatch, bad_metrics
 from lightning_memtools.nonfinite.ranks import PATIENCE, Ranks
-from lightning_memtools.nonfinite.report import Halt, evaluation_message, overflow_message
+from lightning_memtools.nonfinite.report import Halt, Kept, evaluation_message, overflow_message
 from lightning_memtools.nonfinite.rerun.offload import move_to_host
 from lightning_memtools.nonfinite.rerun.start import StartKeeper
 from lightning_memtools.nonfinite.step import Evidence, Trip
@@ -309,9 +309,8 @@ class HaltOnNaN(Callback):
         if patient is None:
             return
         if guard.is_sharded:
-            halt.explanation_note = halt.capsule_note = (
-                "not sought: no rank has all weights to run the step again alone"
-            )
+            halt.explanation_note = "not sought: no rank has all weights to run the step again alone"
+            halt.capsule = Kept(note=halt.explanation_note)
             return
         aftermath, mine = None, Account(evidence.rank, None)
         if halt.diagnosis.rank in {None, evidence.rank}:
@@ -325,13 +324,11 @@ class HaltOnNaN(Callback):
         halt.again = theirs.again
         if not self.capsule:
             return
-        path, note = None, NO_FILES
+        kept = Kept(note=NO_FILES)
         if self._files is not None and aftermath is not None and theirs.rank == evidence.rank:
             name = f"nonfinite-step{evidence.step}-rank{evidence.rank}-capsule.pt"
-            path, note = aftermath.write(self._files / name, self._max_bytes, halt.about())
-        halt.capsule_path, halt.capsule_note = dict(patient.gather((evidence.rank, (path, note)))).get(
-            theirs.rank, (path, note)
-        )
+            kept = aftermath.write(self._files / name, self._max_bytes, halt.about())
+        halt.capsule = dict(patient.gather((evidence.rank, kept))).get(theirs.rank, kept)
 
     def _for_a_replay(self, pl_module: LightningModule) -> dict[str, Any]:
         if not self.explain and not self.capsule:

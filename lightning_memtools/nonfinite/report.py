@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,21 @@ from lightning_memtools.nonfinite.outputs import BadOutput
 from lightning_memtools.nonfinite.step import Evidence
 
 MOST_NAMES = 5  # in the message; the report lists all
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A capsule, as a message tells of it. Plain values: it travels between ranks.
+
+    Attributes:
+        path: Where it is; None if there is none.
+        note: Why there is none, or what it does not hold.
+        needs: What has to be done before it can be replayed.
+    """
+
+    path: Path | None = None
+    note: str = ""
+    needs: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,8 +51,7 @@ class Halt:
         explanation: Which operation made the first bad value; None where that was not found.
         explanation_note: Why not.
         again: Whether the step was the same when it was run again.
-        capsule_path: The step as a file, to run it again.
-        capsule_note: Why there is none, or what it does not hold.
+        capsule: The step as a file, to run it again.
     """
 
     everyone: Sequence[Evidence]
@@ -52,8 +66,7 @@ class Halt:
     explanation: Explanation | None = None
     explanation_note: str = ""
     again: str = ""
-    capsule_path: Path | None = None
-    capsule_note: str = ""
+    capsule: Kept = field(default_factory=Kept)
 
     @property
     def culprit(self) -> Evidence:
@@ -140,7 +153,7 @@ class Halt:
             facts.append(("Bad steps skipped before", steps))
         facts.append(("State", self._state()))
         facts.append(("Last good checkpoint", str(self.checkpoint_path or self.checkpoint_note)))
-        facts.append(("The step as a file", " ".join(filter(None, [str(self.capsule_path or ""), self.capsule_note]))))
+        facts.append(("The step as a file", " ".join(filter(None, [str(self.capsule.path or ""), self.capsule.note]))))
         return [(what, value) for what, value in facts if value]
 
     def _state(self) -> str:
@@ -166,8 +179,10 @@ class Halt:
         return "\n".join([self.headline, *lines, report, f"Next: {self._next()}"])
 
     def _next(self) -> str:
-        again = f" Run the step again: memtools replay {self.capsule_path}" if self.capsule_path else ""
-        return f"{self.diagnosis.advice}{again}"
+        if self.capsule.path is None:
+            return self.diagnosis.advice
+        needs = f" ({self.capsule.needs})" if self.capsule.needs else ""
+        return f"{self.diagnosis.advice} Run the step again: memtools replay {self.capsule.path}{needs}"
 
     def console(self) -> str:
         """The short form: the error that follows says the rest."""
@@ -191,7 +206,7 @@ class Halt:
             norms=[past.norm for past in self.history],
             path=self.report_path,
             checkpoint_path=self.checkpoint_path,
-            capsule_path=self.capsule_path,
+            capsule_path=self.capsule.path,
             explanation=self.explanation,
         )
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +27,12 @@ from lightning_memtools.nonfinite.capsule.read import CapsuleError
 from lightning_memtools.nonfinite.error import NonFiniteError
 from tests.lightning_models import trainer
 from tests.nonfinite.replay_models import batches, halted
+
+
+def find(path: str) -> Any:
+    """Finds a class by "module:name"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @pytest.fixture
@@ -137,35 +146,112 @@ def test_hyperparameters_that_no_file_can_hold_are_named(tmp_path):
     assert "cannot be held by a file: net" in refusal(halt(model, tmp_path).capsule_path)
 
 
-SCRIPT = """
+PARTS = """
 import torch
-import lightning as L
-from lightning_memtools import HaltOnNaN
-from tests.nonfinite.test_capsule import Unsaved
-from torch.utils.data import DataLoader
-from tests.nonfinite.replay_models import batches
 
-class Net(Unsaved):
-    def __init__(self, width=6):
-        super().__init__(torch.nn.Linear(width, 3))
+class LogHead(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale = torch.nn.Linear(width, 3)
+
+    def forward(self, x):
+        return torch.log(x.abs().sum(1) * self.scale(x).sigmoid().sum(1)).mean()
+"""
+SCRIPT = """
+import dataclasses
+import lightning as L
+import torch
+from lightning_memtools import HaltOnNaN
+from parts_of_this_test import LogHead
+from torch.utils.data import DataLoader
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+class Net(L.LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        {save}
+        self.head = LogHead(width)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(batch.x)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
 {guard}
     L.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, default_root_dir={root!r},
-              callbacks=[HaltOnNaN()]).fit(Net(), DataLoader(batches(), batch_size=None))
+              callbacks=[HaltOnNaN()]).fit(Net(6), DataLoader([Batch(torch.zeros(2, 6))], batch_size=None))
 """
+GUARD = 'if __name__ == "__main__":'
 
 
-def test_a_class_of_the_script_that_was_run(tmp_path):
-    """The script is imported again if that does not train again."""
+def run_script(root: Path, **parts: str) -> tuple[Path, str]:
+    """Run it, in a folder of its own that is not the working directory: the capsule, and what the run said."""
     from tests.nonfinite.test_replay import fresh_process  # noqa: PLC0415, its home
 
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(guard='if __name__ == "__main__":', root=str(tmp_path)))
-    with pytest.raises(AssertionError, match="NonFiniteError"):
+    (root / "src").mkdir(parents=True)
+    (root / "src" / "parts_of_this_test.py").write_text(PARTS)
+    script = root / "src" / "train_this_test.py"
+    script.write_text(SCRIPT.format(root=str(root), **parts))
+    with pytest.raises(AssertionError, match="NonFiniteError") as caught:
         fresh_process(str(script))
-    (path,) = (tmp_path / "memtools").glob("*capsule.pt")
-    assert replay(path).exact
-    script.write_text(SCRIPT.format(guard="if True:", root=str(tmp_path)))
+    (path,) = (root / "memtools").glob("*capsule.pt")
+    return path, str(caught.value)
+
+
+@pytest.fixture
+def forget_modules() -> Iterator[None]:
+    yield
+    for name in ("parts_of_this_test", "train_this_test"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("forget_modules")
+def test_a_script_with_modules_and_batches_of_its_own(tmp_path):
+    """It is imported from where it is, and the classes of its batches with it."""
+    path, said = run_script(tmp_path, guard=GUARD, save="self.save_hyperparameters()")
+    assert f"memtools replay {path}" in said
+    assert f"memtools replay {path} (" not in said, "nothing more is needed"
+    found = replay(path)
+    assert found.exact
+    assert type(found.batches[0]).__name__ == "Batch"
+    assert str(tmp_path / "src") not in sys.path
+    assert found.changed == ()
+
+    parts = tmp_path / "src" / "parts_of_this_test.py"
+    parts.write_text(PARTS.replace("torch.log(", "torch.log(0.1 + "))
+    sys.modules.pop("parts_of_this_test")
+    sys.modules.pop("train_this_test")
+    found = replay(path)
+    assert found.is_finite
+    assert not found.exact
+    assert found.changed == (str(parts),)
+    assert f"The code has changed since: {parts}." in found.summary()
+    assert "The step is finite now. What was found when it was not:\nCause: domain error" in found.summary()
+
+    parts.write_text(PARTS.replace("torch.log(", "torch.rsqrt("))
+    sys.modules.pop("parts_of_this_test")
+    sys.modules.pop("train_this_test")
+    found = replay(path)
+    assert found.explanation is not None
+    assert found.explanation.operation == "aten.rsqrt", "what was found then is not what is so now"
+
+
+@pytest.mark.usefixtures("forget_modules")
+def test_what_a_replay_needs_is_said_when_the_capsule_is_written(tmp_path):
+    path, said = run_script(tmp_path, guard="if True:", save="")
+    needs = (
+        f"memtools replay {path} (once what train_this_test.py runs stands under `if __name__ == '__main__':`, so that "
+        "it can be imported; with --model package.function, which makes the module: its constructor takes width, which "
+        "save_hyperparameters() did not keep)"
+    )
+    assert needs in said
     assert "and would train" in refusal(path)
+    (tmp_path / "src" / "train_this_test.py").unlink()
+    assert "train_this_test.py, which is not here" in refusal(path)
 
 
 def test_what_does_not_fit_is_left_out_and_named(tmp_path):
@@ -187,7 +273,7 @@ def test_what_does_not_fit_is_left_out_and_named(tmp_path):
 def test_optimizer_state_is_left_out_first(tmp_path):
     error, *_ = halted("plain", tmp_path)
     whole = torch.load(error.capsule_path, weights_only=True)
-    assert from_plain(whole["optimizers"][0])["state"][0]["exp_avg"].shape == (16, 6)
+    assert from_plain(whole["optimizers"][0], find)["state"][0]["exp_avg"].shape == (16, 6)
     without = error.capsule_path.stat().st_size - n_bytes_of(whole["optimizers"])
     smaller, *_ = halted("plain", tmp_path / "small", max_bytes=f"{without}B")
     assert smaller.capsule_path is not None
@@ -306,7 +392,7 @@ def test_nested_values_come_back_through_a_file_that_holds_no_code(value):
     file, left_out = io.BytesIO(), []
     torch.save(to_plain(value, left_out, "batch"), file)
     file.seek(0)
-    assert same(from_plain(torch.load(file, weights_only=True)), value)
+    assert same(from_plain(torch.load(file, weights_only=True), find), value)
     assert left_out == []
 
 
@@ -314,7 +400,7 @@ def test_what_cannot_be_held_is_named():
     left_out: list[str] = []
     plain = to_plain({"x": torch.ones(2), "meta": [object()]}, left_out, "batch")
     assert left_out == ["batch['meta'][0] (a object)"]
-    assert "left out" in repr(from_plain(plain)["meta"][0])
+    assert "left out" in repr(from_plain(plain, find)["meta"][0])
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -54,8 +53,12 @@ def to_plain(value: Any, left_out: list[str], name: str) -> Any:  # noqa: PLR091
     return _leave_out(value, left_out, name)
 
 
-def from_plain(value: Any) -> Any:  # noqa: C901, PLR0911, as above
+def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PLR0911, as above
     """The value again.
+
+    Args:
+        value: What `to_plain` gave.
+        find: Finds a class by ``"module:name"``.
 
     Raises:
         ImportError, AttributeError: A class in it cannot be found.
@@ -75,16 +78,16 @@ def from_plain(value: Any) -> Any:  # noqa: C901, PLR0911, as above
         return torch.Size(value["text"])
     if kind == "left out":
         return LeftOut(value["name"])
-    made: Any = _class(value["class"])
+    made: Any = find(value["class"])
     if kind == "mapping":
-        held = {from_plain(k): from_plain(v) for k, v in value["pairs"]}
+        held = {from_plain(k, find): from_plain(v, find) for k, v in value["pairs"]}
         return held if issubclass(made, defaultdict) else made(held)
     if kind == "dataclass":
         new = object.__new__(made)
         for key, item in value["fields"].items():
-            object.__setattr__(new, key, from_plain(item))
+            object.__setattr__(new, key, from_plain(item, find))
         return new
-    items = [from_plain(item) for item in value["items"]]
+    items = [from_plain(item, find) for item in value["items"]]
     return made(*items) if kind == "named tuple" else made(items)
 
 
@@ -118,11 +121,3 @@ def _leave_out(value: Any, left_out: list[str], name: str) -> dict[str, str]:
 
 def _path(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _class(path: str) -> Any:
-    module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-import importlib.util
-import inspect
-import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_memtools.nonfinite.capsule.origin import arguments_for
 from lightning_memtools.nonfinite.capsule.plain import from_plain
 from lightning_memtools.nonfinite.capsule.read import CapsuleError
 from lightning_memtools.nonfinite.names import plain_name
 from lightning_memtools.nonfinite.rerun.start import put_attributes_back
 
+Find = Callable[[str], Any]
 
-def rebuilt(saved: Mapping[str, Any], model: Any, device: torch.device) -> nn.Module:
+
+def rebuilt(saved: Mapping[str, Any], model: Any, device: torch.device, find: Find) -> nn.Module:
     """The module with the state that the step began with, on a device.
 
     Args:
         saved: What `read_capsule` gave.
         model: A module to use, or a class or function that makes one; None for the capsule's own class.
         device: Where to put it.
+        find: Finds a class by ``"module:name"``.
 
     Raises:
         CapsuleError: It cannot be made, or is another one.
     """
     about = saved["module"]
-    module = model if isinstance(model, nn.Module) else _made(about, model)
+    module = model if isinstance(model, nn.Module) else _made(about, model, find)
     configure: Any = getattr(module, "configure_model", None)
     if configure is not None and _missing(saved, module):
         configure()
@@ -49,25 +47,21 @@ def rebuilt(saved: Mapping[str, Any], model: Any, device: torch.device) -> nn.Mo
     return module
 
 
-def _made(about: Mapping[str, Any], model: Any) -> nn.Module:
-    kind = _class_of(about) if model is None else model
+def _made(about: Mapping[str, Any], model: Any, find: Find) -> nn.Module:
+    kind = _class_of(about, find) if model is None else model
     name = about["class"].replace(":", ".")
-    accepted = inspect.signature(kind).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
-    hparams = {key: value for key, value in about["hparams"].items() if takes_all or key in accepted}
-    needs = [key for key, each in accepted.items() if each.default is each.empty and key not in hparams
-             and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]  # fmt: skip
+    hparams, missing = arguments_for(kind, about["hparams"])
     odd = [key for key in hparams if any(out.startswith(f"{key} (") for out in about["hparams_left_out"])]
-    if needs or odd:
-        which = f"was not saved: {', '.join(needs)}" if needs else f"cannot be held by a file: {', '.join(odd)}"
+    if missing or odd:
+        which = f"was not saved: {', '.join(missing)}" if missing else f"cannot be held by a file: {', '.join(odd)}"
         raise CapsuleError(
-            f"{name} cannot be made again: what its constructor takes {which}. It has no such saved hyperparameters.\n"
+            f"{name} cannot be made again: what its constructor takes {which}.\n"
             "Next: make the module yourself and pass it, replay(path, model=my_module), or a function that makes it, "
             "memtools replay PATH --model package.function; call self.save_hyperparameters() in its constructor for "
             "the next time."
         )
     try:
-        module = kind(**{key: from_plain(value) for key, value in hparams.items()})
+        module = kind(**{key: from_plain(value, find) for key, value in hparams.items()})
     except Exception as error:
         raise CapsuleError(
             f"{name} cannot be made again: its constructor failed with {type(error).__name__}: {error}.\n"
@@ -78,36 +72,22 @@ def _made(about: Mapping[str, Any], model: Any) -> nn.Module:
     return module
 
 
-def _class_of(about: Mapping[str, Any]) -> Any:
-    module_name, _, name = about["class"].partition(":")
-    advice = "Next: pass it: replay(path, model=my_module), or memtools replay PATH --model package.Class."
+def _class_of(about: Mapping[str, Any], find: Find) -> Any:
+    name = about["class"].partition(":")[2]
+    advice = (
+        "Next: pass it: replay(path, model=my_module), or memtools replay PATH --model package.Class (or a function "
+        "that makes the module)."
+    )
     if "<locals>" in name:
         raise CapsuleError(f"{name} was defined within a function and cannot be imported.\n{advice}")
     try:
-        found: Any = _script(Path(about["script"])) if about["script"] else importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return find(about["class"])
     except Exception as error:
         raise CapsuleError(
             f"The module's class {about['class'].replace(':', '.')} cannot be imported ({type(error).__name__}: "
             f"{error}). The weights, batch and random numbers in the capsule can be read: "
             f"torch.load(path, weights_only=True).\n{advice}"
         ) from error
-    return found
-
-
-def _script(path: Path) -> Any:
-    """The script that was run, imported: only if that does not start what it does when it is run."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    if not any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body):
-        raise ImportError(f"it stands in the script {path}, which has no `if __name__ == '__main__':` and would train")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def _missing(saved: Mapping[str, Any], module: nn.Module) -> bool:

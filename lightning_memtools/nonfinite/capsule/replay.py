@@ -17,9 +17,10 @@ from lightning_memtools.estimate.nesting import map_tensors
 from lightning_memtools.estimate.stand_in import configured_optimizers, is_lightning_module
 from lightning_memtools.nonfinite.batches import MicroBatch
 from lightning_memtools.nonfinite.capsule.machine import differences, machine_now, switched
+from lightning_memtools.nonfinite.capsule.origin import changed_since, importing_from
 from lightning_memtools.nonfinite.capsule.plain import LeftOut, from_plain
 from lightning_memtools.nonfinite.capsule.read import CapsuleError, read_capsule
-from lightning_memtools.nonfinite.capsule.rebuild import rebuilt
+from lightning_memtools.nonfinite.capsule.rebuild import Find, rebuilt
 from lightning_memtools.nonfinite.cause.explain import explain
 from lightning_memtools.nonfinite.cause.explanation import Background, Explanation
 from lightning_memtools.nonfinite.diagnose import Cause
@@ -39,9 +40,11 @@ class Replay:
         step: The training step.
         losses: The loss of each micro-batch (in manual optimization: of each backward pass).
         gradients: Name of the parameter to its gradient, as the optimizer would get it.
+        is_finite: Whether all losses and gradients are, now.
         mismatches: What was otherwise than in the step, one sentence each.
         differences: What this machine has otherwise than the one that the step ran on, such as ``"torch 2.11.0, was
             2.13.0"``.
+        changed: Files of the training code that have changed since.
         doubts: Why it may not be exact, one sentence each.
         gradients_of: What the gradients were compared with: ``"step"``, or ``"replay"``: that in the training process.
         explanation: Which operation made the first bad value; None where that was not found.
@@ -53,8 +56,10 @@ class Replay:
     step: int
     losses: tuple[float, ...]
     gradients: Mapping[str, Tensor]
+    is_finite: bool
     mismatches: tuple[str, ...]
     differences: tuple[str, ...]
+    changed: tuple[str, ...]
     doubts: tuple[str, ...]
     gradients_of: str
     explanation: Explanation | None
@@ -76,13 +81,19 @@ class Replay:
             lines.append(f"Bit for bit the same as in the step: losses and gradients{of}.")
         else:
             lines += ["Not the same as in the step:", *(f"- {each}" for each in self.mismatches)]
+            if self.changed:
+                lines.append(f"The code has changed since: {', '.join(self.changed)}.")
         if self.differences:
             lines.append(f"This machine is another: {'; '.join(self.differences)}.")
         elif not self.exact:
-            lines.append("Machine and versions are the same.")
+            lines.append(f"Machine and versions are the same{'' if self.changed else ', and so is the code'}.")
         lines += [f"Note: {doubt}" for doubt in self.doubts]
         if self.explanation is not None:
-            lines += ["", f"Cause: {self.explanation.cause}: {self.explanation.because}.", self.explanation.what]
+            if self.is_finite and self.explanation.cause is not Cause.NOT_REPRODUCIBLE:
+                lines += ["", "The step is finite now. What was found when it was not:"]
+            else:
+                lines.append("")
+            lines += [f"Cause: {self.explanation.cause}: {self.explanation.because}.", self.explanation.what]
             if self.explanation.confirmed:
                 lines.append(f"Tried: {self.explanation.confirmed}.")
             lines.append(f"Next: {self.explanation.advice}")
@@ -118,14 +129,14 @@ def _replay(path: Path, model: Any) -> Replay:
     if device.type == "cuda" and not torch.cuda.is_available():
         device = torch.device("cpu")
         conditions = dataclasses.replace(conditions, device_type="cpu")
-    with switched(saved["switches"]) as not_set:
-        module = rebuilt(saved, model, device)
+    with switched(saved["switches"]) as not_set, importing_from(saved["origin"]) as find:
+        module = rebuilt(saved, model, device, find)
         doubts = [*saved["doubts"], *(f"The switch {name!r} could not be set here." for name in not_set)]
         if saved["weights"] is None:
             doubts.append("The capsule holds no weights (max_bytes): the module's own were used.")
-        micro = [_micro(each, module, device) for each in saved["micro"]]
+        micro = [_micro(each, module, device, find) for each in saved["micro"]]
         optimizers, schedulers = configured_optimizers(module) if is_lightning_module(module) else ([], [])
-        doubts += _load_optimizers(optimizers, saved["optimizers"])
+        doubts += _load_optimizers(optimizers, saved["optimizers"], find)
         wanted = set(saved["parameters"])
         rerun = Rerun(
             module,
@@ -141,8 +152,10 @@ def _replay(path: Path, model: Any) -> Replay:
                 losses = tuple(float(loss) for loss in outcome.losses)
                 gradients = {name: gradient.clone() for name, gradient in outcome.gradients.items()}
                 found = mismatches(saved["losses"], saved["digests"], outcome)
-                explanation = _explanation(saved)
-                if explanation is None and not outcome.is_finite:
+                changed = changed_since(saved["origin"])
+                explanation = _explanation(saved, find)
+                # What code that has changed since did is not what it does now.
+                if not outcome.is_finite and (explanation is None or (changed and found)):
                     explanation = explain(rerun, outcome, Background(doubts=doubts))
         except CannotRerunError as error:
             raise CapsuleError(f"{path}: {error}") from error
@@ -152,7 +165,9 @@ def _replay(path: Path, model: Any) -> Replay:
         losses=losses,
         gradients=gradients,
         mismatches=tuple(found),
+        is_finite=outcome.is_finite,
         differences=tuple(differences(saved["machine"], machine_now(str(device)))),
+        changed=tuple(changed),
         doubts=tuple(doubts),
         gradients_of=saved["digests_of"],
         explanation=explanation,
@@ -161,9 +176,9 @@ def _replay(path: Path, model: Any) -> Replay:
     )
 
 
-def _micro(saved: Mapping[str, Any], module: nn.Module, device: torch.device) -> MicroBatch:
+def _micro(saved: Mapping[str, Any], module: nn.Module, device: torch.device, find: Find) -> MicroBatch:
     try:
-        batch = from_plain(saved["batch"])
+        batch = from_plain(saved["batch"], find)
     except (ImportError, AttributeError) as error:
         raise CapsuleError(
             f"A class of the batch cannot be imported: {error}. Run where the training code is."
@@ -188,22 +203,22 @@ def _start(saved: Mapping[str, Any] | None, module: nn.Module) -> Start | None:
     return Start(RandomState.unpacked(saved["random"]), attributes, ())
 
 
-def _load_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Any] | None) -> list[str]:
+def _load_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Any] | None, find: Find) -> list[str]:
     """A step may read its learning rate, or the optimizer's state; returns what is missing for it."""
     if saved is None:
         return []
     try:
         for optimizer, state in zip(optimizers, saved, strict=True):
-            optimizer.load_state_dict(from_plain(state))
+            optimizer.load_state_dict(from_plain(state, find))
     except (ValueError, KeyError) as error:
         return [f"The optimizers' state could not be taken over ({error}): the step sees fresh optimizers."]
     return []
 
 
-def _explanation(saved: Mapping[str, Any]) -> Explanation | None:
+def _explanation(saved: Mapping[str, Any], find: Find) -> Explanation | None:
     if saved["explanation"] is None:
         return None
-    fields = from_plain(saved["explanation"])
+    fields = from_plain(saved["explanation"], find)
     return Explanation(**{**fields, "cause": Cause(fields["cause"]), "samples": tuple(fields["samples"])})
 
 

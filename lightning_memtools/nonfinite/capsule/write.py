@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.nonfinite.batches import MicroBatch
 from lightning_memtools.nonfinite.capsule.machine import machine_now, switches_now
+from lightning_memtools.nonfinite.capsule.origin import needs_of, origin_now
 from lightning_memtools.nonfinite.capsule.plain import compact, n_bytes_of, to_plain
 from lightning_memtools.nonfinite.names import plain_name
 from lightning_memtools.nonfinite.rerun.conditions import Conditions
@@ -62,8 +62,21 @@ class Capsule:
     explanation: Mapping[str, Any] | None
 
 
-def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> list[str]:
-    """Write the capsule to `path`, and the small JSON beside it; returns the names of what was left out.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        left_out: The names of what the capsule does not hold.
+        needs: What has to be done before it can be replayed; empty if nothing.
+    """
+
+    left_out: Sequence[str]
+    needs: Sequence[str]
+
+
+def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> Written:
+    """Write the capsule to `path`, and the small JSON beside it.
 
     Both appear whole or not at all. If the file would be larger than `max_bytes`, the optimizers' state is left out,
     which a replay of loss and gradients rarely uses; then the weights and buffers; then nothing is written.
@@ -85,7 +98,7 @@ def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> list[str]:
         part, what, dropped = droppable.pop(0)
         left_out.append(f"{what} ({format_size(dropped)}, for max_bytes)")
         saved[part] = None
-    return left_out
+    return Written(left_out, saved["module"]["needs"])
 
 
 def _write_if_it_fits(saved: dict[str, Any], path: Path, max_bytes: int, about: dict[str, Any]) -> int:
@@ -129,6 +142,7 @@ def _about(capsule: Capsule, saved: Mapping[str, Any], left_out: Sequence[str]) 
         "class": saved["module"]["class"],
         "machine": saved["machine"],
         "left_out": list(left_out),
+        "needs": saved["module"]["needs"],
         "doubts": list(capsule.doubts),
     }
 
@@ -143,6 +157,7 @@ def _contents(capsule: Capsule, left_out: list[str]) -> dict[str, Any]:
         "machine": machine_now(str(device)),
         "switches": switches_now(),
         "module": _module(module, left_out),
+        "origin": origin_now(),
         "weights": {
             "parameters": {plain_name(name): compact(each) for name, each in module.named_parameters()},
             "buffers": {plain_name(name): compact(each) for name, each in module.named_buffers()},
@@ -163,13 +178,11 @@ def _module(module: Any, left_out: list[str]) -> dict[str, Any]:
     kind = type(module)
     hparams: list[str] = []
     left_out += _odd_attributes(module)
-    main: Any = sys.modules.get("__main__")
     return {
         "class": f"{kind.__module__}:{kind.__qualname__}",
-        # A class of the script that was run has no name to import it by.
-        "script": str(getattr(main, "__file__", "") or "") if kind.__module__ == "__main__" else "",
         "hparams": {key: to_plain(value, hparams, key) for key, value in dict(getattr(module, "hparams", {})).items()},
         "hparams_left_out": hparams,
+        "needs": needs_of(module, [name.partition(" (")[0] for name in hparams]),
         "attributes": _attributes({name: simple_items(vars(part)) for name, part in module.named_modules()}),
         "evaluating": [plain_name(name) for name, part in module.named_modules() if not part.training],
         "frozen": [plain_name(name) for name, each in module.named_parameters() if not each.requires_grad],

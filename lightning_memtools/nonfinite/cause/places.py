@@ -60,7 +60,7 @@ def short(file: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _kind_of(file: str) -> str:
+def kind_of(file: str) -> str:
     """user, installed, ours, or passing (torch, Lightning, the standard library)."""
     if file.startswith(_OURS):
         return "ours"
@@ -83,11 +83,11 @@ def place_here(*, in_backward: bool) -> Place | None:
     found: tuple[str, int, str] | None = None
     while frame is not None:
         file, code = frame.f_code.co_filename, frame.f_code
-        if file.endswith("rerun.py") and _kind_of(file) == "ours":
+        if file.endswith("rerun.py") and kind_of(file) == "ours":
             break  # beyond are those who called for the step to be run again
         if in_backward and file == _ENGINE:
             break
-        kind = _kind_of(file)
+        kind = kind_of(file)
         if kind == "user":
             if found is None:
                 return Place(file, frame.f_lineno, code.co_name)

@@ -1,0 +1,153 @@
+"""Where the code of a step stands, how it is found again, and what keeps a module from being made again."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from lightning_memtools.nonfinite.cause.places import kind_of, short
+
+_GUARD = "if __name__ == '__main__':"
+
+
+def origin_now() -> dict[str, Any]:
+    """Where this process's code stands: the script that runs, where it imports from, and its files as they are."""
+    main: Any = sys.modules.get("__main__")
+    script, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    return {
+        "script": "" if script is None else str(Path(script).resolve()),
+        # `python -m package.train`
+        "name": "" if spec is None else spec.name,
+        "folder": str(Path(sys.path[0]).resolve()) if sys.path else "",
+        "files": _digests(_own_files()),
+    }
+
+
+def _own_files() -> Iterator[str]:
+    """The files of all modules that belong neither to an installed package nor to Python."""
+    for module in list(sys.modules.values()):
+        file = vars(module).get("__file__") if hasattr(module, "__dict__") else None
+        if isinstance(file, str) and file.endswith(".py") and kind_of(str(Path(file).resolve())) == "user":
+            yield str(Path(file).resolve())
+
+
+def _digests(files: Iterator[str] | Sequence[str]) -> dict[str, str]:
+    found = {}
+    for file in files:
+        with contextlib.suppress(OSError):
+            found[file] = sha256(Path(file).read_bytes()).hexdigest()
+    return found
+
+
+def changed_since(origin: Mapping[str, Any]) -> list[str]:
+    """The files that are not what they were; those that are not here (another machine) are passed over."""
+    now = _digests(list(origin["files"]))
+    return [short(file) for file, digest in now.items() if digest != origin["files"][file]]
+
+
+@contextmanager
+def importing_from(origin: Mapping[str, Any]) -> Iterator[Callable[[str], Any]]:
+    """Import as that process did, as long as the context lasts; gives what finds a class by ``"module:name"``.
+
+    What it gives raises ImportError or AttributeError.
+    """
+    found: dict[str, Any] = {}
+
+    def find(path: str) -> Any:
+        module, _, name = path.partition(":")
+        if module not in found:
+            found[module] = _main(origin) if module == "__main__" else importlib.import_module(module)
+        thing = found[module]
+        for part in name.split("."):
+            thing = getattr(thing, part)
+        return thing
+
+    folder = origin["folder"]
+    added = bool(folder) and folder not in sys.path and Path(folder).is_dir()
+    if added:
+        sys.path.append(folder)
+    try:
+        yield find
+    finally:
+        if added:
+            sys.path.remove(folder)
+
+
+def _main(origin: Mapping[str, Any]) -> Any:
+    """The script that was run, imported: only if that does not start what it does when it is run."""
+    here: Any = sys.modules.get("__main__")
+    if not origin["script"]:  # a notebook or console, which may be this one
+        return here
+    path = Path(origin["script"])
+    file = getattr(here, "__file__", None)
+    if file is not None and Path(file).resolve() == path:
+        return here
+    if not path.is_file():
+        raise ImportError(f"it stands in the script {path}, which is not here")
+    if not _has_guard(path):
+        raise ImportError(f"it stands in the script {path}, which has no `{_GUARD}` and would train")
+    if origin["name"]:
+        return importlib.import_module(origin["name"])
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _has_guard(path: Path) -> bool:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body)
+
+
+def arguments_for(kind: Any, held: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What a constructor takes of the saved hyperparameters, and which of its arguments are not among them."""
+    accepted = inspect.signature(kind).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    taken = {key: value for key, value in held.items() if takes_all or key in accepted}
+    missing = [
+        key
+        for key, each in accepted.items()
+        if each.default is each.empty and key not in held and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}
+    ]
+    return taken, missing
+
+
+def needs_of(module: Any, unheld: Sequence[str]) -> list[str]:
+    """What a user has to do before the module can be made again from a capsule; empty if nothing.
+
+    Args:
+        module: The module, in the process that made it.
+        unheld: Those of its hyperparameters that a file cannot hold.
+    """
+    kind, needs = type(module), []
+    if "<locals>" in kind.__qualname__:
+        return [f"with --model package.function, which makes the module: {kind.__name__} was defined in a function"]
+    if kind.__module__ == "__main__":
+        file = getattr(sys.modules.get("__main__"), "__file__", None)
+        is_guarded = True
+        if file is None:
+            return [f"by replay(path, model=my_module) in Python: {kind.__name__} was defined in a notebook or console"]
+        with contextlib.suppress(OSError, SyntaxError):
+            is_guarded = _has_guard(Path(file))
+        if not is_guarded:
+            needs.append(f"once what {Path(file).name} runs stands under `{_GUARD}`, so that it can be imported")
+    taken, missing = arguments_for(kind, getattr(module, "hparams", {}))
+    missing += [name for name in unheld if name in taken]
+    if missing:
+        needs.append(
+            f"with --model package.function, which makes the module: its constructor takes {', '.join(missing)}, "
+            "which save_hyperparameters() did not keep"
+        )
+    return needs
