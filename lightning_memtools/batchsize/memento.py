@@ -110,15 +110,15 @@ class Memento:
         if one.is_meta or one.layout is not torch.strided:
             return []
         requires_grad, grad = one.requires_grad, one.grad if one.is_leaf else None
-        copied = one.detach().to("cpu", copy=True)
+        copied = _written_part(one).to("cpu", copy=True)
         shape = one.shape
 
         def undo() -> None:
             if one.shape != shape:
-                one.data = copied.to(one.device, copy=True)
+                one.data = copied.expand(shape).to(one.device, copy=True)
             else:
                 with torch.inference_mode(one.is_inference()):
-                    one.detach().copy_(copied)
+                    _written_part(one).copy_(copied)
             if one.is_leaf:
                 one.grad = grad
                 one.requires_grad_(requires_grad)
@@ -261,6 +261,15 @@ class RandomState:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _written_part(tensor: Tensor) -> Tensor:
+    """The tensor without what an expansion repeats: such memory cannot be written through all of its places."""
+    part = tensor.detach()
+    for dim, stride in enumerate(part.stride()):
+        if stride == 0 and part.shape[dim] > 1:
+            part = part.narrow(dim, 0, 1)
+    return part
 
 
 def _discard(_: object) -> None:

@@ -50,7 +50,7 @@ class BadInput:
         n_nan: How many elements are NaN.
         n_inf: How many are Inf or -Inf.
         n_elements: How many there are.
-        samples: The first positions along dimension 0 that are affected.
+        samples: The first positions along dimension 0 that are affected, one more than are listed.
         is_mask: It holds 0 and -inf only, as attention masks do.
     """
 
@@ -64,9 +64,19 @@ class BadInput:
 
     def __str__(self) -> str:
         kinds = " and ".join(f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n)
-        listed = ", ".join(map(str, self.samples)) + (", ..." if len(self.samples) == MAX_SAMPLES else "")
-        where = f", in sample{'s' if len(self.samples) > 1 else ''} {listed}" if self.samples else ""
-        return f"{self.name} of batch {self.batch_idx} holds {kinds} in {self.n_elements} elements{where}"
+        where = f", in {list_samples(self.samples)}" if self.samples else ""
+        return f"{in_batch(self.name, self.batch_idx)} holds {kinds} in {self.n_elements} elements{where}"
+
+
+def in_batch(name: str, batch_idx: int) -> str:
+    """A tensor of a batch, as text: "batch 5" where it is the batch itself."""
+    return f"batch {batch_idx}" if name == "batch" else f"{name} of batch {batch_idx}"
+
+
+def list_samples(samples: Sequence[int]) -> str:
+    """As "sample 3" or "samples 3, 4"."""
+    more = ", ..." if len(samples) > MAX_SAMPLES else ""
+    return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
 
 
 def named_tensors(collection: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +109,7 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
             continue
         has_samples = floats.dim() > 0 and tensor.layout == torch.strided
         samples = bad.flatten(1).any(1) if has_samples and floats.dim() > 1 else bad
-        positions = samples.nonzero()[:MAX_SAMPLES, 0].tolist() if has_samples else []
+        positions = samples.nonzero()[: MAX_SAMPLES + 1, 0].tolist() if has_samples else []
         n_nan = int(floats.isnan().sum())
         found.append(
             BadInput(

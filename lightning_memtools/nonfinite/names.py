@@ -1,11 +1,13 @@
-"""The names of parameters, as a person writes them."""
+"""The names of parameters, and of other tensors that a module holds, as a person writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 from torch.nn import Module
+
+from lightning_memtools.nonfinite.batches import named_tensors
 
 # What torch.compile and older wrappers put into the names.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -22,3 +24,13 @@ def names_of(model: Module, parameters: Sequence[Tensor]) -> list[str]:
     """The name of each parameter; one that the model does not hold gets its place among the parameters."""
     known = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     return [known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)]
+
+
+def tensors_in_attributes(model: Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a module and its parts keep in plain attributes, neither parameter nor buffer."""
+    of_every_module = vars(Module())
+    for name, part in model.named_modules():
+        prefix = f"{plain_name(name)}." if name else ""
+        for key, value in vars(part).items():
+            if key not in of_every_module and not key.startswith("_"):
+                yield from named_tensors(value, f"{prefix}{key}")

@@ -111,6 +111,17 @@ def test_a_fresh_optimizer_is_fresh_again_and_gradients_are_gone():
     assert model.weight.grad is None
 
 
+def test_expanded_tensors_go_back_too():
+    """A mask is often one row for all samples."""
+    row = torch.arange(3.0)
+    expanded = row.expand(4, 3)
+    memento = Memento([{"mask": expanded}])
+    row += 1
+    memento.restore()
+    assert row.tolist() == [0, 1, 2]
+    assert expanded.stride() == (0, 1)
+
+
 def test_nothing_is_taken_of_the_device():
     with VirtualDevice("64MiB") as device:
         model = nn.Linear(1024, 1024)

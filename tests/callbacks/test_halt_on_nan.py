@@ -236,7 +236,7 @@ def test_the_message_names_everything(tmp_path):
     text = str(error)
     first, *_, last = text.splitlines()
     assert first == "loss is nan at step 2 (batch 9 of batches 8 to 11, rank 0)."
-    assert "Cause: dirty data: batch of batch 9 holds 1 NaN in 32 elements, in sample 3." in text
+    assert "Cause: dirty data: batch 9 holds 1 NaN in 32 elements, in sample 3." in text
     with torch.no_grad():  # on the weights before the step, which are those of now
         loss = float(copy.deepcopy(model).train().loss(batches()[8]))
     assert f"Losses of the step: {loss:.6g} (batch 8), nan (batch 9), " in text
@@ -245,8 +245,8 @@ def test_the_message_names_everything(tmp_path):
     assert f"Learning rate: {0.05 * 0.9**2:g}" in text
     advice = "Next: look at those samples in the data set and repair or drop them."
     assert last == f"{advice} Run the step again: memtools replay {error.capsule_path}"
-    assert "The first bad value was in batch, first used by aten.addmm in net.0 (" in text
-    assert "Tried: with sample 0 in the place of the bad ones the step is finite" in text
+    assert "The first bad value was in the batch, first used by aten.addmm in net.0 (" in text
+    assert "Tried: with sample 0 in the place of sample 3 the step is finite" in text
     assert len(error.losses) == len(error.norms) == 3
     assert [str(bad).split()[0] for bad in error.parameters] == [name for name, _ in model.named_parameters()]
     assert error.path is not None
@@ -492,7 +492,7 @@ def test_an_unwritable_directory_does_not_stop_the_halt(tmp_path):
     assert (error.path, error.checkpoint_path) == (None, None)
     text = str(error)
     assert text.count("could not be written") == 3
-    assert "Cause: dirty data: batch of batch 9 holds 1 NaN" in text
+    assert "Cause: dirty data: batch 9 holds 1 NaN" in text
     assert "Next: look at those samples" in text
 
 

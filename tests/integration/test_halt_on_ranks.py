@@ -86,7 +86,7 @@ def test_the_cause_is_that_of_the_culprit_rank(seen):
     for name in HALTING:
         if SCENARIOS[name][0] == "sample":
             assert {rank["cause"] for rank in seen[name]} == {Cause.DIRTY_DATA}
-            assert "batch of batch 5 holds 1 NaN in 32 elements, in sample 2" in seen[name][0]["message"]
+            assert "batch 5 holds 1 NaN in 32 elements, in sample 2" in seen[name][0]["message"]
 
 
 def test_a_bad_gradient_with_good_losses_is_traced_to_its_rank_by_running_the_step_again(seen):

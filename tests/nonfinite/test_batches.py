@@ -45,7 +45,7 @@ def test_bad_samples_are_counted_and_listed():
 
 def test_long_lists_end():
     (bad,) = bad_inputs(MicroBatch(0, torch.full((30,), torch.nan)))
-    assert len(bad.samples) == MAX_SAMPLES
+    assert len(bad.samples) == MAX_SAMPLES + 1
     assert str(bad).endswith("in samples 0, 1, 2, 3, 4, 5, 6, 7, ...")
 
 
@@ -66,3 +66,9 @@ def test_let_go_keeps_the_newest_two_and_what_fits():
     held[5].keep = True
     let_go(held, 85)
     assert [micro.batch is not None for micro in held] == [True, True, True, True, False, True]
+
+
+def test_as_many_samples_as_are_listed_are_all_of_them():
+    (bad,) = bad_inputs(MicroBatch(3, torch.full((MAX_SAMPLES, 2), torch.nan)))
+    assert str(bad).startswith("batch 3 holds 16 NaN in 16 elements, in samples 0, ")
+    assert str(bad).endswith(" 7")

@@ -61,6 +61,8 @@ def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, 
     assert found is not None
     assert (found.operation, found.module, found.backward) == (case.operation, case.module, case.backward)
     assert (Path(found.file or ""), found.line) == (Path(gallery.__file__), case.line)
+    assert case.tried in found.confirmed
+    assert "the step is bad" not in found.confirmed.rpartition("; ")[2], "what was tried last is what confirms it"
     assert differences(observer.before, state_bits(model, run.optimizers)) == []
     assert run.global_step == observer.first_bad * len(run.optimizers) + (name == "manual")
     if case.cause is not None and name != "bad_parameter":

@@ -177,7 +177,7 @@ def test_a_step_that_is_finite_again_for_another_reason_is_no_hardware_fault(tmp
 
     error, _ = halt(Changes(), tmp_path, logger=False)
     assert error.cause == Cause.DOMAIN
-    assert "Operation: not found: run again it was finite, but it could not be run exactly: batch of batch 7" in str(
+    assert "Operation: not found: run again it was finite, but it could not be run exactly: batch 7" in str(
         error
     )
 

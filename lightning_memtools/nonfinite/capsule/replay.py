@@ -131,7 +131,8 @@ def _replay(path: Path, model: Any) -> Replay:
         conditions = dataclasses.replace(conditions, device_type="cpu")
     with switched(saved["switches"]) as not_set, importing_from(saved["origin"]) as find:
         module = rebuilt(saved, model, device, find)
-        doubts = [*saved["doubts"], *(f"The switch {name!r} could not be set here." for name in not_set)]
+        doubts = [*saved["doubts"], *(f"The capsule does not hold {name}." for name in saved["left_out"])]
+        doubts += [*(f"The switch {name!r} could not be set here." for name in not_set)]
         if saved["weights"] is None:
             doubts.append("The capsule holds no weights (max_bytes): the module's own were used.")
         micro = [_micro(each, module, device, find) for each in saved["micro"]]

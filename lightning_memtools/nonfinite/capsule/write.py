@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -20,7 +19,7 @@ from lightning_memtools.nonfinite.batches import MicroBatch
 from lightning_memtools.nonfinite.capsule.machine import machine_now, switches_now
 from lightning_memtools.nonfinite.capsule.origin import needs_of, origin_now
 from lightning_memtools.nonfinite.capsule.plain import compact, n_bytes_of, to_plain
-from lightning_memtools.nonfinite.names import plain_name
+from lightning_memtools.nonfinite.names import plain_name, tensors_in_attributes
 from lightning_memtools.nonfinite.rerun.conditions import Conditions
 from lightning_memtools.nonfinite.rerun.start import Attributes, Start, simple_items
 
@@ -191,8 +190,7 @@ def _module(module: Any, left_out: list[str]) -> dict[str, Any]:
 
 def _odd_attributes(module: Any) -> list[str]:
     """Tensors that the module keeps as plain attributes: a step may use them, and its constructor makes others."""
-    odd = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-    return [f"attribute {name} (a tensor that is no buffer)" for name in odd]
+    return [f"attribute {name} (a tensor that is no buffer)" for name, _ in tensors_in_attributes(module)]
 
 
 def _attributes(attributes: Attributes) -> Attributes:

@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
+_ABOVE_0 = "keep the input of {name} above 0"
+_WITHIN_1 = "keep the input of {name} within -1 and 1: clamp it to -1 + eps and 1 - eps."
+_MASKED = "a row of the input of {name} is -inf throughout: let each row's mask leave at least one position."
+_NO_TARGETS = "every target is ignored or has weight 0, so that {name} takes the mean of nothing: skip such batches."
+_DEGENERATE = "the derivative of {name} is infinite where two of its values are equal: use what does not depend on the "
+_DEGENERATE += "vectors, or add noise to its input."
+
 _ADVICE = {
-    "log": "keep its input above 0: torch.log(x.clamp(min=eps)), or compute in log space (log_softmax, logsigmoid).",
-    "log2": "keep its input above 0: clamp it to an eps.",
-    "log10": "keep its input above 0: clamp it to an eps.",
-    "log1p": "keep its input above -1: clamp it.",
+    "log": f"{_ABOVE_0}: torch.log(x.clamp(min=eps)), or compute in log space (log_softmax, logsigmoid).",
+    "log2": f"{_ABOVE_0}: clamp it to an eps.",
+    "log10": f"{_ABOVE_0}: clamp it to an eps.",
+    "log1p": "keep the input of {name} above -1: clamp it.",
     "div": "keep the divisor away from 0: add an eps, or leave out what would be divided by 0.",
-    "reciprocal": "keep its input away from 0: add an eps.",
-    "sqrt": "keep its input above 0: torch.sqrt(x + eps). At 0 its derivative is infinite.",
-    "rsqrt": "keep its input above 0: torch.rsqrt(x + eps).",
-    "pow": "keep its base away from 0 for exponents below 1, and small for large exponents.",
-    "linalg_vector_norm": "keep it away from 0, where its derivative is not defined: add an eps to what it takes.",
-    "acos": "keep its input within -1 and 1: clamp it to -1 + eps and 1 - eps.",
-    "asin": "keep its input within -1 and 1: clamp it to -1 + eps and 1 - eps.",
-    "atanh": "keep its input within -1 and 1: clamp it to -1 + eps and 1 - eps.",
-    "exp": "keep its input small: subtract the largest value first (logsumexp, softmax), or clamp it.",
-    "softmax": "a row of its input is -inf throughout: let each row's mask leave at least one position.",
-    "log_softmax": "a row of its input is -inf throughout: let each row's mask leave at least one position.",
-    "nll_loss_forward": "every target is ignored, so that it takes the mean of nothing: skip such batches.",
-    "nll_loss2d_forward": "every target is ignored, so that it takes the mean of nothing: skip such batches.",
-    "mean": "it takes the mean of nothing: skip empty selections.",
-    "var": "it takes the variance of too few values: at least two are needed, or correction=0.",
-    "std": "it takes the deviation of too few values: at least two are needed, or correction=0.",
-    "native_batch_norm": "look at its variance: a batch of one value per channel has none.",
+    "reciprocal": "keep the input of {name} away from 0: add an eps.",
+    "sqrt": f"{_ABOVE_0}: torch.sqrt(x + eps). At 0 its derivative is infinite.",
+    "rsqrt": f"{_ABOVE_0}: torch.rsqrt(x + eps).",
+    "pow": "keep the base of {name} away from 0 for exponents below 1, and small for large exponents.",
+    "acos": _WITHIN_1,
+    "asin": _WITHIN_1,
+    "atanh": _WITHIN_1,
+    "exp": "keep the input of {name} small: subtract the largest value first (logsumexp, softmax), or clamp it.",
+    "softmax": _MASKED,
+    "log_softmax": _MASKED,
+    "nll_loss_forward": _NO_TARGETS,
+    "nll_loss2d_forward": _NO_TARGETS,
+    "ctc_loss": "a target is longer than its input allows (a label that repeats needs one more place): pass "
+    "zero_infinity=True, or leave such samples out.",
+    "mean": "{name} is taken over nothing: skip empty selections.",
+    "var": "{name} is taken over too few values: at least two are needed, or correction=0.",
+    "std": "{name} is taken over too few values: at least two are needed, or correction=0.",
+    "native_batch_norm": "look at the variance: a batch of one value per channel has none.",
 }
 _IN_BACKWARD = {
-    "std": "its derivative is not defined where all values are the same: add noise or an eps, or skip such rows.",
-    "pow": "its derivative is infinite at 0 for exponents below 1: add an eps to its input.",
-    "norm": "its derivative is not defined at 0: add an eps to what it takes.",
+    "std": "the derivative of {name} is not defined where all values are the same: add noise or an eps, or skip such "
+    "rows.",
+    "pow": "the derivative of {name} is infinite at 0 for exponents below 1: add an eps to its input.",
+    "norm": "the derivative of {name} is not defined at 0: add an eps to its input.",
+    "linalg_vector_norm": "the derivative of {name} is not defined at 0: add an eps to its input.",
+    "linalg_svd": _DEGENERATE,
+    "linalg_eigh": _DEGENERATE,
 }
 
 
 def advice_for(operation: str, of_forward: str) -> str:
     """What to do about an operation, named as ``"aten.log"``; of_forward: what it is the backward of."""
     name = _short(of_forward or operation)
-    found = (_IN_BACKWARD.get(name) if of_forward else None) or _ADVICE.get(name) or _ADVICE.get(_short(operation))
-    return found or "keep what it takes in the range where it is defined, or leave out the samples that are not."
+    advice = (_IN_BACKWARD.get(name) if of_forward else None) or _ADVICE.get(name)
+    if advice is None and _short(operation) in _ADVICE:
+        name, advice = _short(operation), _ADVICE[_short(operation)]
+    advice = advice or "keep what {name} takes in the range where it is defined, or leave out the samples that are not."
+    return advice.format(name=name)
 
 
 def _short(operation: str) -> str:

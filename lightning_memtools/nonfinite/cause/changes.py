@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_memtools.estimate.nesting import map_tensors
 from lightning_memtools.memory.virtual.parts import tensors_in
-from lightning_memtools.nonfinite.batches import named_tensors
+from lightning_memtools.nonfinite.batches import list_samples, named_tensors
+from lightning_memtools.nonfinite.cause.graph import in_backward, newest_node, node_in_backward
 
 _NARROWER = {
     torch.float32: {torch.float16, torch.bfloat16},
@@ -58,7 +59,7 @@ def cleaned(batch: Any) -> tuple[Any, str]:
                        else (~torch.isfinite(tensor)).nonzero()[:, 0].tolist())  # fmt: skip
     changed = with_other_samples(batch, sorted(bad))
     if changed is not None:
-        return changed[0], f"with sample {changed[1]} in the place of the bad ones"
+        return changed[0], f"with sample {changed[1]} in the place of {list_samples(sorted(bad))}"
 
     def fill(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.layout != torch.strided or _is_mask(tensor):
@@ -100,6 +101,37 @@ def wide(module: Module, dtype: torch.dtype) -> Iterator[None]:
             if isinstance(tensor, torch.nn.Parameter):
                 tensor.grad = None
             tensor.data = data
+
+
+@contextmanager
+def mended(number: int) -> Iterator[None]:
+    """Put 0 in the place of NaN and Inf in what one operation of the step gives, and in what its backward gives.
+
+    Args:
+        number: Its place in the order of operations, as `Trace` counts them.
+    """
+    with torch.compiler.set_stance("force_eager"), _Mended(number):
+        yield
+
+
+class _Mended(TorchDispatchMode):
+    """Counts operations as `Trace` does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = number
+        self._node: int | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._left -= 1
+        if self._left == 0 and not in_backward():
+            self._node = newest_node()
+        out = func(*args, **(kwargs or {}))
+        if self._left == 0 or (self._node is not None and in_backward() and node_in_backward() == self._node):
+            for tensor in tensors_in(out):
+                if tensor.is_floating_point() and tensor.layout == torch.strided:
+                    tensor.nan_to_num_(0.0, 0.0, 0.0)
+        return out
 
 
 class _Wide(TorchDispatchMode):

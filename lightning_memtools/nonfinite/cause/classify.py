@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from lightning_memtools.memory.oom import is_out_of_memory
-from lightning_memtools.nonfinite.batches import bad_inputs
+from lightning_memtools.nonfinite.batches import bad_inputs, list_samples
 from lightning_memtools.nonfinite.cause.advice import advice_for
-from lightning_memtools.nonfinite.cause.changes import cleaned, n_samples_of, wide, widened_batch, with_other_samples
+from lightning_memtools.nonfinite.cause.changes import (
+    cleaned,
+    mended,
+    n_samples_of,
+    wide,
+    widened_batch,
+    with_other_samples,
+)
 from lightning_memtools.nonfinite.cause.explanation import Background, Explanation
 from lightning_memtools.nonfinite.cause.rates import try_rates
 from lightning_memtools.nonfinite.cause.slices import Leaf, Origin, Root
 from lightning_memtools.nonfinite.cause.trace import Trace
-from lightning_memtools.nonfinite.cause.wording import describe_root, list_samples
+from lightning_memtools.nonfinite.cause.wording import describe_root
 from lightning_memtools.nonfinite.confirm import find_bad
 from lightning_memtools.nonfinite.diagnose import Cause
 from lightning_memtools.nonfinite.names import plain_name
@@ -34,10 +42,18 @@ class Classifier:
         root: Where its bad values come from.
         position: The position of the micro-batch with the bad loss.
         plain: What the step gave when it was run again.
+        tried: What has been tried already.
     """
 
     def __init__(  # noqa: PLR0917, all that was found
-        self, rerun: Rerun, background: Background, trace: Trace, root: Root, position: int, plain: Outcome
+        self,
+        rerun: Rerun,
+        background: Background,
+        trace: Trace,
+        root: Root,
+        position: int,
+        plain: Outcome,
+        tried: Sequence[str] = (),
     ) -> None:
         self._rerun = rerun
         self._background = background
@@ -46,7 +62,7 @@ class Classifier:
         self._position = position
         self._micro = rerun.micro[position]
         self._sum = _sums(plain)
-        self._tried: list[str] = []
+        self._tried = list(tried)
         self._samples = self._find_samples()
 
     def explanation(self) -> Explanation:
@@ -72,8 +88,9 @@ class Classifier:
         leaf, grown = self._root.leaf, self._background.grown
         if leaf is not None and leaf.origin is Origin.BATCH:
             return self._dirty()
-        if leaf is not None and leaf.origin in {Origin.PARAMETER, Origin.BUFFER} and not grown:
-            return self._bad_state(leaf)
+        if leaf is not None and not grown:
+            is_kept = leaf.origin in {Origin.PARAMETER, Origin.BUFFER}
+            return self._bad_state(leaf) if is_kept else self._bad_elsewhere(leaf)
         if grown and (leaf is not None or self._is_overflow()):
             return self._exploding(grown)
         if self._trace.uses_narrow_floats and leaf is None and self._is_finite_when("float32", torch.float32):
@@ -119,6 +136,21 @@ class Classifier:
             "check the checkpoint or code that wrote these weights; start again from a finite one.",
         )
 
+    def _bad_elsewhere(self, leaf: Leaf) -> tuple[Cause, str, str]:
+        """In a tensor that is not put back to what it was before the step."""
+        if leaf.origin is Origin.ELSEWHERE:
+            because = (
+                "a tensor that belongs neither to the module nor to the batch held NaN or Inf: a global, or one made "
+                "of numbers in the code"
+            )
+            return Cause.BAD_PARAMETER, because, "look at what makes and writes that tensor."
+        because = f"attribute {leaf.name}, a tensor that is no buffer, held NaN: this step or an earlier one wrote it"
+        advice = (
+            f"look at what writes {leaf.name}, and make it a buffer (register_buffer): buffers are put back to before "
+            "the step, and kept in capsules."
+        )
+        return Cause.BAD_PARAMETER, because, advice
+
     def _exploding(self, grown: str) -> tuple[Cause, str, str]:
         rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(self._background.learning_rates)) or "not known"
         if not self._is_finite_when("float64", torch.float64):
@@ -153,15 +185,18 @@ class Classifier:
                 return
 
     def _domain(self) -> tuple[Cause, str, str]:
-        event = self._root.event
+        event, helped = self._root.event, False
         changed = with_other_samples(self._micro.batch, self._samples)
         if changed is not None:
             listed = list_samples(self._samples)
-            self._try(f"with sample {changed[1]} in the place of {listed}", batches={self._position: changed[0]})
+            how = f"with sample {changed[1]} in the place of {listed}"
+            helped = self._try(how, batches={self._position: changed[0]})
+        if not helped:
+            made = f"{event.operation} {'made' if event.backward else 'makes, forward and backward,'}"
+            self._try(f"with 0 in the place of the NaN and Inf that {made}", within=mended(event.number))
         if event.constant:
-            because = "the code itself writes it there"
-        else:
-            because = "the operation is undefined or infinite for what it took"
+            return Cause.DOMAIN, "the code itself writes it there", "look at where that number comes from."
+        because = "the operation is undefined or infinite for what it took"
         return Cause.DOMAIN, because, advice_for(event.operation, event.of_forward)
 
     def _find_samples(self) -> tuple[int, ...]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+from torch.nn import Module
 
 from lightning_memtools.nonfinite.batches import bad_inputs, named_tensors
 from lightning_memtools.nonfinite.cause.classify import Classifier
 from lightning_memtools.nonfinite.cause.explanation import Background, Explanation
-from lightning_memtools.nonfinite.cause.slices import UNKNOWN, Leaf, Origin, find_root
+from lightning_memtools.nonfinite.cause.slices import UNKNOWN, Leaf, Origin, Root, find_root
 from lightning_memtools.nonfinite.cause.trace import Memory, Trace
 from lightning_memtools.nonfinite.confirm import find_bad
 from lightning_memtools.nonfinite.diagnose import Cause
-from lightning_memtools.nonfinite.names import plain_name
+from lightning_memtools.nonfinite.names import plain_name, tensors_in_attributes
 from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Outcome, Rerun
 
 
@@ -31,15 +33,38 @@ def explain(rerun: Rerun, plain: Outcome, background: Background) -> Explanation
     """
     if plain.is_finite:
         return _not_reproducible(rerun, background)
-    trace = Trace(rerun.module)
-    traced = rerun.run(within=trace.watching())
-    leaves = _Leaves(rerun, trace.memory)
-    root = find_root(trace.events, _bad_memory(traced, trace.memory), leaves)
+    trace, traced, root = _traced(rerun)
+    tried = []
+    if root is not None and root.leaf is not None and root.leaf.origin is Origin.ATTRIBUTE:
+        # It is as the step left it, not as the step found it. Is it what makes the step bad, or what the step made bad?
+        rerun.prepare = lambda: _fill_attributes(rerun.module)
+        is_finite = rerun.run().is_finite
+        tried.append(
+            f"with 0 in the place of NaN in {root.leaf.name} the step is {'finite' if is_finite else 'bad too'}"
+        )
+        if not is_finite:
+            trace, traced, root = _traced(rerun)
     if root is None:
         raise CannotRerunError(
             "its NaN or Inf could not be followed to an operation (compiled or custom kernels may hide them)"
         )
-    return Classifier(rerun, background, trace, root, _position_of_bad(traced, rerun), plain).explanation()
+    position = _position_of_bad(traced, rerun)
+    return Classifier(rerun, background, trace, root, position, plain, tried).explanation()
+
+
+def _traced(rerun: Rerun) -> tuple[Trace, Outcome, Root | None]:
+    trace = Trace(rerun.module)
+    rerun.reset()
+    leaves = _Leaves(rerun, trace.memory)  # before the step can put other tensors in the place of these
+    traced = rerun.run(within=trace.watching())
+    return trace, traced, find_root(trace.events, _bad_memory(traced, trace.memory), leaves)
+
+
+@torch.no_grad()
+def _fill_attributes(module: Module) -> None:
+    for _, tensor in tensors_in_attributes(module):
+        if tensor.is_floating_point() and tensor.layout == torch.strided:
+            tensor.detach().nan_to_num_(0.0, torch.inf, -torch.inf)
 
 
 def _bad_memory(outcome: Outcome, memory: Memory) -> list[int]:
@@ -63,6 +88,8 @@ class _Leaves:
 
     def __init__(self, rerun: Rerun, memory: Memory) -> None:
         self._known: dict[int | None, Leaf] = {}
+        for name, tensor in tensors_in_attributes(rerun.module):
+            self._known[memory.key(tensor)] = Leaf(Origin.ATTRIBUTE, name, may_be_infinite=True)
         for name, buffer in rerun.module.named_buffers():
             self._known[memory.key(buffer)] = Leaf(Origin.BUFFER, plain_name(name), may_be_infinite=True)
         for name, parameter in rerun.module.named_parameters():

@@ -19,7 +19,8 @@ class Origin(StrEnum):
     BATCH = "batch"
     PARAMETER = "parameter"
     BUFFER = "buffer"
-    CONSTANT = "constant"
+    ATTRIBUTE = "attribute"
+    ELSEWHERE = "elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Leaf:
     may_be_infinite: bool
 
 
-UNKNOWN = Leaf(Origin.CONSTANT, "a tensor that the step found", may_be_infinite=True)
+UNKNOWN = Leaf(Origin.ELSEWHERE, "a tensor from elsewhere", may_be_infinite=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from lightning_memtools.nonfinite.cause.graph import in_backward, newest_node, node_in_backward
 from lightning_memtools.nonfinite.cause.places import ModuleStack, Place, place_here
 from lightning_memtools.nonfinite.cause.values import NAN, Values, kinds_of, values_of
 
@@ -140,7 +141,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._n_operations += 1
-        backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001, no public way tells
+        backward = in_backward()
         if not backward:
             self._note_forward(func)
         taken = self._take(func, args, kwargs)
@@ -182,8 +183,7 @@ class Trace(TorchDispatchMode):
         return None if key is None else Use(key, kinds)
 
     def _note_forward(self, func: Any) -> None:
-        # A node is made, and takes its number, before its operation runs.
-        number = torch._C._autograd._get_sequence_nr() - 1  # noqa: SLF001, no public way tells
+        number = newest_node()
         if number not in self._forward:
             self._forward[number] = _Forward(_name(func), self._modules.now, place_here(in_backward=False))
 
@@ -196,7 +196,7 @@ class Trace(TorchDispatchMode):
             # A number read from a bad tensor by .item().
             inputs += self._last_number.inputs
             constant = False
-        known = self._forward.get(_node_number()) if backward else None
+        known = self._forward.get(node_in_backward()) if backward else None
         place = place_here(in_backward=backward)
         event = Event(
             number=self._n_operations,
@@ -232,11 +232,6 @@ def _is_view(func: Any) -> bool:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
-
-
-def _node_number() -> int:
-    node: Any = torch._C._current_autograd_node()  # noqa: SLF001, no public way tells
-    return -1 if node is None else int(node._sequence_nr())  # noqa: SLF001, as above
 
 
 def _tensors(out: Any) -> Iterator[Tensor]:

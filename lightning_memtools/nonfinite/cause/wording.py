@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_memtools.nonfinite.batches import MAX_SAMPLES
+from lightning_memtools.nonfinite.batches import list_samples
 from lightning_memtools.nonfinite.cause.slices import Origin, Root
 from lightning_memtools.nonfinite.cause.trace import Event
 
@@ -15,9 +15,9 @@ def describe_root(root: Root, class_name: str, samples: Sequence[int], batch_idx
     event = root.event
     where = f"{_where(event, class_name)}"
     if root.leaf is not None:
-        what = root.leaf.name if root.leaf.origin is Origin.CONSTANT else f"{root.leaf.origin} {root.leaf.name}"
+        what = root.leaf.name if root.leaf.origin is Origin.ELSEWHERE else f"{root.leaf.origin} {root.leaf.name}"
         if root.leaf.origin is Origin.BATCH:
-            what = root.leaf.name
+            what = "the batch" if root.leaf.name == "batch" else root.leaf.name
         return f"The first bad value was in {what}, first used by {event.operation} in {where}."
     by = event.operation
     if event.backward:
@@ -32,16 +32,11 @@ def _where(event: Event, class_name: str) -> str:
 
 
 def _took(event: Event) -> str:
-    numbers = [f"the number {number:g}" for number in event.scalars if not number or math.isnan(number)]
-    took = [*map(str, event.took), *(numbers if event.operation.endswith("div") else [])]
+    divides = event.operation.rstrip("_").endswith("div")
+    told = [n for n in event.scalars if not math.isfinite(n) or (divides and not n)]
+    took = [*map(str, event.took), *(f"the number {number:g}" for number in told)]
     return f", from {' and '.join(took)}" if took else ""
 
 
 def _affected(samples: Sequence[int], batch_idx: int) -> str:
     return f"; it affects {list_samples(samples)} of batch {batch_idx}" if samples else ""
-
-
-def list_samples(samples: Sequence[int]) -> str:
-    """As "sample 3" or "samples 3, 4"."""
-    more = ", ..." if len(samples) > MAX_SAMPLES else ""
-    return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"

@@ -10,7 +10,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from lightning_memtools.nonfinite.batches import MicroBatch
+from lightning_memtools.nonfinite.batches import MicroBatch, in_batch
 from lightning_memtools.nonfinite.rerun.rerun import Outcome
 from lightning_memtools.nonfinite.rerun.start import Start, changed_in_place
 
@@ -25,7 +25,7 @@ def doubts_about(micro: Sequence[MicroBatch], unkept: Sequence[str]) -> list[str
         if each.batch is None or not isinstance(each.start, Start):
             continue
         doubts += [
-            f"{name} of batch {each.index} was changed in place by the step: a replay begins with what was left."
+            f"{in_batch(name, each.index)} was changed in place by the step: a replay begins with what was left."
             for name in (changed_in_place(each.batch, each.start.versions) if each.changed is None else each.changed)
         ]
     if unkept:

@@ -85,6 +85,9 @@ class Rerun:
         parameters: Those whose gradients belong to the step; all when left out.
         trainer: The Trainer, where there is one.
         host: Makes a context in which copies of the state are made.
+
+    Attributes:
+        prepare: What each run begins with.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Rerun:
         self._bring_back()
         self.conditions = conditions
         self.names = {id(p): plain_name(name) for name, p in module.named_parameters()}
+        self.prepare: Callable[[], object] = lambda: None
         self._wanted = {id(p) for p in parameters}
         self._optimizers = list(optimizers)
         self._schedulers = list(schedulers)
@@ -140,9 +144,10 @@ class Rerun:
         self._losses, self._buffers = [], {}
 
     def reset(self) -> None:
-        """Put everything back to what it was on entry."""
+        """Put everything back to what it was on entry, and `prepare`."""
         assert self._memento is not None, "Rerun is a context manager"
         self._memento.restore()
+        self.prepare()
 
     def run(
         self,

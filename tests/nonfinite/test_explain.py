@@ -1,0 +1,176 @@
+"""Explanations beyond the gallery: what is meant is not blamed, nested modules, numbers, tensors outside of buffers."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools import HaltOnNaN
+from lightning_memtools.nonfinite.cause.explanation import Explanation
+from lightning_memtools.nonfinite.diagnose import Cause
+from lightning_memtools.nonfinite.error import NonFiniteError
+from tests.lightning_models import trainer
+from tests.nonfinite.gallery import BAD_BATCH, HEALTHY, ZERO_ROW, Small, _set, bad_data, good_data
+
+
+def explained(model: L.LightningModule, batches: list[Any], root: Path, **options: Any) -> Explanation:
+    dataset: Any = batches
+    run = trainer(root, HaltOnNaN(save_last_good=False, capsule=False), logger=False, **options)
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(model, DataLoader(dataset, batch_size=None))
+    assert caught.value.batch_idx == BAD_BATCH
+    found = caught.value.explanation
+    assert found is not None, str(caught.value)
+    return found
+
+
+def line_of(thing: Any, code: str) -> int:
+    lines, first = inspect.getsourcelines(thing)
+    (number,) = (first + offset for offset, line in enumerate(lines) if code in line)
+    return int(number)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_is_meant_is_not_blamed_where_something_else_fails(name, tmp_path):
+    """The healthy models hold masks of -inf, infinite bounds and NaN for missing targets, by right."""
+    case = HEALTHY[name]
+    base: Any = case.make
+
+    class Fails(base):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss + torch.log(0 * self.first.weight.square().sum()) if batch_idx == BAD_BATCH else loss
+
+    L.seed_everything(0, verbose=False)
+    found = explained(Fails(), case.batches, tmp_path, **case.options)
+    assert (found.cause, found.operation, found.backward) == (Cause.DOMAIN, "aten.log", False)
+    assert (Path(found.file or ""), found.line) == (Path(__file__), line_of(Fails, "torch.log("))
+    assert found.confirmed.endswith("aten.log makes, forward and backward, the step is finite")
+
+
+class Scale(nn.Module):
+    """To a root mean square of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x / x.square().mean(1, keepdim=True).sqrt()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = Scale(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(self.norm(x)))
+
+
+class Nested(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Block(), Block())
+
+    def loss(self, x):
+        return super().loss(self.encoder(x))
+
+
+def test_the_path_of_a_nested_module_and_what_went_in(tmp_path):
+    found = explained(Nested(), bad_data(_set(0.0, ZERO_ROW)), tmp_path)
+    assert (found.operation, found.module, found.samples) == ("aten.div", "encoder.0.norm", (3,))
+    line = line_of(Scale, "return self.gain")
+    assert (
+        f"made by aten.div in encoder.0.norm (tests/nonfinite/test_explain.py:{line}), from [8, 6] float32"
+        in found.what
+    )
+    assert "and [8, 1] float32 (1 of 8 is 0, largest magnitude" in found.what
+    assert found.what.endswith("; it affects sample 3 of batch 5.")
+
+
+def test_a_number_of_the_code_is_named(tmp_path):
+    class Weighted(Small):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) * (float("nan") if batch_idx == BAD_BATCH else 1.0)
+
+    found = explained(Weighted(), good_data(), tmp_path)
+    assert (found.cause, found.operation) == (Cause.DOMAIN, "aten.mul")
+    assert "and the number nan" in found.what
+    assert found.advice == "look at where that number comes from."
+    assert found.confirmed.endswith("the step is finite")
+
+
+class Running(Small):
+    """Keeps a mean that is no buffer, and divides the weights of the loss by their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"mean": torch.ones(3)}
+
+    def loss(self, x):
+        with torch.no_grad():
+            weights = x[:, :3].abs().sum(0)
+            self.state["mean"] = 0.9 * self.state["mean"] + weights / weights.sum()
+        return (self.body(x) * self.state["mean"]).square().mean()
+
+
+def test_what_the_step_itself_wrote_to_a_tensor_that_is_no_buffer_is_seen_through(tmp_path):
+    """It is not put back, so that it is NaN when the step begins again: what is sought made it so."""
+    found = explained(Running(), bad_data(_set(0.0, slice(None))), tmp_path)
+    assert (found.cause, found.operation) == (Cause.DOMAIN, "aten.div")
+    assert found.line == line_of(Running, "weights / weights.sum()")
+    tried = found.confirmed.split("; ")
+    assert tried[0] == 'with 0 in the place of NaN in state["mean"] the step is bad too'
+    assert tried[-1].endswith("the step is finite")
+
+
+def test_a_tensor_that_is_no_buffer_and_was_bad_before_is_named(tmp_path):
+    class Breaks(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == BAD_BATCH:
+                pl_module.state["mean"][1] = torch.nan
+
+    dataset: Any = good_data()
+    run = trainer(tmp_path, Breaks(), HaltOnNaN(), logger=False)
+    model = Running()
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(model, DataLoader(dataset, batch_size=None))
+    found = caught.value.explanation
+    assert found is not None
+    assert (found.cause, found.confirmed) == (
+        Cause.BAD_PARAMETER,
+        'with 0 in the place of NaN in state["mean"] the step is finite',
+    )
+    assert 'in attribute state["mean"], first used by aten.mul in Running.loss (' in found.what
+    assert "register_buffer" in found.advice
+    assert 'without attribute state["mean"] (a tensor that is no buffer)' in str(caught.value)
+    assert model.state["mean"].isnan().tolist() == [False, True, False], "it is as it was"
+
+
+OUTSIDE = torch.ones(3)
+
+
+def test_a_tensor_from_elsewhere_is_said_to_be(tmp_path):
+    class Takes(Small):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == BAD_BATCH:
+                OUTSIDE[1] = torch.nan
+            return (self.body(batch) * OUTSIDE).square().mean()
+
+    try:
+        found = explained(Takes(), good_data(), tmp_path)
+    finally:
+        OUTSIDE.fill_(1)
+    assert found.cause == Cause.BAD_PARAMETER
+    assert "The first bad value was in a tensor from elsewhere, first used by aten." in found.what
+    assert found.line == line_of(Takes, "OUTSIDE[1] = torch.nan")
+    assert "a global, or one made of numbers in the code" in found.because
