@@ -19,9 +19,10 @@ from lightning_memtools.nonfinite.diagnose import diagnose
 from lightning_memtools.nonfinite.error import HaltStage, NonFiniteError
 from lightning_memtools.nonfinite.examine import bad_optimizer_state, bad_state, examine
 from lightning_memtools.nonfinite.guard import Guard
+from lightning_memtools.nonfinite.messages import evaluation_message, overflow_message
 from lightning_memtools.nonfinite.outputs import BadOutput, OutputWatch, bad_metrics
 from lightning_memtools.nonfinite.ranks import PATIENCE, Ranks
-from lightning_memtools.nonfinite.report import Halt, Kept, evaluation_message, overflow_message
+from lightning_memtools.nonfinite.report import Halt, Kept
 from lightning_memtools.nonfinite.rerun.offload import move_to_host
 from lightning_memtools.nonfinite.rerun.start import StartKeeper
 from lightning_memtools.nonfinite.step import Evidence, Trip

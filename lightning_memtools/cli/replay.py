@@ -45,4 +45,6 @@ def run(chosen: argparse.Namespace) -> None:
 
 def _with_colon(target: str) -> str:
     module, _, name = target.rpartition(".")
-    return target if ":" in target or not module else f"{module}:{name}"
+    if ":" not in target and not module:
+        raise UsageError(f"--model {target} names no module to import from: write --model package.Class.")
+    return target if ":" in target else f"{module}:{name}"

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memtools.nonfinite.cause.explanation import Explanation
-from lightning_memtools.nonfinite.confirm import BadTensor
 from lightning_memtools.nonfinite.diagnose import Cause, Diagnosis
 from lightning_memtools.nonfinite.error import NonFiniteError
 from lightning_memtools.nonfinite.history import Past, growth
-from lightning_memtools.nonfinite.outputs import BadOutput
+from lightning_memtools.nonfinite.messages import named, series
 from lightning_memtools.nonfinite.step import Evidence
-
-MOST_NAMES = 5  # in the message; the report lists all
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +132,13 @@ class Halt:
             ("Tried", "" if self.explanation is None else self.explanation.confirmed),
             ("Run again", self.again),
             ("Losses of the step", _losses(culprit)),
-            ("Bad gradients", _named(culprit.gradients, "none") + _carried(culprit)),
-            ("Bad weights before the step", _named(culprit.parameters, "none")),
+            ("Bad gradients", named(culprit.gradients, "none") + _carried(culprit)),
+            ("Bad weights before the step", named(culprit.parameters, "none")),
             ("Bad inputs", "; ".join(map(str, culprit.inputs)) or f"none{_unseen(culprit)}"),
             ("Learning rate", ", ".join(f"{rate:g}" for rate in dict.fromkeys(culprit.learning_rates)) or "not known"),
             ("Gradient norm", _trend([past.norm for past in self.history])),
-            ("Last losses", _series([past.loss for past in self.history])),
-            ("Last gradient norms", _series([past.norm for past in self.history])),
+            ("Last losses", series([past.loss for past in self.history])),
+            ("Last gradient norms", series([past.norm for past in self.history])),
         ]
         others = [each for each in self.everyone if each.rank != culprit.rank]
         if others:
@@ -229,59 +226,12 @@ class Halt:
         return "\n\n".join(parts) + "\n"
 
 
-def evaluation_message(
-    everyone: Sequence[Sequence[BadOutput]], *, stage: str, step: int, weights: Sequence[BadTensor]
-) -> str:
-    """What to say when outputs or metrics of an evaluation run are NaN or Inf."""
-    found = [
-        f"{bad}{f' (rank {rank})' * (len(everyone) > 1)}" for rank, theirs in enumerate(everyone) for bad in theirs
-    ]
-    if weights:
-        advice = "the weights are the cause: start again from a finite checkpoint."
-    else:
-        advice = (
-            "look at the data of the first bad batch, and at domain errors (log or division by 0) in the evaluation "
-            "step and its metrics; if the value may be NaN or Inf by right, use HaltOnNaN(check_outputs=False)."
-        )
-    return "\n".join(
-        [
-            f"The {stage} run at step {step} gave values that are not finite: {'; '.join(found)}.",
-            f"Bad weights: {_named(weights, 'none')}.",
-            f"Next: {advice}",
-        ]
-    )
-
-
-def overflow_message(
-    bad: Sequence[BadTensor], *, step: int, rank: int, history: Sequence[Past], learning_rates: Sequence[float]
-) -> str:
-    """What to say when finite gradients made an update that was not finite, seen before a checkpoint."""
-    return "\n".join(
-        [
-            f"{bad[0]} is not finite after the update of step {step} (rank {rank}). No checkpoint was written.",
-            f"Bad weights and optimizer state: {_named(bad, 'none')}.",
-            "Cause: exploding gradient: losses and gradients were finite, so the update itself overflowed.",
-            f"Learning rate: {', '.join(f'{rate:g}' for rate in dict.fromkeys(learning_rates))}",
-            f"Last losses: {_series([past.loss for past in history])}",
-            f"Last gradient norms: {_series([past.norm for past in history])}",
-            "Next: lower the learning rate, set Trainer(gradient_clip_val=1.0), and start from an earlier checkpoint.",
-        ]
-    )
-
-
 def _losses(evidence: Evidence) -> str:
     if not evidence.losses:
         return "none seen"
     return ", ".join(
         f"{loss:.6g}" + f" (batch {index})" * (len(evidence.losses) > 1) for index, loss in evidence.losses
     )
-
-
-def _named(bad: Sequence[BadTensor], otherwise: str) -> str:
-    if not bad:
-        return otherwise
-    rest = f" and {len(bad) - MOST_NAMES} more" if len(bad) > MOST_NAMES else ""
-    return ", ".join(map(str, bad[:MOST_NAMES])) + rest
 
 
 def _carried(evidence: Evidence) -> str:
@@ -299,10 +249,6 @@ def _trend(norms: Sequence[float]) -> str:
     if factor is None:
         return "too few steps to see a trend"
     return f"{'grew' if factor > 1 else 'did not grow'} before the bad step: {factor:.3g} times its earlier median"
-
-
-def _series(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.4g}" for value in values)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -92,6 +92,8 @@ def test_a_class_that_cannot_be_imported(name, told, capsule, capsys):
     assert "--model package.Class" in said
     assert main(["replay", str(capsule)]) == 1
     assert told in capsys.readouterr().err
+    assert main(["replay", str(capsule), "--model", "Everything"]) == 1
+    assert "write --model package.Class" in capsys.readouterr().err
     assert main(["replay", str(capsule), "--model", "tests.nonfinite.replay_models.Everything"]) == 0
     assert "Bit for bit the same as in the step" in capsys.readouterr().out
 

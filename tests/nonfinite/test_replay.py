@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools import replay
+from lightning_memtools.nonfinite.capsule.machine import switches_now
 from lightning_memtools.nonfinite.error import NonFiniteError
 from tests.nonfinite.replay_models import BAD, RUNS, Everything, Recorder, halted
 
@@ -194,6 +195,30 @@ def test_a_given_module_or_what_makes_one_takes_the_place_of_the_class(halts):
     assert replay(path, model=Everything()).exact
     assert replay(path, model=Everything).exact
     assert replay(path, model=lambda: Everything(16)).exact
+
+
+class Looks(Everything):
+    """Notes how the switches stand while its step runs."""
+
+    seen: dict[str, Any] = {}  # noqa: RUF012, the test looks there
+
+    def finite(self, x):
+        type(self).seen = switches_now()
+        return super().finite(x)
+
+
+def test_the_switches_that_choose_kernels_are_as_they_were_and_put_back(halts, tmp_path):
+    saved = torch.load(halts["plain"][0].capsule_path, weights_only=True)
+    now = switches_now()
+    assert saved["switches"] == now
+    other = {name: {"high": "highest", "highest": "high"}[value] if isinstance(value, str) else not value
+             for name, value in now.items() if name != "threads"}  # fmt: skip
+    saved["switches"] = other | {"threads": now["threads"] + 1}
+    torch.save(saved, tmp_path / "other.pt")
+    found = replay(tmp_path / "other.pt", model=Looks)
+    assert Looks.seen == saved["switches"]
+    assert switches_now() == now
+    assert found.doubts == ()
 
 
 def test_another_machine_is_named(halts, tmp_path):

@@ -88,6 +88,10 @@ def test_everything_is_put_back_after_the_step_was_run_again(options, tmp_path, 
             "last": model.cache["last"].tolist(),
             "python": random.getstate(), "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002, the global one
             "metrics": {key: float(value) for key, value in run.callback_metrics.items()},
+            "epoch": {
+                name: (float(each.value), float(each.cumulated_batch_size))
+                for name, each in run.fit_loop.epoch_loop._results.items() if each.is_tensor
+            },
             "log": [path.read_text() for path in sorted((tmp_path / name).rglob("metrics.csv"))],
             "printed": [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")],
             "attributes": sorted(vars(model)),
@@ -96,6 +100,7 @@ def test_everything_is_put_back_after_the_step_was_run_again(options, tmp_path, 
         ends.append(({**state_bits(model, run.optimizers), **gradients, "rng": torch.get_rng_state()}, plain))
     assert differences(ends[0][0], ends[1][0]) == []
     assert {key: (ends[0][1][key], ends[1][1][key]) for key in ends[0][1] if ends[0][1][key] != ends[1][1][key]} == {}
+    assert ends[0][1]["epoch"].keys() >= {"training_step.loss", "training_step.draw"}
     assert ends[0][1]["count"] == len(ends[0][1]["printed"]) == BAD + 1
 
 
@@ -177,9 +182,7 @@ def test_a_step_that_is_finite_again_for_another_reason_is_no_hardware_fault(tmp
 
     error, _ = halt(Changes(), tmp_path, logger=False)
     assert error.cause == Cause.DOMAIN
-    assert "Operation: not found: run again it was finite, but it could not be run exactly: batch 7" in str(
-        error
-    )
+    assert "Operation: not found: run again it was finite, but it could not be run exactly: batch 7" in str(error)
 
 
 def test_a_step_that_fails_when_it_is_run_again_does_not_hide_the_halt(tmp_path, monkeypatch):
