@@ -109,6 +109,24 @@ def test_a_number_of_the_code_is_named(tmp_path):
     assert found.confirmed.endswith("the step is finite")
 
 
+def test_an_overflow_in_every_sample_points_to_the_weights(tmp_path):
+    class Grows(Small):
+        def training_step(self, batch, batch_idx):
+            return (self.body(batch) * (1e30 if batch_idx == BAD_BATCH else 1)).square().mean()
+
+    found = explained(Grows(), good_data(), tmp_path)
+    assert (found.cause, found.operation, found.confirmed) == (
+        Cause.OVERFLOW,
+        "aten.pow",
+        "in float64 the step is finite",
+    )
+    assert found.samples == tuple(range(8))
+    assert found.advice == (
+        "keep what pow takes smaller: normalize or clamp it. "
+        "Every sample is affected, so look at the weights and the learning rate (now 0.01) too."
+    )
+
+
 class Running(Small):
     """Keeps a mean that is no buffer, and divides the weights of the loss by their sum."""
 

@@ -18,7 +18,7 @@ _ADVICE = {
     "reciprocal": "keep the input of {name} away from 0: add an eps.",
     "sqrt": f"{_ABOVE_0}: torch.sqrt(x + eps). At 0 its derivative is infinite.",
     "rsqrt": f"{_ABOVE_0}: torch.rsqrt(x + eps).",
-    "pow": "keep the base of {name} away from 0 for exponents below 1, and small for large exponents.",
+    "pow": "keep the base of {name} above 0 for exponents below 1, and away from 0 for exponents below 0.",
     "acos": _WITHIN_1,
     "asin": _WITHIN_1,
     "atanh": _WITHIN_1,
@@ -53,6 +53,14 @@ def advice_for(operation: str, of_forward: str) -> str:
         name, advice = _short(operation), _ADVICE[_short(operation)]
     advice = advice or "keep what {name} takes in the range where it is defined, or leave out the samples that are not."
     return advice.format(name=name)
+
+
+def advice_on_overflow(operation: str, of_forward: str) -> str:
+    """As `advice_for`, where the operation is defined for what it took but its result is too large."""
+    name = _short(of_forward or operation)
+    return (_ADVICE["exp"] if name == "exp" else "keep what {name} takes smaller: normalize or clamp it.").format(
+        name=name
+    )
 
 
 def _short(operation: str) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from lightning_memtools.memory.oom import is_out_of_memory
 from lightning_memtools.nonfinite.batches import bad_inputs, list_samples
-from lightning_memtools.nonfinite.cause.advice import advice_for
+from lightning_memtools.nonfinite.cause.advice import advice_for, advice_on_overflow
 from lightning_memtools.nonfinite.cause.changes import (
     cleaned,
     mended,
@@ -101,14 +101,22 @@ class Classifier:
                 'train with precision="bf16-mixed" or "32-true", or keep this operation in float32.',
             )
         if leaf is None and self._is_overflow():
-            self._is_finite_when("float64", torch.float64)
-            event = self._root.event
-            return (
-                Cause.OVERFLOW,
-                "the operation is defined for what it took, but its result is too large for the type",
-                advice_for(event.operation, event.of_forward),
-            )
+            return self._overflow()
         return self._domain()
+
+    def _overflow(self) -> tuple[Cause, str, str]:
+        self._is_finite_when("float64", torch.float64)
+        event = self._root.event
+        advice = advice_on_overflow(event.operation, event.of_forward)
+        if self._samples and len(self._samples) == n_samples_of(self._micro.batch):
+            advice += (
+                f" Every sample is affected, so look at the weights and the learning rate (now {self._rates()}) too."
+            )
+        because = "the operation is defined for what it took, but its result is too large for the type"
+        return Cause.OVERFLOW, because, advice
+
+    def _rates(self) -> str:
+        return ", ".join(f"{rate:g}" for rate in dict.fromkeys(self._background.learning_rates)) or "not known"
 
     def _dirty(self) -> tuple[Cause, str, str]:
         batch, how = cleaned(self._micro.batch)
@@ -152,19 +160,16 @@ class Classifier:
         return Cause.BAD_PARAMETER, because, advice
 
     def _exploding(self, grown: str) -> tuple[Cause, str, str]:
-        rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(self._background.learning_rates)) or "not known"
         if not self._is_finite_when("float64", torch.float64):
             self._try_smaller_weights()
         elif self._background.plain_sgd and self._background.learning_rates:
             tried = try_rates(self._rerun, max(self._background.learning_rates))
             if tried:
                 self._tried.append(tried)
-        summed = ", and make the loss a mean: it is a sum over the batch" if self._sum else ""
-        return (
-            Cause.EXPLODING,
-            f"{grown}, until the value was too large for its type",
-            f"lower the learning rate (now {rates}) or clip gradients (Trainer(gradient_clip_val=1.0)){summed}.",
-        )
+        advice = f"lower the learning rate (now {self._rates()}) or clip gradients (Trainer(gradient_clip_val=1.0))"
+        if self._sum:
+            advice += ", and make the loss a mean: it is a sum over the batch"
+        return Cause.EXPLODING, f"{grown}, until the value was too large for its type", f"{advice}."
 
     def _try_smaller_weights(self) -> None:
         """Where not even float64 holds what the weights have grown to."""
