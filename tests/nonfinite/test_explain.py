@@ -109,6 +109,24 @@ def test_a_number_of_the_code_is_named(tmp_path):
     assert found.confirmed.endswith("the step is finite")
 
 
+def test_what_rounding_made_is_told_from_what_left_the_range(tmp_path):
+    class Rounds(Small):
+        """In bfloat16 the number before 1 is 0.996."""
+
+        def training_step(self, batch, batch_idx):
+            certain = torch.sigmoid(self.body(batch) + (8 if batch_idx == BAD_BATCH else 0))
+            return -torch.log(1 - certain.bfloat16()).float().mean()
+
+    found = explained(Rounds(), good_data(), tmp_path)
+    assert (found.cause, found.operation, found.confirmed) == (
+        Cause.LOW_PRECISION,
+        "aten.log",
+        "in float32 the step is finite",
+    )
+    assert "rounding to a 16-bit type made what this operation is not defined for" in found.because
+    assert "65504" not in found.because
+
+
 def test_an_overflow_in_every_sample_points_to_the_weights(tmp_path):
     class Grows(Small):
         def training_step(self, batch, batch_idx):

@@ -94,15 +94,21 @@ class Classifier:
         if grown and (leaf is not None or self._is_overflow()):
             return self._exploding(grown)
         if self._trace.uses_narrow_floats and leaf is None and self._is_finite_when("float32", torch.float32):
-            reason = f"{self._background.scaler}; " if self._background.scaler else ""
-            return (
-                Cause.LOW_PRECISION,
-                f"{reason}the step is finite in float32, so a value left a 16-bit type's range (float16 ends at 65504)",
-                'train with precision="bf16-mixed" or "32-true", or keep this operation in float32.',
-            )
+            return self._low_precision()
         if leaf is None and self._is_overflow():
             return self._overflow()
         return self._domain()
+
+    def _low_precision(self) -> tuple[Cause, str, str]:
+        because = f"{self._background.scaler}; " if self._background.scaler else ""
+        because += "the step is finite in float32, "
+        if self._is_overflow():
+            because += "so a value left a 16-bit type's range (float16 ends at 65504)"
+            advice = 'train with precision="bf16-mixed" or "32-true", or keep this operation in float32.'
+        else:
+            because += "so rounding to a 16-bit type made what this operation is not defined for"
+            advice = 'keep this operation and what leads to it in float32, or train with precision="32-true".'
+        return Cause.LOW_PRECISION, because, advice
 
     def _overflow(self) -> tuple[Cause, str, str]:
         self._is_finite_when("float64", torch.float64)
