@@ -292,6 +292,11 @@ def test_the_bound_is_that_of_the_file_itself(tmp_path):
     smaller, *_ = halted("plain", tmp_path / "3", max_bytes=f"{n_bytes - 1}B")
     assert "without optimizer state (" in str(smaller)
     assert smaller.capsule_path.stat().st_size < n_bytes
+    saved = torch.load(smaller.capsule_path, weights_only=True)
+    tensors = n_bytes_of({**saved, "weights": None})
+    none, *_ = halted("plain", tmp_path / "4", max_bytes=f"{tensors}B")
+    assert none.capsule_path is None
+    assert not [*(tmp_path / "4").rglob("*capsule*")]
 
 
 @pytest.mark.parametrize("max_bytes", ["2", "much", "2GiBs"])
