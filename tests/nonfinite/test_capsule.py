@@ -345,6 +345,16 @@ def test_an_unfinished_file_is_not_left_behind(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "memtools").iterdir()] == ["nonfinite-step7-report.md"]
 
 
+def test_there_is_no_capsule_without_its_small_json(tmp_path):
+    in_the_way = tmp_path / "memtools" / "nonfinite-step7-rank0-capsule.json"
+    in_the_way.mkdir(parents=True)
+    error, *_ = halted("plain", tmp_path, save_last_good=False)
+    assert error.capsule_path is None
+    assert "could not be written: IsADirectoryError" in str(error)
+    left = {path.name for path in (tmp_path / "memtools").iterdir()}
+    assert left == {in_the_way.name, "nonfinite-step7-report.md"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Graph:
     nodes: Tensor

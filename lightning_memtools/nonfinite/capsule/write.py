@@ -109,7 +109,11 @@ def _write_if_it_fits(saved: dict[str, Any], path: Path, max_bytes: int, about: 
     n_bytes = _whole(path, lambda file: torch.save(saved, file), max_bytes)
     if n_bytes <= max_bytes:
         text = json.dumps({**about, "capsule": path.name, "bytes": n_bytes}, indent=2) + "\n"
-        _whole(path.with_suffix(".json"), lambda file: file.write(text.encode()))
+        try:
+            _whole(path.with_suffix(".json"), lambda file: file.write(text.encode()))
+        except OSError:
+            path.unlink()
+            raise
     return n_bytes
 
 
