@@ -51,6 +51,7 @@ def situation_of(
         precision=precision,
         accumulate=trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1,
         clip=trainer.gradient_clip_val if pl_module.automatic_optimization else None,
+        is_cuda_like=device.type == "cuda" or virtual is not None,
         cuda=device.type == "cuda" or (virtual is not None and virtual.cuda_like),
         config=config,
         untraceable=_why_not(trainer, pl_module),

@@ -10,12 +10,12 @@ import psutil
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memtools.memory.oom import error_chain, says_out_of_memory
+from lightning_memtools.memory.oom import error_chain, requested_bytes
 from lightning_memtools.memory.owned import OnDevice, on_device_of
 from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom.facts import Facts, Moment, running_module, sizes_only
+from lightning_memtools.oom.facts import Facts, Growth, Moment, running_module, sizes_only
 from lightning_memtools.oom.observer import observe
 from lightning_memtools.oom.recording import record
 from lightning_memtools.oom.split import Before, KnowsItsComposition, Split, split_by_device, split_by_walking
@@ -23,6 +23,8 @@ from lightning_memtools.reporting._lightning import training_step
 
 # User code may catch errors and try again, and fail while it cleans up.
 _MOST_CAPTURED = 8
+# Of what is reserved. Less than that comes and goes with the sizes of batches.
+_WORTH_NAMING = 0.05
 
 
 class Watch:
@@ -37,6 +39,8 @@ class Watch:
         reader: What reads the device; None where it keeps no statistics.
         virtual: The reader, if it is a simulated device.
         on_device: Which tensors are the device's.
+        snapshot: Whether a recording was asked for.
+        recording: The recording; None where there is none.
         phase: Within a training batch forward, backward or optimizer step.
         evaluation_began: When the evaluation that goes on began, on the recording's clock.
         is_reporting: Whether a report is being made: what runs out meanwhile is not captured.
@@ -47,6 +51,7 @@ class Watch:
         self.reader: MemoryReader | None = reader_for(device)
         self.virtual = self.reader if isinstance(self.reader, VirtualDevice) else None
         self.on_device = _on_device(self.reader, device)
+        self.snapshot = snapshot
         self.recording = record(self.reader) if snapshot else None
         self.phase = ""
         self.evaluation_began: int | None = None
@@ -58,6 +63,9 @@ class Watch:
         self._batch_idx: int | None = None
         self._first_batch: Any = None
         self._before: Before | None = None
+        # Of the first batch that began with the same owners of memory as the present one, and how many began since.
+        self._first_before: Before | None = None
+        self._n_since = 0
         self._captured: deque[Facts] = deque(maxlen=_MOST_CAPTURED)
         self._stop_observing = observe(device, self._observe)
 
@@ -75,7 +83,7 @@ class Watch:
         """A stage begins, or goes on after another."""
         self._stage = stage
         self.end_batch()
-        self._first_batch = None
+        self._first_batch = self._first_before = None
         is_evaluation = stage != "train" and self.recording is not None
         self.evaluation_began = self.recording.now() if is_evaluation and self.recording is not None else None
 
@@ -85,11 +93,14 @@ class Watch:
         if self._first_batch is None:
             self._first_batch = sizes_only(batch)
         if self.reader is not None:
-            self._before = Before(
+            self._before = before = Before(
                 allocated_bytes(self.reader),
                 had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
                 had_state=any(optimizer.state for optimizer in self._trainer.optimizers),
             )
+            first, self._n_since = self._first_before, self._n_since + 1
+            if first is None or replace(first, allocated=before.allocated) != before:
+                self._first_before, self._n_since = before, 0
 
     def end_batch(self) -> None:
         """The batch is let go."""
@@ -100,10 +111,11 @@ class Watch:
 
     def facts_of(self, exception: BaseException) -> Facts:
         """What was captured for the first of the errors that led to this one, or can be captured still."""
-        if not self._captured:
-            return self._capture()
-        n_errors = sum(says_out_of_memory(error) for error in error_chain(exception))
-        return self._captured[-min(max(n_errors, 1), len(self._captured))]
+        # Only these are told to an observer: what it heard before another kind of error was about something else.
+        n_observed = sum(isinstance(error, torch.OutOfMemoryError) for error in error_chain(exception))
+        if not self._captured or not n_observed:
+            return self._capture(requested=requested_bytes(exception))
+        return self._captured[-min(n_observed, len(self._captured))]
 
     def last_moment(self) -> str:
         """Where memory ran out last; "" where it did not."""
@@ -134,6 +146,7 @@ class Watch:
                     used_by_others=others,
                     fraction=_fraction(self.reader),
                     split=self._split(stats),
+                    grown=self._grown(stats),
                 )
             is_own = self._batch is not None
             batch = sizes_only(self._batch) if is_own else self._first_batch
@@ -173,6 +186,15 @@ class Watch:
         if not isinstance(self.reader, KnowsItsComposition):
             return walked
         return split_by_device(self.reader, self._model, older=None if self._before is None else walked.older)
+
+    def _grown(self, stats: MemoryStats) -> Growth | None:
+        first, now, n_batches = self._first_before, self._before, self._n_since
+        if first is None or now is None or not n_batches:
+            return None
+        n_bytes = now.allocated - first.allocated
+        return (
+            Growth(n_bytes, n_batches) if n_bytes > _WORTH_NAMING * (stats.reserved or stats.allocated or 0) else None
+        )
 
 
 def _fraction(reader: MemoryReader) -> float:

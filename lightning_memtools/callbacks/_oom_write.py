@@ -60,7 +60,7 @@ class Reporter:
         # What is known is safe before anything else is tried.
         page.path = self._write(_file_name(facts.moment), page.markdown())
         taken = None if watch.recording is None else watch.recording.take()
-        page.snapshot = _write_snapshot(page.path, taken)
+        page.snapshot = _write_snapshot(page.path, taken, watch)
         _check(trainer, pl_module, page, watch, taken, Deadline(CHECKS_S - (time.monotonic() - begin)))
         page.seconds = time.monotonic() - begin
         text = page.markdown()
@@ -134,9 +134,9 @@ def _apart_from(virtual: VirtualDevice | None) -> AbstractContextManager[None]:
     return virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext()
 
 
-def _write_snapshot(report: Path | None, taken: dict[str, Any] | None) -> Path | str:
+def _write_snapshot(report: Path | None, taken: dict[str, Any] | None, watch: Watch) -> Path | str:
     if taken is None:
-        return "it was not asked for (snapshot=False), or the device records none"
+        return "this device records none" if watch.snapshot else "it was not asked for (snapshot=False)"
     if report is None:
         return "no file can be written"
     path = report.with_name(f"{report.stem}-snapshot.pickle")

@@ -35,6 +35,9 @@ _WORDINGS = re.compile(
     )),
     re.IGNORECASE,
 )  # fmt: skip
+# "Tried to allocate 20.00 MiB", "you tried to allocate 400 bytes"; Metal's "GB" are 2^30 bytes too.
+_TRIED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]i?B)", re.IGNORECASE)
+_UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 # torch/utils/data/_utils/signal_handling.py and dataloader.py
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal|exited unexpectedly)")
 
@@ -71,3 +74,12 @@ def says_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, (RuntimeError, OSError)) and _WORDINGS.search(str(error)) is not None
+
+
+def requested_bytes(error: BaseException) -> int | None:
+    """What was asked for when memory ran out, as the error's text has it: rounded there; None where it does not say."""
+    for one in error_chain(error):
+        found = _TRIED.search(str(one)) if says_out_of_memory(one) else None
+        if found is not None:
+            return int(float(found[1]) * _UNITS[found[2][0].lower()])
+    return None

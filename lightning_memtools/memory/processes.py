@@ -24,14 +24,33 @@ class GpuProcess:
     used_bytes: int | None
 
 
+class _NotKnownError(Exception):
+    """The processes are not known; the message says why."""
+
+
 def other_gpu_processes(index: int) -> list[GpuProcess] | str:
     """The other processes on CUDA device `index`, largest first, or the reason why they are not known."""
-    if torch.version.hip is not None:
-        return _through_amdsmi(index)
+    try:
+        found = _through_nvml(index) if torch.version.hip is None else _through_amdsmi(index)
+    except _NotKnownError as error:
+        return f"not known: {error}"
+    except Exception as error:  # noqa: BLE001, a driver's library may raise anything, and this is only one line of a report
+        return f"not known: {type(error).__name__}: {error}"
+    # This process holds memory of the device. Inside a container the driver may list processes by the numbers that they
+    # have outside, this one among them, or none at all.
+    if not found:
+        return "not known: the driver lists no process, not even this one, as in a container"
+    if all(process.pid != os.getpid() for process in found):
+        return f"not known: of the {len(found)} that the driver lists none has this process's number, as in a container"
+    others = (process for process in found if process.pid != os.getpid())
+    return sorted(others, key=lambda process: process.used_bytes or 0, reverse=True)
+
+
+def _through_nvml(index: int) -> list[GpuProcess]:
     try:
         import pynvml  # noqa: PLC0415, an extra
     except ImportError:
-        return "not known: pip install 'lightning_memtools[nvml]'"
+        raise _NotKnownError("NVML's package is missing (pip install 'lightning_memtools[nvml]')") from None
     try:
         pynvml.nvmlInit()
         try:
@@ -40,16 +59,15 @@ def other_gpu_processes(index: int) -> list[GpuProcess] | str:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        return f"not known: {error}"
-    found = [GpuProcess(p.pid, _name(p.pid), p.usedGpuMemory) for p in running if p.pid != os.getpid()]
-    return sorted(found, key=lambda process: process.used_bytes or 0, reverse=True)
+        raise _NotKnownError(str(error)) from None
+    return [GpuProcess(process.pid, _name(process.pid), process.usedGpuMemory) for process in running]
 
 
-def _through_amdsmi(index: int) -> list[GpuProcess] | str:
+def _through_amdsmi(index: int) -> list[GpuProcess]:
     try:
         import amdsmi  # noqa: PLC0415, comes with ROCm
     except ImportError:
-        return "not known: the package amdsmi, which comes with ROCm, is not installed"
+        raise _NotKnownError("the package amdsmi, which comes with ROCm, is not installed") from None
     try:
         amdsmi.amdsmi_init()
         try:
@@ -57,14 +75,9 @@ def _through_amdsmi(index: int) -> list[GpuProcess] | str:
             running = amdsmi.amdsmi_get_gpu_process_list(handle)
         finally:
             amdsmi.amdsmi_shut_down()
-        found = [GpuProcess(p["pid"], p["name"], p["memory_usage"]["vram_mem"]) for p in running]
-    except (amdsmi.AmdSmiException, IndexError, KeyError, TypeError, ValueError) as error:
-        return f"not known: {error}"
-    return sorted(
-        (process for process in found if process.pid != os.getpid()),
-        key=lambda process: process.used_bytes or 0,
-        reverse=True,
-    )
+    except amdsmi.AmdSmiException as error:
+        raise _NotKnownError(str(error)) from None
+    return [GpuProcess(process["pid"], process["name"], process["memory_usage"]["vram_mem"]) for process in running]
 
 
 def _physical_index(index: int) -> int:

@@ -10,16 +10,17 @@ from enum import IntEnum
 class Kind(IntEnum):
     """What is changed, in the order in which one would try what is enough by itself: the least intrusive first."""
 
-    EXPANDABLE_SEGMENTS = 0
-    EMPTY_CACHE = 1
-    STOP_PROCESS = 2
-    PREDICTIONS = 3
-    CHECKPOINTING = 4
-    ACCUMULATION = 5
-    BATCH_SIZE = 6
-    PRECISION = 7
-    OPTIMIZER = 8
-    LARGER_GPU = 9
+    GROWTH = 0
+    EXPANDABLE_SEGMENTS = 1
+    EMPTY_CACHE = 2
+    STOP_PROCESS = 3
+    PREDICTIONS = 4
+    CHECKPOINTING = 5
+    ACCUMULATION = 6
+    BATCH_SIZE = 7
+    PRECISION = 8
+    OPTIMIZER = 9
+    LARGER_GPU = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,19 @@ class Moment:
         return ", ".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What has come together over the batches of a stage, beside model, gradients and optimizer state.
+
+    Attributes:
+        n_bytes: How much, in bytes.
+        n_batches: In how many batches.
+    """
+
+    n_bytes: int
+    n_batches: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What was known when memory ran out; plain data that holds no tensor of the device. Sizes in bytes.
@@ -70,6 +83,7 @@ class Facts:
         used_by_others: What others than the allocator hold: other processes, and the context of this one.
         fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
         split: What the allocated bytes are for; None where nothing is known of them.
+        grown: What has come together over the batches; None where that is little, or not known.
         module: The innermost module that was being called; "" where that is not known.
         batch: The batch on the meta device: sizes without values; None where there was none.
         is_own_batch: Whether this is the failing batch itself; else it is the stage's first.
@@ -85,6 +99,7 @@ class Facts:
     used_by_others: int | None = None
     fraction: float = 1.0
     split: Split | None = None
+    grown: Growth | None = None
     module: str = ""
     batch: Any = None
     is_own_batch: bool = True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from lightning_memtools.memory.allocator import AllocatorConfig, SimulatedOutOfMemory, Trace, replay
+from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, replay
 from lightning_memtools.memory.allocator.from_snapshot import FailedRequest, begin_of, failed_request, trace_until
 from lightning_memtools.memory.allocator.rounding import SMALL_LIMIT, SMALL_SEGMENT, round_up
 from lightning_memtools.memory.sizes import format_size
@@ -25,7 +26,7 @@ class Verdict:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class History:
     """A recorded history that ends with a request for which there was no memory, and the device it was recorded on.
 
@@ -43,8 +44,45 @@ class History:
     used_by_others: int
     device: int = 0
 
-    def failure(self, empty_cache_at: int | None = None) -> FailedRequest | None:
+    @cached_property
+    def failed(self) -> FailedRequest | None:
         """The request that found no memory."""
+        return self._failed()
+
+    @cached_property
+    def problem(self) -> str:
+        """Why nothing can be concluded; "" where something can."""
+        failed = self.failed
+        if failed is None:
+            return "the recorded history does not hold the failed request"
+        if not _verdict(failed, self.config).served:
+            return ""
+        # A history that is cut off may place its oldest blocks better than they lay.
+        if not failed.is_complete:
+            return "the recorded history does not reach back far enough to show how the memory came to be cut up"
+        return "the failed request is not reproduced by the recorded history"
+
+    def failed_with_empty_cache(self, at: int) -> FailedRequest | None:
+        """The same request, had the cache been emptied at that time."""
+        return self._failed(at)
+
+    def allocator_at(self, time: int) -> CachingAllocator | None:
+        """The allocator as it was at a time of the history; None where that is not known."""
+        begin = begin_of(self.snapshot, self.device)
+        if begin is None or begin > time:
+            return None
+        trace = trace_until(
+            self.snapshot,
+            self.config,
+            capacity=self.capacity,
+            used_by_others=self.used_by_others,
+            until=time,
+            device=self.device,
+        )
+        done = replay(trace)
+        return done.allocator if done.completed else None
+
+    def _failed(self, empty_cache_at: int | None = None) -> FailedRequest | None:
         return failed_request(
             self.snapshot,
             self.config,
@@ -54,66 +92,31 @@ class History:
             empty_cache_at=empty_cache_at,
         )
 
-    def trace_until(self, time: int) -> Trace | None:
-        """All that was asked until a time of the history; None where it does not reach back to then."""
-        begin = begin_of(self.snapshot, self.device)
-        if begin is None or begin > time:
-            return None
-        return trace_until(
-            self.snapshot,
-            self.config,
-            capacity=self.capacity,
-            used_by_others=self.used_by_others,
-            until=time,
-            device=self.device,
-        )
-
 
 def with_expandable_segments(history: History) -> Verdict:
     """Whether the request would have been served with ``expandable_segments:True``."""
-    failed = history.failure()
-    if failed is None:
-        return Verdict(served=None, why="the recorded history does not hold the failed request")
-    if history.config.expandable_segments:
+    if history.config.expandable_segments and history.failed is not None:
         return Verdict(served=False, why="expandable segments are on already")
-    problem = _not_reproduced(failed)
-    if problem:
-        return Verdict(served=None, why=problem)
-    return _verdict(failed, replace(history.config, expandable_segments=True))
+    return _concluded(history, history.failed, replace(history.config, expandable_segments=True))
 
 
 def with_empty_cache(history: History, at: int) -> Verdict:
     """Whether the request would have been served, had the cache been emptied at that time of the history."""
     begin = begin_of(history.snapshot, history.device)
-    failed = history.failure(empty_cache_at=at)
-    if failed is None or begin is None:
-        return Verdict(served=None, why="the recorded history does not hold the failed request")
-    if begin > at:
+    if history.failed is not None and begin is not None and begin > at:
         return Verdict(served=None, why="the recorded history does not reach back to the start of the evaluation")
-    as_it_was = history.failure()
-    assert as_it_was is not None
-    problem = _not_reproduced(as_it_was)
-    return Verdict(served=None, why=problem) if problem else _verdict(failed, history.config)
+    return _concluded(history, history.failed_with_empty_cache(at), history.config)
 
 
 def with_more_memory(history: History, n_bytes: int) -> Verdict:
     """Whether the request would have been served, had others held so much less of the device."""
-    failed = history.failure()
-    if failed is None:
-        return Verdict(served=None, why="the recorded history does not hold the failed request")
-    problem = _not_reproduced(failed)
-    return Verdict(served=None, why=problem) if problem else _verdict(failed, history.config, more=n_bytes)
+    return _concluded(history, history.failed, history.config, more=n_bytes)
 
 
-def _not_reproduced(failed: FailedRequest) -> str:
-    """Why nothing can be concluded: a history that is cut off may place its oldest blocks better than they lay."""
-    if _verdict(failed, failed.trace.config).served:
-        return (
-            "the recorded history does not reach back far enough to show how the memory came to be cut up"
-            if not failed.is_complete
-            else "the failed request is not reproduced by the recorded history"
-        )
-    return ""
+def _concluded(history: History, failed: FailedRequest | None, config: AllocatorConfig, *, more: int = 0) -> Verdict:
+    if history.problem or failed is None:
+        return Verdict(served=None, why=history.problem)
+    return _verdict(failed, config, more=more)
 
 
 def _verdict(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -> Verdict:

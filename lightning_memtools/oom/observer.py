@@ -27,8 +27,7 @@ def observe(device: torch.device, observer: Observer) -> Callable[[], None] | No
     virtual = VirtualDevice.current()
     if virtual is not None and device.type == "cpu":
         return virtual.observe_oom(observer).remove
-    if device.type == "cuda":
-        _attach()
+    if device.type == "cuda" and _attach():
         _listeners.append(observer)
 
         def remove() -> None:
@@ -39,15 +38,19 @@ def observe(device: torch.device, observer: Observer) -> Callable[[], None] | No
     return None
 
 
-def _attach() -> None:
+def _attach() -> bool:
+    """Attach the one observer, if that was not done yet; whether it is attached."""
     global _attached  # noqa: PLW0603, see `_listeners`
     if _attached:
-        return
+        return True
     # It is attached to the allocators of the devices that there are, which the initialisation makes.
     torch.cuda.init()  # type: ignore[no-untyped-call]
     attach: Any = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # noqa: SLF001, torch offers no public one
-    attach(_tell)
-    _attached = True
+    # Other allocators than torch's own (cudaMallocAsync, pluggable ones) raise: they tell nobody.
+    with suppress(RuntimeError):
+        attach(_tell)
+        _attached = True
+    return _attached
 
 
 def _tell(device: int, n_bytes: int, total: int, free: int) -> None:

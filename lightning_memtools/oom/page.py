@@ -82,8 +82,13 @@ class Page:
             lines.append(f"Most activations: {first[0]}, {format_size(first[1])}.")
         helping = [action for action in self.actions if action.checked and not action.is_useless][:_SHORT]
         lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
-        if not helping and self.actions:
-            lines.append("Nothing that was checked helps." if self.actions[0].checked else str(self.actions[0]))
+        if not helping and any(action.checked for action in self.actions):
+            lines.append("Nothing that was checked helps.")
+        unchecked = [action for action in self.actions if not action.checked]
+        if unchecked:
+            reasons = list(dict.fromkeys(action.detail for action in unchecked))
+            why = f": {reasons[0]}" if len(reasons) == 1 else ", for reasons that the report names"
+            lines.append(f"Not checked{why}: {', '.join(_begin_small(action.title) for action in unchecked)}.")
         lines.append(f"Report: {self.path}" if self.path else "The report could not be written to a file.")
         return "\n".join(lines)
 
@@ -96,8 +101,10 @@ class Page:
         helping = [action for action in self.actions if action.checked and not action.is_useless]
         if helping:
             parts.append("\n".join(f"{number}. {action}" for number, action in enumerate(helping, 1)))
-            simulated = "Peaks are those of steps traced on fake tensors"
-            parts.append(f"{simulated}, within what other processes and what else this one holds leave of the device.")
+            parts.append(
+                "Every peak is that of a step traced on fake tensors. It is held against what is left for the step: "
+                "the device's capacity without what other processes hold, and without what this one holds beside it."
+            )
         rest = [action for action in self.actions if not action.checked]
         if rest:
             parts.append("\n".join(f"- {action}" for action in rest))
@@ -115,16 +122,17 @@ class Page:
             size = f"{facts.samples} samples: " if facts.samples is not None else ""
             first = "" if facts.is_own_batch else " (of the stage's first batch; this one was not there yet)"
             rows.append(("batch", f"{size}{', '.join(lines)}{first}"))
-        rows += [
-            ("asked for", _size(facts.requested) + self._for_a_request()),
-            ("capacity", _size(stats.capacity)),
-            ("share this process may reserve", "" if facts.fraction >= 1 else f"{100 * facts.fraction:.1f}%"),
-            ("reserved by PyTorch", _size(stats.reserved)),
-            ("allocated to tensors", _size(stats.allocated)),
-            ("reserved but unusable", _size(facts.unusable)),
-            ("used by others, the CUDA context among them", _size(facts.used_by_others)),
-            ("free", _size(facts.free)),
-        ]
+        rows.append(("asked for", _size(facts.requested) + self._for_a_request()))
+        sizes = (
+            ("capacity", stats.capacity),
+            ("share this process may reserve", None if facts.fraction >= 1 else f"{100 * facts.fraction:.1f}%"),
+            ("reserved by PyTorch", stats.reserved),
+            ("allocated to tensors", stats.allocated),
+            ("reserved but unusable", facts.unusable),
+            ("used by others, the CUDA context among them", facts.used_by_others),
+            ("free", facts.free),
+        )
+        rows += [(name, size if isinstance(size, str) else _size(size)) for name, size in sizes if size is not None]
         if stats.alloc_retries:
             rows.append(("allocation retries before", str(stats.alloc_retries)))
         parts = ["## What happened", markdown_table(Table(("", ""), [row for row in rows if row[1]]))]
@@ -150,12 +158,13 @@ class Page:
         ]
         rows.append(("allocated", format_size(total), _share(total, total)))
         parts = ["## What filled the device", markdown_table(Table(("category", "size", "share"), rows))]
-        older = split.older
-        if split.buffers + older > _WORTH_A_LINE * total:
+        if split.buffers > _WORTH_A_LINE * total:
+            parts.append(f"Of other, {format_size(split.buffers)} are the model's buffers.")
+        if split.older > _WORTH_A_LINE * total:
             parts.append(
-                f"Of other, {format_size(split.buffers)} are the model's buffers. {format_size(older)} were there "
-                "before the batch and belong to neither model, optimizers nor inputs: what hooks, callbacks and your "
-                "own lists hold, what the optimizer or the strategy keeps apart, libraries' workspaces."
+                f"{format_size(split.older)} of all this were there before the batch and belong to neither model, "
+                "optimizers nor inputs: what hooks, callbacks and your own lists hold, what the optimizer or the "
+                "strategy keeps apart, libraries' workspaces."
             )
         if not split.exact:
             parts.append("Activations are what came with the batch and has no other owner, backward's temporaries too.")
@@ -181,17 +190,15 @@ class Page:
             f"{format_size(unusable)} ({_share(unusable, reserved)} of what is reserved) were free, but in pieces "
             "between blocks in use, so that they could neither serve the request nor go back to the device."
         )
+        setting = "`expandable_segments:True`"
         if self.expandable is None:
-            verdict = "Whether `expandable_segments:True` would have helped is not known: no history was recorded."
+            verdict = f"Whether {setting} would have helped is not known: no history was recorded."
         elif self.expandable.served is None:
-            verdict = f"Whether `expandable_segments:True` would have helped is not known: {self.expandable.why}."
+            verdict = f"Whether {setting} would have helped is not known: {self.expandable.why}."
         elif self.expandable.served:
-            verdict = (
-                "With `expandable_segments:True` the request would have been served: so the recorded history ends "
-            )
-            verdict += "when it is replayed with that setting."
+            verdict = f"With {setting} this request would have been served, as a replay of the recorded history shows."
         else:
-            verdict = f"`expandable_segments:True` would not have helped: {self.expandable.why}."
+            verdict = f"{setting} would not have helped: {self.expandable.why}."
         return ["## Fragmentation", f"{text} {verdict}"]
 
     def _others(self) -> list[str]:
@@ -209,7 +216,7 @@ class Page:
         elif self.snapshot:
             parts.append(f"No memory snapshot: {self.snapshot}.")
         if self.seconds is not None:
-            parts.append(f"This report took {self.seconds:.1f} s and allocated nothing on the device.")
+            parts.append(f"This report took {self.seconds:.1f} s.")
         return ["## Files", *parts] if parts else []
 
 
@@ -222,6 +229,10 @@ def _in_words(split: Mapping[str, int]) -> str:
         f"{format_size(n_bytes)} of {name}" for name, n_bytes in sorted(split.items(), key=lambda i: -i[1]) if n_bytes
     ]
     return ", ".join(parts) or "nothing"
+
+
+def _begin_small(title: str) -> str:
+    return f"{title[0].lower()}{title[1:]}"
 
 
 def _size(n_bytes: int | None) -> str:

@@ -33,7 +33,7 @@ class Recording:
 
 
 def record(reader: MemoryReader | None) -> Recording | None:
-    """Begin to record; None on devices that keep no history. What somebody else records already is left to go on."""
+    """Begin to record; None where no history is kept. What somebody else records already is left to go on."""
     if isinstance(reader, VirtualDevice):
         return _record_virtual(reader)
     return _record_cuda() if isinstance(reader, CudaReader) else None
@@ -53,16 +53,19 @@ def _record_virtual(device: VirtualDevice) -> Recording:
     return Recording(device.snapshot, lambda: history.count, stop)
 
 
-def _record_cuda() -> Recording:
+def _record_cuda() -> Recording | None:
     memory: Any = torch.cuda.memory
     is_enabled: Any = torch._C._cuda_isHistoryEnabled  # noqa: SLF001, torch offers no public one
-    is_ours = not is_enabled()
-    if is_ours:
-        # All stacks, those of C++ too, make a dump take minutes: torchtitan measured 461 s against 4 s. Freeing needs
-        # no stack.
-        memory._record_memory_history(  # noqa: SLF001, documented by torch under this name
-            enabled="all", context="alloc", stacks="python", max_entries=MOST_ENTRIES
-        )
+    try:
+        is_ours = not is_enabled()
+        if is_ours:
+            # All stacks, those of C++ too, make a dump take minutes: torchtitan measured 461 s against 4 s. Freeing
+            # needs no stack.
+            memory._record_memory_history(  # noqa: SLF001, documented by torch under this name
+                enabled="all", context="alloc", stacks="python", max_entries=MOST_ENTRIES
+            )
+    except RuntimeError:  # from other allocators than torch's own (cudaMallocAsync, pluggable ones)
+        return None
 
     def stop() -> None:
         if is_ours:

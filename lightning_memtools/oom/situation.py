@@ -43,6 +43,7 @@ class Situation:
         precision: By Lightning's name; None where it cannot be simulated.
         accumulate: Batches to an optimizer step.
         clip: The norm to which gradients are clipped.
+        is_cuda_like: Whether it failed on a GPU with CUDA's allocator, real or simulated.
         cuda: Whether to trace CUDA's operators, or those of the CPU under a simulated device.
         config: The allocator's settings.
         untraceable: Why steps cannot be traced; "" where they can.
@@ -61,6 +62,7 @@ class Situation:
     precision: PrecisionName | None = "32-true"
     accumulate: int = 1
     clip: float | None = None
+    is_cuda_like: bool = False
     cuda: bool = False
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
     untraceable: str = ""
@@ -105,8 +107,6 @@ class Situation:
             return "the batch was not seen"
         if self.precision is None:
             return "its precision is not simulated"
-        if self.usable is None:
-            return "the device's capacity or what fills it is not known"
         return ""
 
     def estimate(

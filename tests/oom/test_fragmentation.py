@@ -65,7 +65,7 @@ def test_the_verdict_is_what_the_same_program_would_have_met(program: Program, c
     run = carry_out(program, capacity * MIB)
     if run.failed_at is None:
         return
-    failed = run.history.failure()
+    failed = run.history.failed
     assert failed is not None
     assert failed.is_complete
     # Replayed as it was, the request fails in the same state.
@@ -108,7 +108,7 @@ def test_more_memory_helps_from_where_it_is_enough():
 @pytest.mark.parametrize("max_entries", [3, 12])
 def test_a_history_that_is_cut_off_gives_no_verdict_it_cannot_know(max_entries):
     run = carry_out(HELPED, 300 * MIB, max_entries=max_entries)
-    failed = run.history.failure()
+    failed = run.history.failed
     assert failed is not None
     assert not failed.is_complete
     # What is in use is known all the same.

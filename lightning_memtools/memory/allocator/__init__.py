@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_memtools.memory.allocator.blocks import Block, Segment
 from lightning_memtools.memory.allocator.caching import CachingAllocator
 from lightning_memtools.memory.allocator.config import AllocatorConfig
+from lightning_memtools.memory.allocator.copying import copy_of
 from lightning_memtools.memory.allocator.cublas import CublasWorkspaces, cublas_workspace_bytes
 from lightning_memtools.memory.allocator.errors import SimulatedOutOfMemory
 from lightning_memtools.memory.allocator.replay import Replay, replay
@@ -21,6 +22,7 @@ __all__ = [
     "Segment",
     "SimulatedOutOfMemory",
     "Trace",
+    "copy_of",
     "cublas_workspace_bytes",
     "replay",
     "save_snapshot",

@@ -204,6 +204,11 @@ class CachingAllocator:
     # --- what can be read
 
     @property
+    def is_observed(self) -> bool:
+        """Whether somebody is told of every action."""
+        return self._observer is not None
+
+    @property
     def allocated(self) -> int:
         """Held by tensors: the rounded sizes of the blocks given out."""
         return self._whole.allocated

@@ -1,0 +1,216 @@
+"""The failed step, traced on fake tensors as it was and with something changed, and whether that would have fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from lightning_memtools.checkpointing.options import Options
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError, CheckpointPlan, make_plan
+from lightning_memtools.estimate import MemoryEstimate
+from lightning_memtools.estimate.batch_size import Trial, largest_batch
+from lightning_memtools.estimate.continuing import run_on
+from lightning_memtools.memory.allocator import CachingAllocator, Trace, copy_of, replay
+from lightning_memtools.memory.sizes import MIB, format_size
+from lightning_memtools.oom.deadline import Deadline, OutOfTimeError
+from lightning_memtools.oom.situation import Situation
+
+_BUDGET_STEPS = 4
+# A smaller share of the peak is not worth a line.
+_LEAST_SAVING = 0.01
+
+
+class NotFoundError(Exception):
+    """There is nothing to suggest; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest batch that fits.
+
+    Attributes:
+        size: How many samples; 0 where not even one fits.
+        estimate: What it needs; None where none fits.
+        end: What is known of larger ones.
+    """
+
+    size: int
+    estimate: MemoryEstimate | None = None
+    end: str = ""
+
+
+class Trials:
+    """Traces of one failed step.
+
+    Args:
+        situation: What failed.
+        deadline: When to end.
+
+    Attributes:
+        situation: What failed.
+        why_not: Why the step cannot be traced; "" where it was.
+    """
+
+    def __init__(self, situation: Situation, deadline: Deadline) -> None:
+        self.situation = situation
+        self._deadline = deadline
+        self._estimates: dict[tuple[int, int], MemoryEstimate] = {}
+        self.why_not = situation.why_not_traced() or self._try_plain()
+
+    # --- what there is
+
+    @property
+    def size(self) -> int:
+        """Samples of the failed batch."""
+        size = self.situation.facts.samples
+        assert size is not None
+        return size
+
+    @property
+    def usable(self) -> int:
+        """What of the device is left for what a trace shows, in bytes."""
+        usable = self.situation.usable
+        assert usable is not None
+        return usable
+
+    @property
+    def plain(self) -> MemoryEstimate:
+        """The step as it was, where it could be traced."""
+        return self.at(self.size)
+
+    @cached_property
+    def plain_fits(self) -> bool:
+        """Whether the step as it was would fit: then a trace of it lacks what made it fail."""
+        return self.situation.usable is not None and self.fits(self.plain)
+
+    @property
+    def can_tell_what_fits(self) -> bool:
+        """Whether a trace can tell that; else only by how much something lowers the peak."""
+        return self.situation.usable is not None and not self.plain_fits
+
+    @property
+    def modules(self) -> tuple[tuple[str, int], ...]:
+        """Bytes that the step keeps for backward by module, largest first."""
+        saved = ((module.name or "(the model)", module.saved_bytes) for module in self.plain.modules)
+        return tuple(sorted(saved, key=lambda item: -item[1]))
+
+    # --- whether it fits
+
+    def at(self, size: int, accumulate: int | None = None) -> MemoryEstimate:
+        """The step with another batch size, of so many batches to an optimizer step."""
+        key = (size, min(accumulate or self.situation.accumulate, 2))
+        if key not in self._estimates:
+            self._deadline.check()
+            self._estimates[key] = self.situation.estimate(size, accumulate=accumulate)
+        return self._estimates[key]
+
+    def fits(self, estimate: MemoryEstimate, *, emptied: bool = False) -> bool:
+        """Whether traced steps fit: in evaluation where the cache is as training left it, else on a device of its own.
+
+        Args:
+            estimate: The traced steps.
+            emptied: Whether the cache is emptied before evaluation.
+        """
+        if self.usable <= 0:
+            return False
+        self._deadline.check()
+        if self._at_evaluation is None:
+            return estimate.fits(f"{self.usable}B")
+        allocator = copy_of(self._at_evaluation)
+        if emptied:
+            allocator.empty_cache()
+        return estimate.fits_beside(allocator)
+
+    def fits_if_it_tells(self, estimate: MemoryEstimate) -> bool | None:
+        """The same; None where a trace cannot tell."""
+        return self.fits(estimate) if self.can_tell_what_fits else None
+
+    @cached_property
+    def largest_batch(self) -> Largest:
+        """The largest batch that fits."""
+        known: dict[int, bool] = {}
+
+        def attempt(size: int) -> Trial:
+            estimate = self.at(size)
+            known[size] = self.fits(estimate)
+            return Trial(known[size], estimate.peak_allocated, estimate.trace)
+
+        end = "{} does not fit"
+        try:
+            serves = partial(self._serves, self.plain.begin)
+            size = largest_batch(self.size, attempt=attempt, serves=serves, limit=self.usable)
+        except OutOfTimeError:
+            size = max((size for size, does in known.items() if does), default=0)
+            if not size:
+                raise
+            end = "a larger one may fit: there was no time to find out"
+        return Largest(size, self.at(size), end.format(size + 1)) if size else Largest(0)
+
+    def plan(self) -> tuple[CheckpointPlan, str | None]:
+        """The plan of least recomputation that fits and its budget, or where none is found, what "auto" takes."""
+        step = self.situation.step()
+        if self.can_tell_what_fits:
+            budget = self.usable // MIB
+            for _ in range(_BUDGET_STEPS):
+                self._deadline.check()
+                try:
+                    plan = make_plan(step, Options.parse(memory_budget=f"{budget}MiB"))
+                except BudgetTooSmallError:
+                    break
+                if plan.refused is not None or self.fits(self.situation.estimate(plan=plan)):
+                    return plan, f"{budget}MiB"
+                # It fits the budget as what tensors hold; what the allocator asks of the device is more.
+                budget -= max(budget // 20, 1)
+        self._deadline.check()
+        return make_plan(step, Options.parse()), None
+
+    # --- in words
+
+    def saving(self, estimate: MemoryEstimate) -> int:
+        """By how many bytes its peak is lower than the plain one; 0 where that is not worth a line."""
+        saved = self.plain.peak_allocated - estimate.peak_allocated
+        return saved if saved > _LEAST_SAVING * self.plain.peak_allocated else 0
+
+    def peak(self, estimate: MemoryEstimate) -> str:
+        """Its peak beside what there is."""
+        return f"{format_size(estimate.peak_allocated)} within {format_size(self.usable)}"
+
+    def whether(self, estimate: MemoryEstimate, *, fits: bool | None) -> str:
+        """Whether it fits, and by how much not."""
+        if fits is None:
+            return f"to a peak of {format_size(estimate.peak_allocated)}; whether that is enough is not known"
+        if fits:
+            return f"fits, with a peak of {self.peak(estimate)}"
+        over = estimate.peak_allocated - self.usable
+        how = f"{format_size(over)} too much" if over > 0 else f"too fragmented for {format_size(self.usable)}"
+        return f"not enough by itself: a peak of {format_size(estimate.peak_allocated)}, {how}"
+
+    # --- how it is done
+
+    def _try_plain(self) -> str:
+        try:
+            self.at(self.size)
+        except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything over fake tensors
+            return in_a_line(error)
+        return ""
+
+    @cached_property
+    def _at_evaluation(self) -> CachingAllocator | None:
+        """The allocator as training left it; None in training, and where it is not known."""
+        history, began = self.situation.history, self.situation.evaluation_began
+        return None if history is None or began is None else history.allocator_at(began)
+
+    def _serves(self, begin: int, trace: Trace) -> bool:
+        """Whether what steps ask for finds memory: as `fits`, of a trace in which they begin at an event."""
+        self._deadline.check()
+        if self._at_evaluation is not None:
+            return run_on(copy_of(self._at_evaluation), trace, begin)
+        return replay(trace, capacity=self.usable).completed
+
+
+def in_a_line(error: Exception) -> str:
+    """Why something could not be done."""
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    if isinstance(error, (OutOfTimeError, NotFoundError)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

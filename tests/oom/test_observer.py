@@ -1,0 +1,85 @@
+"""torch's observers can be attached and not detached: one in a process, which is switched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.oom import observer
+from lightning_memtools.oom.observer import observe
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def attached(monkeypatch) -> list[Any]:
+    """What was attached to CUDA's allocators, where there is no CUDA: the two functions of torch that attach."""
+    found: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", found.append, raising=False)
+    monkeypatch.setattr(observer, "_attached", False)
+    monkeypatch.setattr(observer, "_listeners", [])
+    return found
+
+
+def test_cudas_observer_is_attached_once_and_switched(attached) -> None:
+    heard: list[tuple[str, int]] = []
+    first = observe(CUDA, lambda _device, n_bytes, *_: heard.append(("first", n_bytes)))
+    second = observe(CUDA, lambda _device, n_bytes, *_: heard.append(("second", n_bytes)))
+    assert first is not None
+    assert second is not None
+    (tell,) = attached
+    tell(0, 1, 10, 5)
+    first()
+    first()  # twice does no harm
+    tell(0, 2, 10, 5)
+    second()
+    tell(0, 3, 10, 5)
+    assert observe(CUDA, lambda *_: heard.append(("third", 0))) is not None
+    assert len(attached) == 1
+    tell(0, 4, 10, 5)
+    assert heard == [("first", 1), ("second", 1), ("second", 2), ("third", 0)]
+
+
+def test_what_a_listener_raises_takes_nobodys_place(attached) -> None:
+    heard: list[int] = []
+
+    def fails(*_: int) -> None:
+        raise KeyError("broken")
+
+    observe(CUDA, fails)
+    observe(CUDA, lambda _device, n_bytes, *_: heard.append(n_bytes))
+    attached[0](0, 7, 10, 5)
+    assert heard == [7]
+
+
+@pytest.mark.usefixtures("attached")
+def test_an_allocator_that_tells_nobody_is_left_to_the_exception(monkeypatch) -> None:
+    def refuse(_: Any) -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver")
+
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse)
+    assert observe(CUDA, lambda *_: None) is None
+
+
+def test_a_simulated_device_tells_before_anything_unwinds_and_the_host_tells_nobody() -> None:
+    assert observe(torch.device("cpu"), lambda *_: None) is None
+    alive: list[int] = []
+    with VirtualDevice("64MiB") as device:
+        stop = observe(torch.device("cpu"), lambda *_: alive.append(device.stats().allocated or 0))
+        assert stop is not None
+
+        def too_much() -> None:
+            held = torch.empty(40 << 20, dtype=torch.uint8)
+            torch.empty(30 << 20, dtype=torch.uint8)
+            del held
+
+        with pytest.raises(torch.OutOfMemoryError):
+            too_much()
+        stop()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(80 << 20, dtype=torch.uint8)
+    assert alive == [40 << 20]
