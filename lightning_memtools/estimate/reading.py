@@ -81,15 +81,21 @@ def _path(module: str, model: str) -> str:
 
 
 def _modules(traced: Traced, model: nn.Module, timeline: Timeline) -> tuple[ModuleMemory, ...]:
-    saved = _saved_bytes(traced.device.recorder, timeline)
+    recorder = traced.device.recorder
+    saved, at_peak = _saved_bytes(recorder, timeline), _bytes_at(recorder, timeline.peak)
     root = type(model).__name__
+
+    def of(name: str) -> str:
+        return f"{root}.{name}" if name else root
+
     return tuple(
         ModuleMemory(
             name=name,
             kind=type(module).__name__,
             output_shapes=traced.shapes.get(name, ()),
             n_parameters=sum(parameter.numel() for parameter in module.parameters()),
-            saved_bytes=saved.get(f"{root}.{name}" if name else root, 0),
+            saved_bytes=saved.get(of(name), 0),
+            at_peak_bytes=at_peak.get(of(name), 0),
         )
         for name, module in model.named_modules()
     )
@@ -116,6 +122,16 @@ def _saved_bytes(recorder: Recorder, timeline: Timeline) -> dict[str, int]:
         if outlives and part_of(allocation) == "activations":
             saved[allocation.module] = saved.get(allocation.module, 0) + allocation.size
     return saved
+
+
+def _bytes_at(recorder: Recorder, event: int) -> dict[str, int]:
+    """Activations that are there right after an event, by module."""
+    found: dict[str, int] = {}
+    for allocation in recorder.allocations.values():
+        is_there = allocation.born <= event and (allocation.died is None or allocation.died > event)
+        if is_there and part_of(allocation) == "activations":
+            found[allocation.module] = found.get(allocation.module, 0) + allocation.size
+    return found
 
 
 def _step_peaks(timeline: Timeline) -> tuple[int, ...]:

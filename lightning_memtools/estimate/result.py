@@ -50,6 +50,7 @@ class ModuleMemory:
         n_parameters: Elements of its own parameters and those of its submodules, each counted once.
         saved_bytes: Activations that its own operators made in the last step's forward and that were still there when
             forward had ended; submodules not included.
+        at_peak_bytes: Activations that its own operators made and that were there at the peak.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ModuleMemory:
     output_shapes: tuple[tuple[int, ...], ...]
     n_parameters: int
     saved_bytes: int
+    at_peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

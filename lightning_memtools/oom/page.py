@@ -174,9 +174,12 @@ class Page:
         shown = [(name, n_bytes) for name, n_bytes in self.modules if n_bytes][: self.top]
         if not shown:
             return []
-        whose = (
-            "kept by the traced step when its forward pass has ended" if self.modules_traced else "held at that moment"
-        )
+        if not self.modules_traced:
+            whose = "held at that moment"
+        elif self.facts.moment.stage == "train":
+            whose = "kept by the traced step when its forward pass has ended"
+        else:
+            whose = "held at the peak of the traced step"
         table = Table(("module", "activations"), [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in shown])
         text = [f"Activations {whose}.", *(_stands_for(name) for name, _ in shown)]
         return ["## Modules with most activations", " ".join(filter(None, text)), markdown_table(table)]

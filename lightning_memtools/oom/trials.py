@@ -90,9 +90,13 @@ class Trials:
 
     @property
     def modules(self) -> tuple[tuple[str, int], ...]:
-        """Bytes that the step keeps for backward by module, largest first."""
-        saved = ((module.name or "(the model)", module.saved_bytes) for module in self.plain.modules)
-        return tuple(sorted(saved, key=lambda item: -item[1]))
+        """Activations by module, largest first: in training those kept for backward, else those at the peak."""
+        in_training = self.situation.stage == "train"
+        found = (
+            (module.name or "(the model)", module.saved_bytes if in_training else module.at_peak_bytes)
+            for module in self.plain.modules
+        )
+        return tuple(sorted(found, key=lambda item: -item[1]))
 
     # --- whether it fits
 

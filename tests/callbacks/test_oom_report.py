@@ -17,7 +17,9 @@ from torch import nn
 from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import GradientCheckpointing, OOMReport, VirtualDevice
+from lightning_memtools.memory.allocator.from_snapshot import trace_until
 from lightning_memtools.memory.sizes import parse_size
+from tests.batch_size_models import Samples
 from tests.event_files import texts_of
 from tests.lightning_models import Regression, loader, trainer
 from tests.list_logger import ListLogger
@@ -147,6 +149,18 @@ def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed
     assert "Report: " in note.splitlines()[-1]
 
 
+@pytest.mark.parametrize("name", ["forward", "validation"])
+def test_on_a_device_that_knows_no_modules_a_trace_names_the_largest(name, failed, tmp_path, monkeypatch):
+    """As on a real GPU: the device is not asked what its bytes are for."""
+    case, known = CASES[name], failed(name)
+    monkeypatch.setattr("lightning_memtools.callbacks._oom_watch.KnowsItsComposition", type("Nobody", (), {}))
+    report = attempt(tmp_path, case.capacity, case.call, **case.sizes).report
+    assert next(iter(table(report, "Modules with most activations"))) == case.largest
+    split = table(report, "What filled the device")
+    assert split.pop("allocated") == pytest.approx(known.seen[-1][0], rel=0.01)
+    assert sum(split.values()) == pytest.approx(known.seen[-1][0], rel=0.01)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_suggested_batch_size_fits_and_the_next_does_not(name, failed, tmp_path):
     case, outcome = CASES[name], failed(name)
@@ -251,6 +265,12 @@ def test_the_stopped_process_and_the_dropped_predictions_are_enough_where_it_is_
     assert "Others (simulated) (pid 0, 60.0 MiB)." in outcome.report
     assert attempt(tmp_path, "330MiB", "test", **sizes).fits
 
+    # Where the failed request would have been served, but not the rest of the step.
+    sizes["val_batch"] = 96
+    outcome = attempt(tmp_path / "more", "330MiB", "test", device={"used_by_others": "60MiB"}, **sizes)
+    assert "it holds 60.0 MiB, which is not enough by itself" in outcome.report
+    assert not attempt(tmp_path / "most", "330MiB", "test", **sizes).fits
+
     class Predicts(Layers):
         def predict_step(self, batch, batch_idx):
             return self.net(batch)
@@ -281,11 +301,68 @@ class Cut(Layers):
 def test_fragmentation_is_named_and_expandable_segments_help_where_it_is_said(tmp_path):
     sizes = {"n": 2, "wide": 1, "batch": 2, "val_batch": 80}
     outcome = attempt(tmp_path, "490MiB", "val", model=Cut(**sizes))
-    assert "With `expandable_segments:True` the request would have been served" in outcome.report
+    assert "With `expandable_segments:True` this request would have been served" in outcome.report
     assert re.search(r"^\d\. Let segments grow .*the whole step fits", outcome.report, re.MULTILINE)
     assert table(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
     settings = {"allocator": "expandable_segments:True"}
     assert attempt(tmp_path, "490MiB", "val", device=settings, model=Cut(**sizes)).fits
+
+
+class Keeps(Layers):
+    """Keeps what every batch has computed, with its graph."""
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        super().__init__(batch=4)
+        self.keeps = keeps
+        self.kept: list[torch.Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        if self.keeps:
+            self.kept.append(self.net(batch))
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(Samples(24, 8, 16384), batch_size=4)
+
+
+def test_what_grows_from_batch_to_batch_is_the_first_thing_to_look_for(tmp_path):
+    outcome = attempt(tmp_path, "120MiB", "fit", model=Keeps())
+    assert "(train, step 3, batch 3, forward)" in outcome.report
+    # Eight layers keep one output each, and one keeps three times as much before it is cut down: 24 MiB a batch.
+    assert re.search(
+        r"^1\. Find what grows by 24\.0 MiB a batch: 48\.0 MiB have come together in 2 batches .* step fits\.",
+        outcome.report,
+        re.MULTILINE,
+    )
+    assert "everything else only delays the failure" in outcome.report
+    assert "72.0 MiB of all this were there before the batch" in outcome.report
+    assert attempt(tmp_path, "120MiB", "fit", model=Keeps(keeps=False)).fits
+
+
+def test_where_the_traced_step_fits_nothing_is_said_to_be_enough(tmp_path):
+    class Takes(L.Callback):
+        def on_before_backward(self, *_):
+            torch.empty(40 * MIB, dtype=torch.uint8)
+
+    report = attempt(tmp_path, "64MiB", "fit", Takes(), batch=4).report
+    assert "Traced by itself, this step fits: its peak is 28.0 MiB within 64.0 MiB." in report
+    half = "minus 14.0 MiB to a peak of 14.0 MiB; whether that is enough is not known."
+    assert f"Use training batches of 2 in place of 4 (`DataLoader(batch_size=2)`): {half}" in report
+    assert "- Use a larger GPU. Not checked: as far as a trace shows, the step fits on this one." in report
+    assert not re.search(r"^\d+\. .*(fits|is enough\.|in place of 4 .* does not fit)", report, re.MULTILINE)
+
+
+def test_what_training_left_of_the_cache_is_found_out_once(tmp_path, monkeypatch):
+    replayed: list[int] = []
+
+    def until(*args: Any, **kwargs: Any) -> Any:
+        replayed.append(kwargs["until"])
+        return trace_until(*args, **kwargs)
+
+    monkeypatch.setattr("lightning_memtools.oom.fragmentation.trace_until", until)
+    case = CASES["validation"]
+    assert "does not fit" in attempt(tmp_path, case.capacity, case.call, **case.sizes).report
+    assert len(replayed) == 1
 
 
 def test_a_share_of_the_device_is_all_there_is_where_it_is_set(tmp_path):
@@ -327,6 +404,15 @@ def test_it_goes_to_every_logger_that_takes_text(tmp_path):
     outcome = attempt(tmp_path, "64MiB", "fit", batch=16, options={"logger": [board, table_, own]})
     (text,) = texts_of(board.log_dir)["memtools/oom_report"]
     assert text == outcome.report
+
+
+def test_a_logger_that_takes_no_text_is_left_as_it_is_and_its_folder_has_the_report(tmp_path):
+    logger = CSVLogger(tmp_path)
+    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer(tmp_path, OOMReport(snapshot=False), logger=logger).fit(Layers(batch=16))
+    assert place_of(caught.value) == Path(logger.log_dir) / "memtools" / "oom-train-step0.md"
+    assert place_of(caught.value).is_file()
+    assert logger.experiment.metrics == []
 
 
 @pytest.mark.parametrize("logger", [False, True])
@@ -435,6 +521,22 @@ def test_an_error_while_cleaning_up_leaves_the_facts_of_the_first(tmp_path):
     assert "24.0 MiB were asked for" in place_of(caught.value).read_text().splitlines()[0]
 
 
+def test_an_earlier_failure_that_was_caught_is_not_taken_for_one_that_no_observer_hears_of(tmp_path):
+    class Library(Layers):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 0:
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    torch.empty(500 * MIB, dtype=torch.uint8)
+            else:
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+            return super().training_step(batch, batch_idx)
+
+    with VirtualDevice("64MiB"), pytest.raises(RuntimeError, match="ALLOC_FAILED") as caught:
+        trainer(tmp_path, OOMReport(), logger=False).fit(Library(batch=4))
+    headline = place_of(caught.value).read_text().splitlines()[0]
+    assert headline == f"# Out of memory on {DEVICE} (train, step 1, batch 1, forward)."
+
+
 def test_an_error_raised_from_it_is_explained_too(tmp_path):
     class Wraps(Layers):
         def training_step(self, batch, batch_idx):
@@ -503,22 +605,31 @@ def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
 def test_what_is_not_reached_in_time_is_said_not_to_be_checked(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_memtools.callbacks._oom_write.CHECKS_S", 0.0)
     outcome = attempt(tmp_path, "64MiB", "fit", batch=16)
-    assert "- Use smaller batches. Not checked: not reached within the time for checks." in outcome.report
+    late = "ot checked: not reached within the time for checks"
+    assert f"- Use smaller batches. N{late}." in outcome.report
+    (note,) = outcome.error.__notes__
+    assert f"\nN{late}: recompute activations, accumulate gradients over smaller batches, use smaller batches" in note
     assert "32.0 MiB" in outcome.report
 
 
 def test_the_hosts_own_memory_can_run_out_too(tmp_path, capsys):
     class Huge(Regression):
         def training_step(self, batch, batch_idx):
-            return torch.empty(1 << 60).sum()
+            return self.loss(batch) + torch.empty(1 << 50).sum()
 
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         trainer(tmp_path, OOMReport(), logger=False).fit(Huge(), loader())
     text = place_of(caught.value).read_text()
-    assert text.startswith("# Out of memory on the host (cpu) (train, step 0, batch 0, forward).")
+    assert text.startswith("# Out of memory on the host (cpu) (train, step 0, batch 0, forward): 4096 TiB were asked")
     assert "Not known: the device keeps no statistics." in text
+    assert "No memory snapshot: this device records none." in text
+    # What is of no use to a host's memory is not among the advice, and no number is held against what is not known.
+    for useless in ("GPU", "Let segments grow", "EmptyCache", "within", "fits"):
+        assert useless not in text.split("## What happened")[0]
+    # What the step keeps is known from a trace.
+    assert table(text, "Modules with most activations")
     assert "DefaultCPUAllocator: can't allocate memory" in text
-    assert re.search(r"where \| .*test_oom_report.py:\d+ in training_step: return torch.empty", text)
+    assert re.search(r"where \| .*test_oom_report.py:\d+ in training_step: return self.loss", text)
 
 
 def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path):
@@ -526,6 +637,7 @@ def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path
     planned = attempt(tmp_path / "planned", "60MiB", "fit", GradientCheckpointing(), batch=24)
     sizes = [int(re.search(r"Use training batches of (\d+)", one.report)[1]) for one in (plain, planned)]
     assert sizes[0] < sizes[1]
+    assert "- Recompute more activations than already: no plan was found that fits." in planned.report
     assert attempt(tmp_path, "60MiB", "fit", GradientCheckpointing(), batch=sizes[1]).fits
 
 

@@ -134,6 +134,8 @@ def test_evaluation_keeps_no_activations():
     # One layer's input, its output, and the batch, which the caller holds.
     assert made.peak_allocated == 8 * MATRIX + 3 * batch
     assert made.composition["gradients"] == 0
+    assert sorted(module.at_peak_bytes for module in made.modules)[-2:] == [batch, batch]
+    assert sum(module.at_peak_bytes for module in made.modules) == made.composition["activations"] == 2 * batch
     training = estimate(model, rows)
     assert training.peak_allocated > 8 * MATRIX + 8 * batch
 

@@ -5,7 +5,7 @@ import errno
 import pytest
 import torch
 
-from lightning_memtools.memory.oom import is_killed_worker, is_out_of_memory
+from lightning_memtools.memory.oom import is_killed_worker, is_out_of_memory, requested_bytes
 from lightning_memtools.memory.virtual import VirtualDevice
 
 OUT_OF_MEMORY = [
@@ -106,3 +106,19 @@ def test_a_killed_worker_is_known(text):
 
 def test_an_error_in_a_worker_is_no_killed_worker():
     assert not is_killed_worker(RuntimeError("Caught ValueError in DataLoader worker process 0."))
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1 GiB", 20 * 2**20),
+        ("MPS backend out of memory (MPS allocated: 1 GB). Tried to allocate 1.50 GB on private pool.", 3 * 2**29),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes. Error code 12", 400),
+        ("CUDA error: out of memory", None),
+        ("Tried to allocate 20.00 MiB of something else", None),
+    ],
+)
+def test_the_request_is_read_from_an_errors_text(text, n_bytes):
+    error = ValueError("while handling")
+    error.__cause__ = RuntimeError(text)
+    assert requested_bytes(error) == n_bytes

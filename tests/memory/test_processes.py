@@ -6,6 +6,7 @@ import os
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -57,4 +58,47 @@ def test_under_rocm_without_amdsmi_that_is_said(monkeypatch):
 def test_without_pynvml_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert other_gpu_processes(0) == "not known: pip install 'lightning_memtools[nvml]'"
+    assert other_gpu_processes(0) == "not known: NVML's package is missing (pip install 'lightning_memtools[nvml]')"
+
+
+def through_nvml(monkeypatch, *numbers: int) -> list[GpuProcess] | str:
+    """What is said where the driver lists processes of these numbers."""
+    running = [SimpleNamespace(pid=pid, usedGpuMemory=100 + at) for at, pid in enumerate(numbers)]
+    library = SimpleNamespace(
+        NVMLError=KeyError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda uuid: running if uuid == "GPU-12ab" else [],
+    )
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="12ab"))
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    return other_gpu_processes(0)
+
+
+def test_nvml_lists_the_others_and_not_this_process(monkeypatch):
+    parent = os.getppid()
+    found = through_nvml(monkeypatch, os.getpid(), 2**22 + 1, parent)
+    assert isinstance(found, list)
+    assert [(one.pid, one.used_bytes) for one in found] == [(parent, 102), (2**22 + 1, 101)]
+    assert found[0].name == psutil.Process(parent).name()
+    assert not found[1].name  # it is no process of this machine
+    assert through_nvml(monkeypatch, os.getpid()) == []
+
+
+def test_in_a_container_this_process_is_not_taken_for_another(monkeypatch):
+    numbers_outside = through_nvml(monkeypatch, 2**22 + 1, 2**22 + 2)
+    assert (
+        numbers_outside == "not known: of the 2 that the driver lists none has this process's number, as in a container"
+    )
+    assert through_nvml(monkeypatch) == "not known: the driver lists no process, not even this one, as in a container"
+
+
+def test_whatever_the_drivers_library_raises_is_a_line_of_the_report(monkeypatch):
+    def broken(_: int) -> None:
+        raise OSError("driver is gone")
+
+    monkeypatch.setattr("lightning_memtools.memory.processes._through_nvml", broken)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert other_gpu_processes(0) == "not known: OSError: driver is gone"
