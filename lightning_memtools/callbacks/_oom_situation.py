@@ -17,7 +17,7 @@ from lightning_memtools.callbacks._fake_training_step import forward_of
 from lightning_memtools.checkpointing.find import is_compiled
 from lightning_memtools.checkpointing.planning import CheckpointPlan
 from lightning_memtools.estimate.precision import PrecisionName
-from lightning_memtools.memory.allocator import AllocatorConfig
+from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
 from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -53,6 +53,7 @@ def situation_of(
         clip=trainer.gradient_clip_val if pl_module.automatic_optimization else None,
         is_cuda_like=device.type == "cuda" or virtual is not None,
         cuda=device.type == "cuda" or (virtual is not None and virtual.cuda_like),
+        gpu=_kind_of(device),
         config=config,
         untraceable=_why_not(trainer, pl_module),
         history=history,
@@ -74,6 +75,15 @@ def processes_of(
     if device.type == "cuda":
         return other_gpu_processes(device.index or 0)
     return None
+
+
+def _kind_of(device: torch.device) -> str | None:
+    """The known GPU that stands for all with cuBLAS workspaces as large as Hopper's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    is_large = cublas_workspace_bytes(compute_capability=capability) > cublas_workspace_bytes()
+    return "H100 80GB" if is_large else None
 
 
 def _settings(virtual: VirtualDevice | None, snapshot: dict[str, Any] | None) -> AllocatorConfig:

@@ -45,6 +45,8 @@ class Situation:
         clip: The norm to which gradients are clipped.
         is_cuda_like: Whether it failed on a GPU with CUDA's allocator, real or simulated.
         cuda: Whether to trace CUDA's operators, or those of the CPU under a simulated device.
+        gpu: The name of a GPU to whose kind it belongs, for the size of cuBLAS's workspace; None for those before
+            Hopper and for the CPU.
         config: The allocator's settings.
         untraceable: Why steps cannot be traced; "" where they can.
         history: The recorded history; None where none was recorded.
@@ -64,6 +66,7 @@ class Situation:
     clip: float | None = None
     is_cuda_like: bool = False
     cuda: bool = False
+    gpu: str | None = None
     config: AllocatorConfig = field(default_factory=AllocatorConfig)
     untraceable: str = ""
     history: History | None = None
@@ -151,6 +154,7 @@ class Situation:
                 clip=self.clip,
                 device="cuda" if self.cuda else "cpu",
                 allocator=self.config.to_string(),
+                capacity=self.gpu,
             )
 
     def step(self) -> Step:

@@ -6,6 +6,5 @@ from tests import oom_docs
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_example_in_the_docs_is_what_its_code_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_memtools.callbacks._oom_write.CHECKS_S", 600.0)
+def test_the_example_in_the_docs_is_what_its_code_writes(tmp_path):
     assert oom_docs.report(tmp_path.resolve()) == oom_docs.EXAMPLE.read_text(encoding="utf-8")
