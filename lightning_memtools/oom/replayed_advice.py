@@ -92,10 +92,11 @@ def _of(
 
 def _with_more_memory(trials: Trials, action: Action, n_bytes: int, verb: str) -> Action:
     """Whether the step fits with so much more: by its trace, and by the recorded history with all that lay about."""
-    enough = trials.plain.fits(f"{trials.usable + n_bytes}B")
-    if trials.situation.history is not None:
+    enough = trials.plain_fits_with(n_bytes)
+    if enough and trials.situation.history is not None:
         served = with_more_memory(trials.situation.history, n_bytes).served
         # Where a trace lacks what made the step fail, only the history can tell.
-        enough = enough and (bool(served) if trials.plain_fits else served is not False)
-    detail = f"{verb} {format_size(n_bytes)}, {'which is enough' if enough else 'which is not enough by itself'}"
+        enough = bool(served) if trials.plain_fits else served is not False
+    whether = {True: "is enough", False: "is not enough by itself", None: "may be enough or not"}
+    detail = f"{verb} {format_size(n_bytes)}, which {whether[enough]}"
     return replace(action, detail=detail, checked=True, fits=enough, saved=n_bytes)

@@ -142,13 +142,14 @@ def growth(trials: Trials) -> Iterator[Action]:
     """Letting go of what has come together over the batches."""
     grown = trials.situation.facts.grown
     assert grown is not None
-    enough = trials.plain.fits(f"{trials.usable + grown.n_bytes}B")
+    enough = trials.plain_fits_with(grown.n_bytes)
+    without = {True: "the step fits", False: "the step would not fit either", None: "it is not known what would fit"}
     yield replace(
         FIND_GROWTH,
         title=f"Find what grows by {format_size(grown.n_bytes // grown.n_batches)} a batch",
         detail=f"{format_size(grown.n_bytes)} have come together in {grown.n_batches} batches that belong to neither "
         "model, optimizers nor inputs, such as losses or outputs that are kept with their graph (use `.detach()`); "
-        f"without them the step {'fits' if enough else 'would not fit either'}",
+        f"without them {without[enough]}",
         checked=True,
         fits=enough,
         saved=grown.n_bytes,

@@ -129,6 +129,10 @@ class Trials:
         """The same; None where a trace cannot tell."""
         return self.fits(estimate) if self.can_tell_what_fits else None
 
+    def plain_fits_with(self, n_bytes: int) -> bool | None:
+        """Whether the step as it was would fit with so much more; None where it is not known what there is."""
+        return None if self.situation.usable is None else self.plain.fits(f"{self.usable + n_bytes}B")
+
     @cached_property
     def largest_batch(self) -> Largest:
         """The largest batch that fits."""
