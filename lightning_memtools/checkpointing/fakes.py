@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,7 +42,22 @@ def fake_model(model: nn.Module) -> nn.Module:
                 memo[id(value)] = fake_tensor(value)
             elif isinstance(value, (Dataset, DataLoader)):
                 memo[id(value)] = value
-    return copy.deepcopy(model, memo)
+    with _FakeCopies():
+        return copy.deepcopy(model, memo)
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Within, a deep copy of a tensor is a fake one, wherever it is found: in a dictionary or an object of the user's.
+
+    torch's own copy would share the storage of a real tensor with a fake one, which is an error.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        memo[id(tensor)] = fake_tensor(tensor)
+        return memo[id(tensor)]
 
 
 def fake_values(values: Any) -> Any:
