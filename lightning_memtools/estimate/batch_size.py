@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -31,7 +31,14 @@ class Trial:
     trace: Trace | None = None
 
 
-def largest_batch(start: int, *, attempt: Callable[[int], Trial], serves: Callable[[Trace], bool], limit: int) -> int:
+def largest_batch(
+    start: int,
+    *,
+    attempt: Callable[[int], Trial],
+    serves: Callable[[Trace], bool],
+    limit: int,
+    known: Mapping[int, Trial] | None = None,
+) -> int:
     """Find a batch size that fits while one more does not, both tried. 0 where a batch of one does not fit.
 
     Sizes of tensors are straight lines over the batch size, so two trials tell what the program asks of the allocator
@@ -43,6 +50,7 @@ def largest_batch(start: int, *, attempt: Callable[[int], Trial], serves: Callab
         attempt: Tries a size.
         serves: Whether what a trace asks for finds memory.
         limit: The capacity in bytes.
+        known: Sizes that were tried before.
 
     Raises:
         ValueError: Memory does not grow with the batch.
@@ -50,14 +58,20 @@ def largest_batch(start: int, *, attempt: Callable[[int], Trial], serves: Callab
     low, high = 0, _MOST
     trials: dict[int, Trial] = {}
 
-    def attempt_size(size: int) -> None:
+    def note(size: int, trial: Trial) -> None:
         nonlocal low, high
-        if low < size < high:
-            trials[size] = attempt(size)
-            low, high = (size, high) if trials[size].fits else (low, size)
+        trials[size] = trial
+        low, high = (size, high) if trial.fits else (low, size)
 
+    def attempt_size(size: int) -> None:
+        if low < size < high:
+            note(size, attempt(size))
+
+    for size, trial in (known or {}).items():
+        note(size, trial)
     attempt_size(start)
-    attempt_size(2 * start if low else max(1, start // 2))
+    if len(trials) < 2:  # noqa: PLR2004, a line needs two
+        attempt_size(2 * start if low else max(1, start // 2))
     while high - low > 1:
         n_trials = len(trials)
         if n_trials > _PATIENCE and n_trials % 2 and high < _MOST:

@@ -65,8 +65,8 @@ CHECKS = (
     Check(traced.larger_gpu, traced.LARGER_GPU, lambda it: it.is_cuda_like),
     Check(traced.smaller_batch, traced.SMALLER_BATCHES, lambda _: True),
     Check(traced.checkpointing, traced.RECOMPUTE, _is_training),
-    Check(traced.accumulation, traced.ACCUMULATE, _is_training),
     Check(traced.precision, traced.BFLOAT16, lambda it: it.precision == "32-true"),
+    Check(traced.accumulation, traced.ACCUMULATE, _is_training),
     Check(traced.optimizer, traced.SMALLER_STATE, _is_training),
 )
 """In their order: what takes little time first, then what helps most."""

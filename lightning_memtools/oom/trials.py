@@ -145,8 +145,13 @@ class Trials:
 
         end = "{} does not fit"
         try:
-            serves = partial(self._serves, self.plain.begin)
-            size = largest_batch(self.size, attempt=attempt, serves=serves, limit=self.usable)
+            size = largest_batch(
+                self._first_guess(),
+                attempt=attempt,
+                serves=partial(self._serves, self.plain.begin),
+                limit=self.usable,
+                known={self.size: attempt(self.size)},
+            )
         except OutOfTimeError:
             size = max((size for size, does in known.items() if does), default=0)
             if not size:
@@ -207,6 +212,14 @@ class Trials:
         """The allocator as training left it; None in training, and where it is not known."""
         history, began = self.situation.history, self.situation.evaluation_began
         return None if history is None or began is None else history.allocator_at(began)
+
+    def _first_guess(self) -> int:
+        """A size with which what grows with the batch fits beside what does not, by the plain step's peak."""
+        at_peak = self.plain.composition
+        fixed = sum(at_peak[part] for part in ("parameters", "gradients", "optimizer"))
+        growing = self.plain.peak_allocated - fixed
+        guess = self.size * (self.usable - fixed) // growing if growing else 1
+        return max(1, min(guess, self.size - 1))
 
     def _serves(self, begin: int, trace: Trace) -> bool:
         """Whether what steps ask for finds memory: as `fits`, of a trace in which they begin at an event."""

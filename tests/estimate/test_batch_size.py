@@ -61,6 +61,26 @@ def test_four_trials_are_enough_where_sizes_are_straight_lines():
     assert fits(found, 1000 * MIB)
 
 
+def test_what_was_tried_before_is_not_tried_again():
+    limit = 1000 * MIB
+    expected, _ = search(limit)
+    tried = []
+
+    def attempt(n):
+        trace, peak = program(n)
+        tried.append(n)
+        return Trial(replay(trace, capacity=limit).completed, peak, trace)
+
+    def serves(trace):
+        return replay(trace, capacity=limit).completed
+
+    known = {4 * expected: attempt(4 * expected)}
+    tried.clear()
+    found = largest_batch(expected - 20, attempt=attempt, serves=serves, limit=limit, known=known)
+    assert found == expected
+    assert tried == [expected - 20, expected, expected + 1]
+
+
 def test_where_the_program_changes_with_the_batch_it_is_still_exact():
     limit = 1000 * MIB
     options = {"extra_from": 1500}
