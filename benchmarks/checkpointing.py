@@ -59,7 +59,7 @@ def encoder(depth: int, dropout: float) -> nn.Sequential:
 
 def step_of(model: nn.Module, shape: Sequence[int], *, adamw: bool = False) -> Step:
     optimizers = (torch.optim.AdamW(model.parameters()),) if adamw else ()
-    return Step(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, cuda_like=True)
+    return Step(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, device="cuda")
 
 
 def flops(model: nn.Module, shape: Sequence[int], plans: Plans) -> int:

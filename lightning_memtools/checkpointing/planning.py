@@ -18,10 +18,9 @@ from lightning_memtools.checkpointing.profiling import Profile, profile
 from lightning_memtools.checkpointing.ranges import ChainPlan, Range, Ranges
 from lightning_memtools.checkpointing.segments import cut
 from lightning_memtools.checkpointing.table import plan_table
-from lightning_memtools.checkpointing.tracing import Cost, Step
+from lightning_memtools.checkpointing.tracing import Cost, Step, device_of
 from lightning_memtools.checkpointing.units import Unit, as_forced, estimate
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.memory.virtual import VirtualDevice
 
 # The price that "auto" never goes beyond: a third more operations is about one more forward pass, what gradient
 # checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
@@ -124,11 +123,8 @@ def plan_checkpoints(
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
     options = Options.parse(segments, memory_budget, bn_dropout, include, exclude)
-    device = VirtualDevice.current()
-    cuda_like = any(one.is_cuda for one in module.parameters()) or (
-        device is not None and "cuda_like=True" in repr(device)
-    )
-    step = Step(module, sample_args, lambda model, args: model(*args), cuda_like=cuda_like)
+    device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
+    step = Step(module, sample_args, lambda model, args: model(*args), device=device)
     return make_plan(step, options)
 
 

@@ -26,6 +26,7 @@ class Unit:
         tail_operations: The part of these after the last tensor was kept: recomputation stops there.
         forward_bytes: What its forward pass needs at its highest, beyond what was there when it began.
         stopped_bytes: The same up to the last tensor that is kept.
+        dropping_bytes: What its forward pass needs at its highest where nothing is kept for backward.
         forward_base: In the forward pass, what is there when it begins besides what earlier units keep and its input.
         backward_base: In the backward pass, what is there when it begins besides what this and earlier units keep.
         backward_peak: The same at its highest. None where no gradient passes.
@@ -44,9 +45,16 @@ class Unit:
     tail_operations: int = 0
     forward_bytes: int = 0
     stopped_bytes: int = 0
+    dropping_bytes: int = 0
     forward_base: int = 0
     backward_base: int = 0
     backward_peak: int | None = None
+
+    def needs(self, *, keeping: bool, stops: bool) -> int:
+        """What running it forward needs at its highest: in a range, or where it keeps; whole, or to its last save."""
+        if not keeping:
+            return self.dropping_bytes
+        return self.stopped_bytes if stops else self.forward_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,7 @@ def estimate(
                 # Running again ends with the last tensor that is kept; a range within runs in full before that.
                 stops = again and at == end and not isinstance(item, Range)
                 if not again or at <= end or isinstance(item, Range):
-                    needs = units[at].stopped_bytes if stops else units[at].forward_bytes
+                    needs = units[at].needs(keeping=not isinstance(item, Range), stops=stops)
                     peak = max(peak, held + missing + below + needs)
                     if again:
                         extra += units[at].operations - (units[at].tail_operations if stops else 0)
