@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import RESULTS, save
+from machine import RESULTS, interleaved, save
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,29 +32,31 @@ from lightning_memtools.checkpointing.predict import predict
 from lightning_memtools.checkpointing.profiling import profile
 from lightning_memtools.checkpointing.ranges import ChainPlan, Range
 from lightning_memtools.checkpointing.tracing import Cost, Step
+from lightning_memtools.estimate.functions import CudaFunctions
+from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.zoo import timm, torchvision_models
 
 Plans = Sequence[ChainPlan]
 DOCS = Path(__file__).parents[1] / "docs"
+# Large enough that activations are most of what there is, also of the planned step: there a larger batch is wanted.
+HEADLINE_BATCH = 256
 
 
 class Block(nn.Module):
     """A pre-norm transformer block of width 256 with 8 heads."""
 
-    def __init__(self, dropout: float, width: int = 256, heads: int = 8) -> None:
+    def __init__(self, dropout: float, activation: str) -> None:
         super().__init__()
-        self.block = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
-        )
+        self.block = nn.TransformerEncoderLayer(256, 8, 1024, dropout, activation, batch_first=True, norm_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.block(x)
         return out
 
 
-def encoder(depth: int, dropout: float) -> nn.Sequential:
-    return nn.Sequential(*[Block(dropout) for _ in range(depth)])
+def encoder(depth: int, dropout: float, activation: str = "gelu") -> nn.Sequential:
+    return nn.Sequential(*[Block(dropout, activation) for _ in range(depth)])
 
 
 def step_of(model: nn.Module, shape: Sequence[int], *, adamw: bool = False) -> Step:
@@ -67,7 +69,7 @@ def flops(model: nn.Module, shape: Sequence[int], plans: Plans) -> int:
     with fake_mode():
         copy = fake_model(model)
         (x,) = fake_values((torch.empty(*shape),))
-        with Applied(copy, plans), FlopCounterMode(display=False) as counter:
+        with CudaFunctions(), Applied(copy, plans), FlopCounterMode(display=False) as counter:
             copy(x).sum().backward()
     return int(counter.get_total_flops())
 
@@ -75,46 +77,53 @@ def flops(model: nn.Module, shape: Sequence[int], plans: Plans) -> int:
 # --- the headline
 
 
-def headline(dropout: float, capacity: str = "16GiB", budget: float | None = None) -> dict[str, Any]:
-    model, batch = encoder(48, dropout), 64
-    options = Options.parse(memory_budget=budget)
-    plan = make_plan(step_of(model, (batch, 128, 256), adamw=True), options)
-    figures: dict[str, Any] = {"dropout": dropout, "memory_budget": budget, "extra_operations": plan.extra_operations}
+def headline(dropout: float, activation: str, *, budget: float | None = None, batch: int = 256) -> dict[str, Any]:
+    """A plan for one batch size, and what it saves per sample: the difference between this batch and twice as many."""
+    model = encoder(48, dropout, activation)
+    plan = make_plan(step_of(model, (batch, 128, 256), adamw=True), Options.parse(memory_budget=budget))
+    capacity = "16GiB" if budget is None and batch == HEADLINE_BATCH else None
+    figures = {"dropout": dropout, "activation": activation, "memory_budget": budget, "planned_for_batch": batch}
+    figures |= compared(model, plan.chains, batch, (128, 256), capacity)
     for name, chains in (("plain", ()), ("planned", plan.chains)):
-        small, large = (predict(step_of(model, (n, 128, 256), adamw=True), chains) for n in (batch, 2 * batch))
-        figures[name] = {
-            "kib_per_sample": (large.peak_bytes - small.peak_bytes) / batch / 1024,
-            "flops": flops(model, (1, 128, 256), chains),
-            "peak_bytes_at_64": small.peak_bytes,
-            "largest_batch": largest_batch(
-                model, chains, capacity, large, (large.peak_bytes - small.peak_bytes) / batch, 2 * batch
-            ),
-        }
-    figures["capacity"] = capacity
-    figures["memory_ratio"] = figures["plain"]["kib_per_sample"] / figures["planned"]["kib_per_sample"]
-    figures["flops_ratio"] = figures["planned"]["flops"] / figures["plain"]["flops"]
-    figures["batch_ratio"] = figures["planned"]["largest_batch"] / figures["plain"]["largest_batch"]
+        figures[name]["flops_per_sample"] = flops(model, (1, 128, 256), chains)
+    figures["flops_ratio"] = figures["planned"]["flops_per_sample"] / figures["plain"]["flops_per_sample"]
+    print(figures, flush=True)
     return figures
 
 
-def largest_batch(  # noqa: PLR0917, a script's own
-    model: nn.Module, plans: Plans, capacity: str, at: Cost, slope: float, batch: int
-) -> int:
-    """The largest batch that trains for two steps on a virtual device of this capacity, to within a few percent."""
-    guess = batch + (16 * 2**30 - at.peak_bytes) / slope
-    # Within 2%: the allocator's fragmentation decides the rest.
-    low, high = int(guess * 0.97), int(guess * 1.01) + 1
-    while not fits(model, plans, capacity, low):
-        low, high = int(low * 0.97), low
-    assert not fits(model, plans, capacity, high)
-    return low
+def compared(
+    model: nn.Module, plans: Plans, batch: int, sample: tuple[int, ...], capacity: str | None
+) -> dict[str, Any]:
+    """Bytes per sample without and with a plan, seen from a batch and one twice as large; and the largest batches."""
+    figures: dict[str, Any] = {"capacity": capacity}
+    for name, chains in (("plain", ()), ("planned", plans)):
+        one, two = (predict(step_of(model, (n, *sample), adamw=True), chains) for n in (batch, 2 * batch))
+        slope = (two.peak_bytes - one.peak_bytes) / batch
+        figures[name] = {"kib_per_sample": slope / 1024, "peak_bytes": one.peak_bytes, "operations": one.operations}
+        if capacity is not None:
+            guess = int(batch + (parse_size(capacity) - one.peak_bytes) / slope)
+            figures[name]["largest_batch"] = largest_batch(model, chains, capacity, sample, guess)
+    figures["memory_ratio"] = figures["plain"]["kib_per_sample"] / figures["planned"]["kib_per_sample"]
+    if capacity is not None:
+        figures["batch_ratio"] = figures["planned"]["largest_batch"] / figures["plain"]["largest_batch"]
+    return figures
 
 
-def fits(model: nn.Module, plans: Plans, capacity: str, batch: int) -> bool:
+def largest_batch(model: nn.Module, plans: Plans, capacity: str, sample: tuple[int, ...], guess: int) -> int:
+    """A batch that trains for two steps on a virtual device of this capacity, where one 2% larger runs out of it."""
+    fitting = guess
+    while not fits(model, plans, capacity, (fitting, *sample)):
+        fitting = int(fitting * 0.98)
+    while fits(model, plans, capacity, (int(fitting * 1.02) + 1, *sample)):
+        fitting = int(fitting * 1.02) + 1
+    return fitting
+
+
+def fits(model: nn.Module, plans: Plans, capacity: str, shape: tuple[int, ...]) -> bool:
     try:
-        with fake_mode(), VirtualDevice(capacity, cuda_like=True) as device:
+        with fake_mode(), VirtualDevice(capacity, cuda_like=True) as device, CudaFunctions():
             copy = fake_model(model)
-            (x,) = fake_values((torch.empty(batch, 128, 256),))
+            (x,) = fake_values((torch.empty(*shape),))
             device.track(copy, x)
             optimizer = torch.optim.AdamW(copy.parameters())
             with Applied(copy, plans):
@@ -256,45 +265,42 @@ def _pareto(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 # --- what a person gains with default arguments, and the time of planning
 
 
-def gained(make: Callable[[], nn.Module], batch: int = 16) -> dict[str, Any]:
-    model = make()
-    shapes = [(n, 3, 224, 224) for n in (batch, 2 * batch)]
-    plan = make_plan(step_of(model, shapes[1], adamw=True), Options.parse())
-    found: dict[str, Any] = {"extra_operations": plan.extra_operations, "capacity_gib": 24}
-    for name, chains in (("plain", ()), ("planned", plan.chains)):
-        one, two = (predict(step_of(model, shape, adamw=True), chains).peak_bytes for shape in shapes)
-        slope = (two - one) / batch
-        found[name] = {"mib_per_sample": slope / 2**20, "largest_batch": int(batch + (24 * 2**30 - one) / slope)}
-    found["batch_ratio"] = found["planned"]["largest_batch"] / found["plain"]["largest_batch"]
-    return found
+def gained(make: Callable[[], nn.Module], batch: int = 64) -> dict[str, Any]:
+    model, sample = make(), (3, 224, 224)
+    plan = make_plan(step_of(model, (batch, *sample), adamw=True), Options.parse())
+    found = {"planned_for_batch": batch, "extra_operations": plan.extra_operations, "refused": plan.refused}
+    return found | compared(model, plan.chains, batch, sample, "24GiB")
 
 
-def seconds_to_plan(model: nn.Module, shape: tuple[int, ...], repeats: int = 3) -> float:
+def seconds_to_plan(model: nn.Module, shape: tuple[int, ...], repeats: int = 3) -> dict[str, float]:
+    """Medians of wall time, which a loaded machine lengthens, and of the processor's time in this process."""
     x = torch.empty(shape)
-    times = []
+    walls, processor = [], []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin, begin_processor = time.perf_counter(), time.process_time()
         plan_checkpoints(model, x)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+        walls.append(time.perf_counter() - begin)
+        processor.append(time.process_time() - begin_processor)
+    return {"wall": statistics.median(walls), "processor": statistics.median(processor)}
 
 
 def wall_time() -> dict[str, float]:
-    """Milliseconds of a real training step on this CPU, plain and planned: medians of interleaved runs."""
+    """A real training step on this CPU, planned against plain: the ratio of medians of interleaved runs."""
     model, x = encoder(8, 0.0), torch.randn(8, 128, 256)
     plan = plan_checkpoints(model, x)
-    times: dict[str, list[float]] = {"plain_ms": [], "planned_ms": []}
-    for _ in range(7):
-        for name, chains in (("plain_ms", ()), ("planned_ms", plan.chains)):
+
+    def step(chains: Plans) -> Callable[[], float]:
+        def run() -> float:
             with Applied(model, chains):
                 begin = time.perf_counter()
                 model(x).sum().backward()
-                times[name].append(1000 * (time.perf_counter() - begin))
-    found = {name: statistics.median(samples) for name, samples in times.items()}
-    return found | {
-        "ratio": found["planned_ms"] / found["plain_ms"],
-        "predicted_extra_operations": plan.extra_operations,
-    }
+                return time.perf_counter() - begin
+
+        return run
+
+    samples = interleaved({"plain": step(()), "planned": step(plan.chains)}, 15)
+    middle = {name: statistics.median(times) for name, times in samples.items()}
+    return {"ratio": middle["planned"] / middle["plain"], "predicted_ratio": 1 + plan.extra_operations, "runs": 15}
 
 
 def picture(results: dict[str, Any]) -> str:
@@ -336,7 +342,10 @@ def sections() -> dict[str, Callable[[], Any]]:
     zoo = torchvision_models()
     return {
         "headline": lambda: [
-            headline(dropout, budget=budget) for dropout, budget in ((0.0, None), (0.1, None), (0.0, 0.06))
+            headline(dropout, activation, budget=budget, batch=batch)
+            for dropout in (0.0, 0.1)
+            for activation in ("gelu", "relu")
+            for budget, batch in ((None, HEADLINE_BATCH), (None, 64), (0.05, HEADLINE_BATCH))
         ],
         "planning_seconds": lambda: {
             "chain of 100 layers": seconds_to_plan(
