@@ -181,7 +181,7 @@ class GradientCheckpointing(Callback):
     def _show(self, trainer: Trainer, plan: CheckpointPlan) -> None:
         self._write(trainer, plan.table())
         console = Console()
-        console.print(console_table(Table(HEADS, plan_rows(plan.chains))))
+        console.print(console_table(Table(HEADS, plan_rows(plan.chains, plan.plain))))
         if plan.refused is not None:
             console.print(f"GradientCheckpointing recomputes nothing. {plan.refused}")
         else:

@@ -62,11 +62,13 @@ class Cost:
         static_bytes: What was allocated before the step: parameters, gradients, optimizer state, the batch.
         operations: Floating-point operations of matrix products and convolutions, and one for each element that any
             other operator made.
+        flops: The former alone, which is what torch's FlopCounterMode counts.
     """
 
     peak_bytes: int
     static_bytes: int
     operations: int
+    flops: int
 
     @property
     def activation_bytes(self) -> int:
@@ -82,6 +84,7 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
+        self.flops = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -97,7 +100,9 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         if formula is not None:
-            self.total += int(formula(*args, **kwargs, out_val=out))
+            flops = int(formula(*args, **kwargs, out_val=out))
+            self.flops += flops
+            self.total += flops
         elif not getattr(func, "is_view", False):
             self.total += sum(
                 one.numel() for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Tensor)
@@ -134,11 +139,12 @@ class Trace:
     def aside(self) -> Iterator[list[int]]:
         """What runs within is no part of the step; afterwards the list has the most that it allocated, in bytes."""
         self.peak_since()
-        peak, before, operations = self._peak, self.allocated(), self.counted.total
+        peak, before, counted = self._peak, self.allocated(), (self.counted.total, self.counted.flops)
         found: list[int] = []
         yield found
         found.append(self.peak_since() - before)
-        self._peak, self.counted.total = peak, operations
+        self._peak = peak
+        self.counted.total, self.counted.flops = counted
 
     def peak_so_far(self) -> int:
         """The highest that was allocated since the last call of `peak_since`, which goes on."""
@@ -163,19 +169,20 @@ class Trace:
         """Run the step as Lightning does: forward, zero_grad, backward, optimizer."""
         self._peak = 0
         self.ledger.reset_peaks()
-        static, operations = self.allocated(), self.counted.total
+        static = self.allocated()
+        self.counted.total = self.counted.flops = 0
         with around_forward():
             loss = _scalar(self._step.forward(self.model, self._batch))
         self.model.zero_grad(set_to_none=True)
         before_backward()
         if loss is not None and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        operations = self.counted.total - operations
+        operations, flops = self.counted.total, self.counted.flops
         del loss
         for one in self._optimizers:
             one.step()
         self.peak_since()
-        return Cost(self._peak, static, operations)
+        return Cost(self._peak, static, operations, flops)
 
     def let_go(self) -> None:
         """Forget the step that is traced."""

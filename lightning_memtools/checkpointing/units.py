@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_memtools.checkpointing.ranges import Range, Ranges
+from lightning_memtools.checkpointing.ranges import Range, Ranges, items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +154,20 @@ def estimate(
     return Estimate(peak, extra, kept)
 
 
-def items(start: int, stop: int, ranges: Ranges) -> Iterator[Range | int]:
-    """The pieces of one level in order: ranges, and the units between them."""
-    position = start
-    for one in ranges:
-        yield from range(position, one.start)
-        yield one
-        position = one.stop
-    yield from range(position, stop)
+def kept_by_chain(units: Sequence[Unit], ranges: Ranges) -> Counter[int]:
+    """What each chain keeps from the forward pass for the backward pass, in bytes; -1 stands for what is in none."""
+    sizes = boundary_bytes(units)
+    kept: Counter[int] = Counter()
+    held = True
+    for item in items(0, len(units), ranges):
+        if isinstance(item, Range):
+            chain, added = units[item.start].chain, 0 if held else sizes[item.start]
+            held = all(unit.same_storage for unit in units[item.start : item.stop])
+        else:
+            chain = units[item].chain
+            added, held = after_keeping(units[item], input_held=held, in_bytes=sizes[item])
+        kept[-1 if chain is None else chain] += added
+    return kept
 
 
 def may_be_range(units: Sequence[Unit], start: int, stop: int) -> bool:

@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+import weakref
 from collections import Counter, OrderedDict
 
 import pytest
@@ -133,6 +134,33 @@ def test_without_gradients_calls_pass_straight_through(mode, monkeypatch):
         )
         with mode():
             assert torch.equal(model(torch.ones(2, 32)), expected)
+
+
+@pytest.mark.parametrize("trained_in_evaluation_mode", [False, True])
+def test_evaluation_passes_straight_through_unless_the_model_is_trained_like_that(trained_in_evaluation_mode):
+    model = same_seed(nested)
+    runs: Counter[str] = Counter()
+    model[0].register_forward_hook(lambda *_: runs.update(["first layer"]))
+    if trained_in_evaluation_mode:
+        model.eval()
+    with applied_to(model, Range(0, 8)):
+        model.eval()
+        model(torch.ones(2, 32, requires_grad=True)).sum().backward()
+    assert runs["first layer"] == 1 + trained_in_evaluation_mode
+
+
+def test_what_a_range_gave_is_let_go_as_soon_as_in_the_plain_chain():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    given: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    # The layer after the range, a ReLU, keeps its own result and not what it was given.
+    model[3].register_forward_pre_hook(lambda _, args: given.append(weakref.ref(args[0])))
+    model[4].register_forward_pre_hook(lambda *_: alive.append(given[-1]() is not None))
+    for ranges in ((), (Range(0, 3),), (Range(0, 6, (Range(1, 3),)),)):
+        with applied_to(model, *ranges):
+            model(torch.ones(2, 4)).sum().backward()
+    assert not any(alive)
+    assert len(alive) == 1 + 1 + 2
 
 
 def test_a_sequential_with_hooks_of_its_own_is_one_layer():

@@ -12,7 +12,8 @@ from torch import nn
 from lightning_memtools.checkpointing.apply import Applied
 from lightning_memtools.checkpointing.find import NothingToApplyTo, find_chains
 from lightning_memtools.checkpointing.options import Options
-from lightning_memtools.checkpointing.planning import CheckpointPlan, _chain_plans, plan_checkpoints
+from lightning_memtools.checkpointing.places import chain_plans
+from lightning_memtools.checkpointing.planning import CheckpointPlan, plan_checkpoints
 from lightning_memtools.checkpointing.predict import predict
 from lightning_memtools.checkpointing.profiling import profile
 from lightning_memtools.checkpointing.ranges import ChainPlan, Range
@@ -304,6 +305,6 @@ def test_the_memory_model_says_what_is_traced_where_no_layer_keeps_anything(devi
     ranges = tuple(Range(at, at + length, (Range(at, at + 1),) if length == 3 else ()) for at in range(1, 7, length))
     assert [place for place in measured.places if place is not None] == [(0, at) for at in range(6)]
     told = estimate(measured.units, ranges)
-    traced = predict(step, _chain_plans(measured, chains, ranges))
+    traced = predict(step, chain_plans(measured, chains, ranges))
     assert told.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
     assert told.extra_operations == traced.operations - measured.plain.operations
