@@ -227,7 +227,7 @@ def device_of(*, cuda: bool) -> Device:
     if cuda:
         return "cuda"
     virtual = VirtualDevice.current()
-    return "cuda-like" if virtual is not None and "cuda_like=True" in repr(virtual) else "cpu"
+    return "cuda-like" if virtual is not None and virtual.cuda_like else "cpu"
 
 
 def _error(failure: SimulatedOutOfMemory) -> torch.OutOfMemoryError:
