@@ -174,17 +174,22 @@ def test_a_compiled_model_is_left_alone_in_words(tmp_path):
     assert any("leaves the model alone: it is compiled" in str(one.message) for one in said)
 
 
-@pytest.mark.parametrize("find_unused", ["off", "on"])
-def test_two_ranks_recompute_the_same_and_end_in_the_same_bits(find_unused, tmp_path):
-    run_script(Path(__file__).with_name("checkpointing_ddp_run.py"), tmp_path, find_unused, timeout_s=240)
+@pytest.mark.parametrize("case", ["off", "on", "fsdp2"])
+def test_two_ranks_recompute_the_same_and_end_in_the_same_bits(case, tmp_path):
+    """DDP with find_unused_parameters off and on; under FSDP 2 the model is left alone."""
+    result = run_script(Path(__file__).with_name("checkpointing_ddp_run.py"), tmp_path, case, timeout_s=240)
     found = {
-        (name, rank): torch.load(tmp_path / f"{find_unused}-{name}-{rank}.pt", weights_only=False)
+        (name, rank): torch.load(tmp_path / f"{case}-{name}-{rank}.pt", weights_only=False)
         for name in ("plain", "checkpointed")
         for rank in (0, 1)
     }
     plans = [found["checkpointed", rank]["plan"] for rank in (0, 1)]
     assert plans[0] == plans[1]
-    assert any(chain.ranges for chain in plans[0])
+    if case == "fsdp2":
+        assert plans[0] is None
+        assert result.stderr.count("leaves the model alone: ModelParallelStrategy shards parameters") == 1
+    else:
+        assert any(chain.ranges for chain in plans[0])
     for rank in (0, 1):
         for name, value in found["plain", rank]["weights"].items():
             assert torch.equal(value, found["checkpointed", rank]["weights"][name]), name
