@@ -8,7 +8,7 @@ from lightning_memtools.checkpointing.ranges import ChainPlan, runs_again
 from lightning_memtools.checkpointing.tracing import Cost
 from lightning_memtools.memory.sizes import format_size
 
-HEADS = ("module", "layers", "recomputed", "left out", "kept before", "kept after", "extra computation")
+HEADS = ("module", "layers", "recomputed", "left out", "kept before", "kept after", "extra")
 _MOST_RANGES = 12
 
 

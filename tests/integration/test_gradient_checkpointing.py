@@ -99,8 +99,9 @@ def test_the_predicted_peak_is_that_of_the_planned_training_at_any_precision(mod
             peaks.append(device.stats().peak_allocated)
 
     callback, peaks = GradientCheckpointing(), []
-    # Lightning itself would take bfloat16 instead of float16 on a CPU.
-    scaled = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
+    # Lightning itself would take bfloat16 instead of float16 on a CPU. A small scale, so that no step is skipped: the
+    # optimizer has its state from the first step on.
+    scaled = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))]}
     options = scaled if precision == "16-mixed" else {"precision": precision}
     with VirtualDevice() as device:
         fit(tmp_path, callback, Peak(), model=model, logger=False, limit_train_batches=4, **options)
