@@ -65,6 +65,22 @@ def test_planning_takes_less_than_five_seconds_of_the_processor():
     assert all(one["processor"] < 5 for one in RESULTS["planning_seconds"].values())
 
 
+def test_the_batch_gained_on_real_models_is_reported():
+    gained = RESULTS["gained_with_default_arguments"]
+    assert set(gained) == {"ResNet-50", "ViT-S/16 (timm)", "VGG-16"}
+    assert all(one["refused"] is None and one["extra_operations"] <= 0.33 for one in gained.values())
+    assert all(one["planned"]["largest_batch"] > one["plain"]["largest_batch"] for one in gained.values())
+
+
+def test_a_plan_reaches_lower_peaks_than_the_budgets_of_torch_compile():
+    rows = json.loads((BENCHMARKS / "results" / "checkpointing_compiled.json").read_text())["rows"]
+    assert rows[0]["budget"] == 1
+    assert rows[0]["planned"]["flops"] == rows[0]["torch_compile"]["flops"]
+    ours = min(row["planned"]["activation_bytes"] for row in rows if row["planned"] is not None)
+    theirs = min(row["torch_compile"]["activation_bytes"] for row in rows)
+    assert ours < theirs
+
+
 def test_the_committed_figures_are_what_the_code_gives(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from checkpointing_models import conv_bn, step_of  # noqa: PLC0415, found only now

@@ -66,6 +66,15 @@ def test_include_takes_what_it_names_and_nothing_else():
     assert set(found(Model(), exclude=["stem"])) == {"list.0"}
 
 
+def test_compiled_parts_are_left_to_their_compiler():
+    model = nn.Sequential(nn.Linear(4, 4), Subclass(4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.ReLU())
+    model[1].compile(backend="eager")
+    model[3].compile(backend="eager")
+    (chain,) = find_chains(model, Options.parse())
+    assert chain.layers == ("0", "1", "2.0", "2.1", "3")
+    assert chain.outside == {1: "compiled", 4: "compiled"}
+
+
 def test_candidates_are_lists_of_one_kind_of_block():
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList([nn.Linear(2, 2)] * 3), "mixed": nn.ModuleList([nn.ReLU(), Model()])}
