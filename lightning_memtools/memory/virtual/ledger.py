@@ -116,7 +116,7 @@ class Ledger:
             return
         with self._lock:
             self._settle()
-            self.allocator.free(self.allocator.malloc(n_bytes, label="workspace"))
+            self._work_in(self.allocator.malloc(n_bytes, label="workspace"))
         self._settle_late()
 
     def resize(self, entry: Entry, n_bytes: int) -> None:
@@ -210,6 +210,9 @@ class Ledger:
             self._entries[key] = entry
         self._settle_late()
         return entry
+
+    def _work_in(self, block: Block) -> None:
+        self.allocator.free(block)
 
     def _count(self, block: Block, category: Category) -> None:
         self._serial += 1
