@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
@@ -73,11 +74,10 @@ def _stand_alone(model: LightningModule, trainer: Trainer, n_optimizers: int) ->
 
 
 def _precision(trainer: Trainer) -> AbstractContextManager[Any]:
-    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision))
-    if half is not None:
-        # On the CPU, where the copy is, whatever the device of the run.
-        return torch.autocast("cpu", dtype=half)
-    return trainer.precision_plugin.train_step_context()
+    plugin = copy.copy(trainer.precision_plugin)
+    if isinstance(plugin, MixedPrecision):
+        plugin.device = "cpu"  # where the copy is, whatever the device of the run
+    return plugin.train_step_context()
 
 
 def _backward(loss: Any, *args: Any, **kwargs: Any) -> None:

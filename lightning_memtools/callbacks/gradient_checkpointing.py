@@ -16,10 +16,9 @@ from lightning_memtools.checkpointing.find import is_compiled
 from lightning_memtools.checkpointing.options import BnDropout, Options
 from lightning_memtools.checkpointing.planning import CheckpointPlan, make_plan
 from lightning_memtools.checkpointing.table import HEADS, plan_figures, plan_rows
-from lightning_memtools.checkpointing.tracing import Step
+from lightning_memtools.checkpointing.tracing import Step, device_of
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.reporting._lightning import training_step
 from lightning_memtools.reporting.files import report_directory, write_report
 from lightning_memtools.reporting.loggers import log_text
@@ -167,14 +166,12 @@ class GradientCheckpointing(Callback):
     def _make_plan(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> CheckpointPlan | Exception:
-        device = VirtualDevice.current()
         step = Step(
             pl_module,
             batch,
             forward_of(trainer, pl_module, batch_idx),
             tuple(trainer.optimizers),
-            cuda_like=trainer.strategy.root_device.type == "cuda"
-            or (device is not None and "cuda_like=True" in repr(device)),
+            device=device_of(cuda=trainer.strategy.root_device.type == "cuda"),
         )
         try:
             return make_plan(step, self._options)
@@ -184,7 +181,7 @@ class GradientCheckpointing(Callback):
     def _show(self, trainer: Trainer, plan: CheckpointPlan) -> None:
         self._write(trainer, plan.table())
         console = Console()
-        console.print(console_table(Table(HEADS, plan_rows(plan.chains))))
+        console.print(console_table(Table(HEADS, plan_rows(plan.chains, plan.plain))))
         if plan.refused is not None:
             console.print(f"GradientCheckpointing recomputes nothing. {plan.refused}")
         else:

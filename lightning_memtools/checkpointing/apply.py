@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memtools.checkpointing.exact import RunLog, contexts
 from lightning_memtools.checkpointing.kinds import tracks_statistics
-from lightning_memtools.checkpointing.ranges import ChainPlan, Range, Ranges
+from lightning_memtools.checkpointing.ranges import ChainPlan, Range, Ranges, items
 
 
 class _Stripped:
@@ -37,6 +37,7 @@ class _PlannedChain:
 
     def __init__(self, chain: nn.Sequential, plan: ChainPlan, layers: Sequence[nn.Module]) -> None:
         self._chain = chain
+        self._trained = chain.training
         self._layers = tuple(layers)
         self._names = plan.layers
         self._ranges = plan.ranges
@@ -46,14 +47,8 @@ class _PlannedChain:
 
     def __call__(self, input: Any) -> Any:  # noqa: A002, Sequential's own name, which callers may use
         chain = self._chain
-        # Without gradients nothing is kept anyway; a compiler or tracer sees the plain chain; and a chain that was
-        # changed since (chain[3] = ..., append) is no longer the one that was planned.
-        if (
-            not torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or torch._C._is_tracing()
-            or not self._is_as_planned()
-        ):
+        # A chain that was changed since (chain[3] = ..., append) is no longer the one that was planned.
+        if _passes_through(chain, trained=self._trained) or not self._is_as_planned():
             return type(chain).forward(chain, input)  # type: ignore[no-untyped-call]
         return self._run(input, 0, len(self._layers), self._ranges, None)
 
@@ -62,18 +57,9 @@ class _PlannedChain:
         return len(now) == len(self._layers) and all(a is b for a, b in zip(now, self._layers, strict=True))
 
     def _run(self, value: Any, start: int, stop: int, ranges: Ranges, log: RunLog | None) -> Any:
-        position = start
-        for one in ranges:
-            value = self._run_layers(value, position, one.start, log)
-            value = self._run_range(value, one)
-            if log is not None:
-                log.note(value)
-            position = one.stop
-        return self._run_layers(value, position, stop, log)
-
-    def _run_layers(self, value: Any, start: int, stop: int, log: RunLog | None) -> Any:
-        for layer in self._layers[start:stop]:
-            value = layer(value)
+        # One name for what is passed on, in one frame: a second would keep what the next layer could let go.
+        for item in items(start, stop, ranges):
+            value = self._run_range(value, item) if isinstance(item, Range) else self._layers[item](value)
             if log is not None:
                 log.note(value)
         return value
@@ -85,15 +71,13 @@ class _PlannedChain:
         modules: list[nn.Module] = [
             part for layer in self._tracking[one.start : one.stop] for part in layer if tracks_statistics(part)
         ]
-        return _recomputed(run, list(self._names_of(one)), modules, (value,), {})
+        return _recomputed(run, self._names_of(one), modules, (value,), {})
 
-    def _names_of(self, one: Range) -> Iterable[str]:
-        position = one.start
-        for inner in one.inner:
-            yield from self._names[position : inner.start]
-            yield self._names[inner.start]
-            position = inner.stop
-        yield from self._names[position : one.stop]
+    def _names_of(self, one: Range) -> list[str]:
+        return [
+            self._names[item.start if isinstance(item, Range) else item]
+            for item in items(one.start, one.stop, one.inner)
+        ]
 
 
 class _PlannedModule:
@@ -102,10 +86,11 @@ class _PlannedModule:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = module
         self._name = name
+        self._trained = module.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
+        if _passes_through(module, trained=self._trained):
             return type(module).forward(module, *args, **kwargs)
 
         def run(log: RunLog, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +101,19 @@ class _PlannedModule:
         return _recomputed(
             run, [self._name], [part for part in module.modules() if tracks_statistics(part)], args, kwargs
         )
+
+
+def _passes_through(module: nn.Module, *, trained: bool) -> bool:
+    """Whether a call is to run as ever: without gradients, which keeps nothing, in evaluation, and for compilers.
+
+    A model that is trained in evaluation mode (`trained` is the mode in which the plan was applied) is planned as such.
+    """
+    return (
+        not torch.is_grad_enabled()
+        or (trained and not module.training)
+        or torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+    )
 
 
 def _recomputed(

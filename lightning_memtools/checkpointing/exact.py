@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -38,17 +38,19 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class RunLog:
-    """What each layer of a range gave in the forward pass, to compare with when it runs again.
+    """What each layer of a range gave and kept in the forward pass, to compare with when it runs again.
 
     Autograd's own check can only tell that some saved tensor differs; this one knows the layer. It compares shapes,
-    types and counts of operators, which are known without waiting for the device.
+    types and counts of operators and of saved tensors, which are known without waiting for the device.
     """
 
-    __slots__ = ("_again", "_first", "_names", "_position", "_sequence")
+    __slots__ = ("_again", "_first", "_kept", "_n_kept", "_names", "_position", "_sequence")
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._first: list[Any] = []
+        self._kept: list[tuple[int, Any]] = []
+        self._n_kept = 0
         self._position = 0
         self._sequence = 0
         self._again = False
@@ -56,7 +58,7 @@ class RunLog:
     def begin(self) -> None:
         """The range begins to run: the first time, or again."""
         self._again = bool(self._first)
-        self._position = 0
+        self._position = self._n_kept = 0
         self._sequence = torch._C._autograd._get_sequence_nr()
 
     def note(self, out: Any) -> None:
@@ -67,19 +69,38 @@ class RunLog:
         counted = not torch.is_autocast_enabled(_device_of(out))
         seen = (*seen, last - self._sequence if counted else None)
         self._sequence = last
-        if not self._again:
-            self._first.append(seen)
-            return
         at = self._position
         self._position += 1
-        if at < len(self._first) and self._first[at] != seen:
+        if not self._again:
+            self._first.append(seen)
+        elif at < len(self._first) and self._first[at] != seen:
             raise CheckpointError(
                 mismatch_message(self._names[at], f"{_described(self._first[at])} at first, {_described(seen)} then")
             )
 
-    def current(self) -> str:
-        """The name of the layer that runs now."""
-        return self._names[min(self._position, len(self._names) - 1)]
+    def keep(self, tensor: Tensor) -> None:
+        """A layer keeps a tensor for backward."""
+        seen = self._position, (tuple(tensor.shape), tensor.dtype)
+        if not self._again:
+            self._kept.append(seen)
+            return
+        at = self._n_kept
+        self._n_kept += 1
+        if at < len(self._kept) and self._kept[at] != seen:
+            layer, first = self._kept[at]
+            if layer == seen[0]:
+                evidence = f"it kept {_shown(first)} for backward at first, {_shown(seen[1])} then"
+            else:
+                evidence = "it kept another number of tensors for backward"
+            raise CheckpointError(mismatch_message(self._name(min(layer, seen[0])), evidence))
+
+    def incomplete(self) -> str:
+        """What to say when fewer tensors were kept than at first: the layer that still owed one."""
+        layer = self._kept[self._n_kept][0] if self._n_kept < len(self._kept) else self._position
+        return mismatch_message(self._name(layer), "it kept fewer tensors for backward")
+
+    def _name(self, layer: int) -> str:
+        return self._names[min(layer, len(self._names) - 1)]
 
 
 def mismatch_message(layer: str, evidence: str) -> str:
@@ -94,18 +115,36 @@ def contexts(
     modules: Sequence[nn.Module], log: RunLog
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What surrounds the first run of a range and the second, for `torch.utils.checkpoint`'s context_fn."""
-    return nullcontext(), _second_run(modules, log)
+    return _watched(log), _second_run(modules, log)
 
 
 @contextmanager
 def _second_run(modules: Sequence[nn.Module], log: RunLog) -> Iterator[None]:
-    with statistics_untouched([module for module in modules if tracks_statistics(module)]):
+    with statistics_untouched([module for module in modules if tracks_statistics(module)]), _watched(log):
+        yield
+
+
+@contextmanager
+def _watched(log: RunLog) -> Iterator[None]:
+    """Within, the log is told of all that is kept, and an error that autograd's check raises names a layer."""
+    # Only the hooks that were set last are called: so these call those of `checkpoint`, which surround this.
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, its only form
+
+    def keep(tensor: Tensor) -> Any:
+        log.keep(tensor)
+        return pack(tensor)
+
+    def give(kept: Any) -> Tensor:
         try:
-            yield
+            out: Tensor = unpack(kept)
         except CheckpointError as error:
             if "exclude=" in str(error):
                 raise
-            raise CheckpointError(mismatch_message(log.current(), str(error).split("\n")[0])) from error
+            raise CheckpointError(log.incomplete()) from error
+        return out
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, give):
+        yield
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -122,7 +161,9 @@ def _device_of(value: Any) -> str:
 
 def _described(seen: tuple[Any, ...]) -> str:
     *tensors, operators = seen
-    shown = ", ".join(
-        f"{list(shape)} {str(dtype).removeprefix('torch.')} by {operator}" for shape, dtype, operator in tensors
-    )
+    shown = ", ".join(f"{_shown(tensor)} by {tensor[-1]}" for tensor in tensors)
     return shown if operators is None else f"{shown} after {operators} operators"
+
+
+def _shown(tensor: tuple[Any, ...]) -> str:
+    return f"{list(tensor[0])} {str(tensor[1]).removeprefix('torch.')}"

@@ -86,6 +86,22 @@ def find_chains(model: nn.Module, options: Options) -> list[Chain]:
     return chains
 
 
+def depths(chains: Sequence[Chain]) -> list[list[Chain]]:
+    """Groups of chains of which none lies within another: the outermost, then those one level further in, and so on."""
+
+    def depth(chain: Chain) -> int:
+        return sum(other is not chain and _within(chain.name, other.name) for other in chains)
+
+    def has_inner(chain: Chain) -> bool:
+        return any(other is not chain and _within(other.name, chain.name) for other in chains)
+
+    deepest = min(max(depth(chain) for chain in chains), 3)
+    return [
+        [chain for chain in chains if depth(chain) == level or (depth(chain) < level and not has_inner(chain))]
+        for level in range(deepest + 1)
+    ]
+
+
 def candidates(model: nn.Module) -> list[str]:
     """Patterns for `include` that would take repeated blocks: ModuleLists of at least two modules of one class."""
     return [

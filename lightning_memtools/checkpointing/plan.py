@@ -70,28 +70,33 @@ class Planner:
         for start, stop in _stretches(units):
             for last in range(start + 1, stop + 1):
                 for first in range(last - 1, start - 1, -1):
+                    recomputed = self._recompute_inner(first, last)
                     for held in (False, True):
-                        self._inner[first, last, held] = self._least_inner(first, last, held)
+                        best = self._keep_inner(first, last, held)
+                        if recomputed is not None:
+                            boundary = 0 if held else self._slots(self._sizes[first])
+                            best = np.minimum(best, _shifted(recomputed, boundary))
+                        self._inner[first, last, held] = best
         end = np.zeros(self._n)
         self._outer[len(units), False] = self._outer[len(units), True] = end
         for first in range(len(units) - 1, -1, -1):
             for held in (False, True):
                 self._outer[first, held] = self._least_outer(first, held)
 
-    def _least_inner(self, first: int, last: int, held: bool) -> Costs:
-        best = self._keep_inner(first, last, held)
+    def _recompute_inner(self, first: int, last: int) -> Costs | None:
+        """The least that units `first` to `last` cost when a range begins with the first, whose input is held."""
         stops = range(first + 1, last)
-        if self._units[first].may_start and stops:
-            rest_held = self._rest_held(first, last)
-            inside = np.stack([self._inner[first, at, True] for at in stops])
-            after = np.stack([self._inner[at, last, rest_held[at]] for at in stops])
-            whole = inside + after + (self._operations[first + 1 : last] - self._operations[first])[:, None]
-            # Each must also run forward once, which needs room as well.
-            needs = self._running_needs(first, last - 1, self._units[last - 1].backward_base)
-            whole = np.where(np.arange(self._n)[None, :] >= needs[:, None], whole, INFINITE)
-            boundary = 0 if held else self._slots(self._sizes[first])
-            best = np.minimum(best, _shifted(whole.min(axis=0), boundary))
-        return best
+        if not self._units[first].may_start or not stops:
+            return None
+        rest_held = self._rest_held(first, last)
+        inside = np.stack([self._inner[first, at, True] for at in stops])
+        inside += [self._inner[at, last, rest_held[at]] for at in stops]
+        inside += (self._operations[first + 1 : last] - self._operations[first])[:, None]
+        # Each must also run forward once, which needs room as well.
+        needs = self._running_needs(first, last - 1, self._units[last - 1].backward_base)
+        inside[np.arange(self._n)[None, :] < needs[:, None]] = INFINITE
+        whole: Costs = inside.min(axis=0)
+        return whole
 
     def _keep_inner(self, first: int, last: int, held: bool) -> Costs:
         stop = last_saving(self._units, first, last)
@@ -158,7 +163,7 @@ class Planner:
             unit = self._units[at]
             missing = 0 if at == first else self._sizes[at]
             below = unit.forward_base if base is None else base
-            highest = max(highest, self._need(missing + below + unit.forward_bytes))
+            highest = max(highest, self._need(missing + below + unit.dropping_bytes))
             needs.append(highest)
         return np.array(needs)
 

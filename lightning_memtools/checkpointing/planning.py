@@ -10,18 +10,18 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from lightning_memtools.checkpointing.apply import Applied
-from lightning_memtools.checkpointing.find import Chain, NothingToApplyTo, find_chains, say_nothing_found
+from lightning_memtools.checkpointing.find import Chain, NothingToApplyTo, depths, find_chains, say_nothing_found
 from lightning_memtools.checkpointing.options import BnDropout, Options
+from lightning_memtools.checkpointing.places import chain_plans, with_figures, with_forced
 from lightning_memtools.checkpointing.plan import Planner
 from lightning_memtools.checkpointing.predict import predict
-from lightning_memtools.checkpointing.profiling import Profile, profile
-from lightning_memtools.checkpointing.ranges import ChainPlan, Range, Ranges
+from lightning_memtools.checkpointing.profiling import profile
+from lightning_memtools.checkpointing.ranges import ChainPlan, Ranges
 from lightning_memtools.checkpointing.segments import cut
 from lightning_memtools.checkpointing.table import plan_table
-from lightning_memtools.checkpointing.tracing import Cost, Step
-from lightning_memtools.checkpointing.units import Unit, as_forced, estimate
+from lightning_memtools.checkpointing.tracing import Cost, Step, device_of
+from lightning_memtools.checkpointing.units import estimate
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.memory.virtual import VirtualDevice
 
 # The price that "auto" never goes beyond: a third more operations is about one more forward pass, what gradient
 # checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
@@ -124,11 +124,8 @@ def plan_checkpoints(
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
     options = Options.parse(segments, memory_budget, bn_dropout, include, exclude)
-    device = VirtualDevice.current()
-    cuda_like = any(one.is_cuda for one in module.parameters()) or (
-        device is not None and "cuda_like=True" in repr(device)
-    )
-    step = Step(module, sample_args, lambda model, args: model(*args), cuda_like=cuda_like)
+    device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
+    step = Step(module, sample_args, lambda model, args: model(*args), device=device)
     return make_plan(step, options)
 
 
@@ -149,7 +146,7 @@ def _best_of_depths(step: Step, options: Options, chains: Sequence[Chain]) -> Ch
     """Outer chains first; what lies within their layers only where these gain little."""
     best: CheckpointPlan | None = None
     too_small: BudgetTooSmallError | None = None
-    for group in _depths(chains):
+    for group in depths(chains):
         try:
             plan = _plan_group(step, options, group)
         except BudgetTooSmallError as error:
@@ -168,15 +165,15 @@ def _best_of_depths(step: Step, options: Options, chains: Sequence[Chain]) -> Ch
 
 def _plan_group(step: Step, options: Options, chains: Sequence[Chain]) -> CheckpointPlan:
     measured = profile(step, chains)
-    units = _with_forced(measured, chains)
+    units = with_forced(measured, chains)
     constant = sum(
         old.operations - old.tail_operations for old, new in zip(measured.units, units, strict=True) if old is not new
     )
 
     def traced(ranges: Ranges) -> CheckpointPlan:
-        plans = tuple(_chain_plans(measured, chains, ranges))
+        plans = chain_plans(measured, chains, ranges)
         planned = predict(step, plans) if any(plan.ranges for plan in plans) else measured.plain
-        return CheckpointPlan(plans, measured.plain, planned)
+        return CheckpointPlan(tuple(with_figures(plans, measured, units)), measured.plain, planned)
 
     if options.segments is not None:
         return _or_refused(traced(cut(units, options.segments)), least_saving=0.0)
@@ -192,11 +189,9 @@ def _plan_group(step: Step, options: Options, chains: Sequence[Chain]) -> Checkp
         assert options.budget_share is not None
         limit = plain.static_bytes + int(options.budget_share * plain.activation_bytes)
     if plain.peak_bytes <= limit:
-        nothing = CheckpointPlan(tuple(_chain_plans(measured, chains, (), forced=False)), plain, plain)
-        return replace(
-            nothing,
-            refused=f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget.",
-        )
+        nothing = with_figures(chain_plans(measured, chains, (), forced=False), measured, units)
+        reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
+        return CheckpointPlan(tuple(nothing), plain, plain, reason)
     return _fitting(planner, traced, limit, options)
 
 
@@ -261,7 +256,7 @@ def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:
     was, now = plan.plain.peak_bytes, plan.planned.peak_bytes
     if any(chain.ranges for chain in plan.chains) and now < was * (1 - least_saving):
         return plan
-    bare = tuple(replace(chain, ranges=()) for chain in plan.chains)
+    bare = tuple(chain.without_ranges() for chain in plan.chains)
     if not any(chain.ranges for chain in plan.chains):
         reason = f"No plan lowers the predicted peak of {format_size(was)} at a price worth paying."
     elif now >= was:
@@ -286,63 +281,6 @@ def _alternatives(step: Step, options: Options) -> str:
         )
         found.append(f'bn_dropout="{other}" would give {what}')
     return f"{'; '.join(found)}."
-
-
-def _with_forced(measured: Profile, chains: Sequence[Chain]) -> list[Unit]:
-    return [
-        as_forced(unit) if place is not None and chains[place[0]].forced and not unit.pinned else unit
-        for unit, place in zip(measured.units, measured.places, strict=True)
-    ]
-
-
-def _chain_plans(measured: Profile, chains: Sequence[Chain], ranges: Ranges, *, forced: bool = True) -> list[ChainPlan]:
-    """Ranges of units as ranges of each chain's layers. A chain that is called twice goes by its first call."""
-    of_chain: dict[int, list[Range]] = {}
-    offsets: dict[int, int] = {}
-    seen: dict[int, int] = {}
-    for at, place in enumerate(measured.places):
-        if place is not None and place[0] not in offsets:
-            offsets[place[0]] = at
-        if place is not None and at == offsets[place[0]] + seen.get(place[0], 0):
-            seen[place[0]] = seen.get(place[0], 0) + 1
-    for one in ranges:
-        place = measured.places[one.start]
-        assert place is not None
-        first = offsets[place[0]]
-        if one.stop - first <= len(chains[place[0]].layers):
-            of_chain.setdefault(place[0], []).append(_moved(one, first))
-    plans = []
-    for index, chain in enumerate(chains):
-        outside = chain.outside | {at: why for (of, at), why in measured.outside.items() if of == index}
-        taken = tuple(of_chain.get(index, ()))
-        if chain.forced:
-            taken = (Range(0, 1),) if forced and not outside and index in offsets else ()
-        plans.append(ChainPlan(chain.name, chain.layers, taken, outside, chain.forced))
-    return plans
-
-
-def _moved(one: Range, by: int) -> Range:
-    return Range(one.start - by, one.stop - by, tuple(_moved(inner, by) for inner in one.inner))
-
-
-def _depths(chains: Sequence[Chain]) -> list[list[Chain]]:
-    """Groups of chains of which none lies within another: the outermost, then those one level further in, and so on."""
-
-    def depth(chain: Chain) -> int:
-        return sum(other is not chain and _lies_within(chain, other) for other in chains)
-
-    def has_inner(chain: Chain) -> bool:
-        return any(other is not chain and _lies_within(other, chain) for other in chains)
-
-    deepest = min(max(depth(chain) for chain in chains), 3)
-    return [
-        [chain for chain in chains if depth(chain) == level or (depth(chain) < level and not has_inner(chain))]
-        for level in range(deepest + 1)
-    ]
-
-
-def _lies_within(chain: Chain, other: Chain) -> bool:
-    return other.name == "" or chain.name.startswith(f"{other.name}.")
 
 
 def _is_better(plan: CheckpointPlan, other: CheckpointPlan) -> bool:

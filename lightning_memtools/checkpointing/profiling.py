@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_memtools.checkpointing.exact import statistics_untouched
 from lightning_memtools.checkpointing.find import Chain
 from lightning_memtools.checkpointing.kinds import tracks_statistics
 from lightning_memtools.checkpointing.tracing import Cost, Step, Trace, tracing
@@ -45,6 +46,7 @@ class _Record:
     operations_before: int = 0
     operations_at_last_save: int = 0
     peak_at_last_save: int = 0
+    dropping: int | None = None
     saves: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     input: dict[int, int] = field(default_factory=dict)
@@ -95,8 +97,10 @@ class _Recorder:
         """The step is over."""
         self._leave_backward()
 
-    def call_layer(self, place: tuple[int, int], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer as a unit of its own, unless it is called from within one."""
+    def call_layer(
+        self, place: tuple[int, int], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], again: Any = None
+    ) -> Any:
+        """Run a layer as a unit of its own, unless it is called from within one; then `again`, keeping nothing."""
         if self._inside:
             return layer(*args, **kwargs)
         if self._open is not None and self._is_worth_a_unit(self._open):  # what came since the last layer
@@ -108,11 +112,27 @@ class _Recorder:
             out = layer(*args, **kwargs)
         finally:
             self._inside = False
-        assert self._open is not None
-        self._open.overwrites = versions != [one._version for one in _tensors(args)]
+        record = self._open
+        assert record is not None
+        record.overwrites = versions != [one._version for one in _tensors(args)]
         self._end(out)
+        if again is not None and not record.overwrites:
+            record.dropping = self._needed_keeping_nothing(again, args, kwargs)
         self._begin(None, out)
         return out
+
+    def _needed_keeping_nothing(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """What a layer needs where nothing is kept for backward: most of what it makes is then gone before it ends."""
+        self._inside = True
+        try:
+            with (
+                self._trace.aside() as found,
+                torch.autograd.graph.saved_tensors_hooks(_forget, _forget),
+            ):
+                layer(*args, **kwargs)
+        finally:
+            self._inside = False
+        return found[0]
 
     def _is_worth_a_unit(self, record: _Record) -> bool:
         return not self.records or record.saves or self._trace.counted.total > record.operations_before
@@ -170,6 +190,10 @@ class _Recorder:
         return found
 
 
+def _forget(_: Any) -> Any:
+    """Stands for a tensor that is not kept."""
+
+
 def _watch(
     model: nn.Module, index: int, chain: Chain, recorder: _Recorder, outside: dict[tuple[int, int], str]
 ) -> nn.Module:
@@ -179,7 +203,13 @@ def _watch(
 
     def call(place: tuple[int, int], layer: Any, at: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = _buffer_versions(at)
-        out = recorder.call_layer(place, layer, args, kwargs)
+        modules = [part for part in at.modules() if tracks_statistics(part)]
+
+        def again(*args: Any, **kwargs: Any) -> None:
+            with statistics_untouched(modules):
+                layer(*args, **kwargs)
+
+        out = recorder.call_layer(place, layer, args, kwargs, None if place[1] in chain.outside else again)
         changed = _changed_buffer(at, before)
         if changed is not None:
             outside[place] = f"it changes {changed} when it runs"
@@ -246,6 +276,7 @@ def _units(
                 tail_operations=record.operations - record.operations_at_last_save,
                 forward_bytes=record.peak - record.allocated_before,
                 stopped_bytes=max(record.peak_at_last_save - record.allocated_before, 0),
+                dropping_bytes=record.peak - record.allocated_before if record.dropping is None else record.dropping,
                 forward_base=base,
                 backward_base=0 if record.backward_before is None else record.backward_before - kept,
                 backward_peak=None if record.backward_peak is None else record.backward_peak - kept,

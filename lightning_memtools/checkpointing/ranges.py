@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,9 @@ class ChainPlan:
         ranges: What is recomputed; layers in none of these run as ever.
         outside: Why layers were left out, by index.
         forced: Whether a pattern named this module.
+        plain_kept_bytes: What its layers keep from the forward pass for the backward pass without the plan.
+        kept_bytes: The same with the plan.
+        extra_operations: What its layers compute again in a step.
     """
 
     name: str
@@ -45,6 +48,23 @@ class ChainPlan:
     ranges: Ranges
     outside: dict[int, str] = field(default_factory=dict)
     forced: bool = False
+    plain_kept_bytes: int = 0
+    kept_bytes: int = 0
+    extra_operations: int = 0
+
+    def without_ranges(self) -> ChainPlan:
+        """The same chain with nothing recomputed."""
+        return replace(self, ranges=(), kept_bytes=self.plain_kept_bytes, extra_operations=0)
+
+
+def items(start: int, stop: int, ranges: Ranges) -> Iterator[Range | int]:
+    """The pieces of one level in order: ranges, and the layers between them."""
+    position = start
+    for one in ranges:
+        yield from range(position, one.start)
+        yield one
+        position = one.stop
+    yield from range(position, stop)
 
 
 def runs_again(ranges: Sequence[Range]) -> Iterator[int]:

@@ -8,13 +8,25 @@ from lightning_memtools.checkpointing.ranges import ChainPlan, runs_again
 from lightning_memtools.checkpointing.tracing import Cost
 from lightning_memtools.memory.sizes import format_size
 
-HEADS = ("module", "layers", "recomputed", "left out")
+HEADS = ("module", "layers", "recomputed", "left out", "kept before", "kept after", "extra")
 _MOST_RANGES = 12
 
 
-def plan_rows(chains: Sequence[ChainPlan]) -> list[tuple[str, str, str, str]]:
+def plan_rows(chains: Sequence[ChainPlan], plain: Cost | None) -> list[tuple[str, ...]]:
     """One row of text per chain, under `HEADS`."""
-    return [(chain.name or "(the model)", str(len(chain.layers)), _ranges(chain), _left_out(chain)) for chain in chains]
+    operations = plain.operations if plain is not None and plain.operations else 1
+    return [
+        (
+            chain.name or "(the model)",
+            str(len(chain.layers)),
+            _ranges(chain),
+            _left_out(chain),
+            format_size(chain.plain_kept_bytes),
+            format_size(chain.kept_bytes),
+            f"{chain.extra_operations / operations:.1%}",
+        )
+        for chain in chains
+    ]
 
 
 def plan_figures(plain: Cost | None, planned: Cost | None, measured_bytes: int | None = None) -> list[str]:
@@ -22,8 +34,9 @@ def plan_figures(plain: Cost | None, planned: Cost | None, measured_bytes: int |
     if plain is None or planned is None:
         return []
     more = planned.operations / plain.operations - 1 if plain.operations else 0.0
+    before, after = format_size(plain.activation_bytes), format_size(planned.activation_bytes)
     lines = [
-        f"activations: {format_size(plain.activation_bytes)} before, {format_size(planned.activation_bytes)} after",
+        f"activation memory: {before} before, {after} after",
         f"extra computation: {more:.1%}",
         f"predicted peak (simulated): {format_size(plain.peak_bytes)} before, {format_size(planned.peak_bytes)} after",
     ]
@@ -45,7 +58,7 @@ def plan_table(
     if refused is not None:
         lines += [f"Nothing is recomputed. {refused}", ""]
     if chains:
-        rows = [HEADS, ("---", "---:", "---", "---"), *plan_rows(chains)]
+        rows = [HEADS, ("---", "---:", "---", "---", "---:", "---:", "---:"), *plan_rows(chains, plain)]
         lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
         lines.append("")
     lines += [f"- {line}" for line in plan_figures(plain, planned, measured_bytes)]
@@ -60,7 +73,11 @@ def _ranges(chain: ChainPlan) -> str:
         f" and {len(shown) - _MOST_RANGES} more" if len(shown) > _MOST_RANGES else ""
     )
     times = list(runs_again(chain.ranges))
-    return f"{text} ({len(set(times))} layers, {len(times)} runs)"
+    return f"{text} ({_counted(len(set(times)), 'layer')}, {_counted(len(times), 'run')})"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _left_out(chain: ChainPlan) -> str:

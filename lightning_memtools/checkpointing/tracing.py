@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values, random_numbers_untouched
+from lightning_memtools.estimate.autocast import cuda_autocast
+from lightning_memtools.estimate.functions import CudaFunctions
+from lightning_memtools.estimate.kernel_mode import KernelMode
+from lightning_memtools.estimate.kernels import KERNELS, SIZED
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.ledger import Ledger
-from lightning_memtools.memory.virtual.mode import AccountingMode
 from lightning_memtools.memory.virtual.names import ModuleNames
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.memory.virtual.substitutions import behave_like_cuda
 
+Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]
 """Runs the forward pass with the model and batch it is given, fake ones, and returns what backward starts from."""
 
@@ -38,14 +42,15 @@ class Step:
         batch: What the forward pass is given, tensors in any nesting; not touched either.
         forward: Runs the forward pass.
         optimizers: Optimizers whose state takes memory beside the model.
-        cuda_like: Whether to take CUDA's path where CPU tensors take another.
+        device: Whose operators it is traced with: "cpu"; "cuda"; or "cuda-like", those of a
+            `VirtualDevice(cuda_like=True)` over a real run on the CPU, which has CUDA's dropout masks and optimizers.
     """
 
     model: nn.Module
     batch: Any
     forward: Forward
     optimizers: tuple[Optimizer, ...] = ()
-    cuda_like: bool = False
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +59,16 @@ class Cost:
 
     Attributes:
         peak_bytes: The highest that was allocated.
-        reserved_bytes: The most that the allocator asked of the device.
         static_bytes: What was allocated before the step: parameters, gradients, optimizer state, the batch.
         operations: Floating-point operations of matrix products and convolutions, and one for each element that any
             other operator made.
+        flops: The former alone, which is what torch's FlopCounterMode counts.
     """
 
     peak_bytes: int
-    reserved_bytes: int
     static_bytes: int
     operations: int
+    flops: int
 
     @property
     def activation_bytes(self) -> int:
@@ -79,6 +84,12 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
+        self.flops = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As in AccountingMode: torch would wrap __torch_dispatch__ so that it is never compiled, which takes time.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count."""
@@ -89,7 +100,9 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         if formula is not None:
-            self.total += int(formula(*args, **kwargs, out_val=out))
+            flops = int(formula(*args, **kwargs, out_val=out))
+            self.flops += flops
+            self.total += flops
         elif not getattr(func, "is_view", False):
             self.total += sum(
                 one.numel() for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Tensor)
@@ -122,6 +135,17 @@ class Trace:
         self.ledger.reset_peaks()
         return peak
 
+    @contextmanager
+    def aside(self) -> Iterator[list[int]]:
+        """What runs within is no part of the step; afterwards the list has the most that it allocated, in bytes."""
+        self.peak_since()
+        peak, before, counted = self._peak, self.allocated(), (self.counted.total, self.counted.flops)
+        found: list[int] = []
+        yield found
+        found.append(self.peak_since() - before)
+        self._peak = peak
+        self.counted.total, self.counted.flops = counted
+
     def peak_so_far(self) -> int:
         """The highest that was allocated since the last call of `peak_since`, which goes on."""
         return self.ledger.allocator.stats().peak_allocated or 0
@@ -145,20 +169,20 @@ class Trace:
         """Run the step as Lightning does: forward, zero_grad, backward, optimizer."""
         self._peak = 0
         self.ledger.reset_peaks()
-        static, operations = self.allocated(), self.counted.total
+        static = self.allocated()
+        self.counted.total = self.counted.flops = 0
         with around_forward():
             loss = _scalar(self._step.forward(self.model, self._batch))
         self.model.zero_grad(set_to_none=True)
         before_backward()
         if loss is not None and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        operations = self.counted.total - operations
+        operations, flops = self.counted.total, self.counted.flops
         del loss
         for one in self._optimizers:
             one.step()
         self.peak_since()
-        reserved = self.ledger.allocator.stats().peak_reserved or 0
-        return Cost(self._peak, reserved, static, operations)
+        return Cost(self._peak, static, operations, flops)
 
     def let_go(self) -> None:
         """Forget the step that is traced."""
@@ -180,17 +204,30 @@ def tracing(step: Step) -> Iterator[Trace]:
         stack.enter_context(active.host() if active is not None else nullcontext())
         stack.enter_context(random_numbers_untouched())
         stack.callback(patches.undo)
-        if step.cuda_like:
+        if step.device != "cpu":
             behave_like_cuda(patches)
+        if step.device == "cuda":
+            stack.enter_context(cuda_autocast())
         stack.enter_context(fake_mode())
         model = fake_model(step.model)
-        stack.enter_context(AccountingMode(ledger, ModuleNames(), error_of=_error))
+        kernels = SIZED | (KERNELS if step.device == "cuda" else {})
+        stack.enter_context(KernelMode(ledger, ModuleNames(), error_of=_error, kernels=kernels))
+        if step.device == "cuda":
+            stack.enter_context(CudaFunctions())
         counted = stack.enter_context(OperationCount())
         trace = Trace(step, model, ledger, counted)
         trace.prepare()
         # Hooks make cycles of the trace: without this the step's real batch would live until these are collected.
         stack.callback(trace.let_go)
         yield trace
+
+
+def device_of(*, cuda: bool) -> Device:
+    """Whose operators a step is to be traced with: those of the device that it will run on."""
+    if cuda:
+        return "cuda"
+    virtual = VirtualDevice.current()
+    return "cuda-like" if virtual is not None and virtual.cuda_like else "cpu"
 
 
 def _error(failure: SimulatedOutOfMemory) -> torch.OutOfMemoryError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_memtools.checkpointing.ranges import Range, Ranges
+from lightning_memtools.checkpointing.ranges import Range, Ranges, items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Unit:
         tail_operations: The part of these after the last tensor was kept: recomputation stops there.
         forward_bytes: What its forward pass needs at its highest, beyond what was there when it began.
         stopped_bytes: The same up to the last tensor that is kept.
+        dropping_bytes: What its forward pass needs at its highest where nothing is kept for backward.
         forward_base: In the forward pass, what is there when it begins besides what earlier units keep and its input.
         backward_base: In the backward pass, what is there when it begins besides what this and earlier units keep.
         backward_peak: The same at its highest. None where no gradient passes.
@@ -44,9 +46,16 @@ class Unit:
     tail_operations: int = 0
     forward_bytes: int = 0
     stopped_bytes: int = 0
+    dropping_bytes: int = 0
     forward_base: int = 0
     backward_base: int = 0
     backward_peak: int | None = None
+
+    def needs(self, *, keeping: bool, stops: bool) -> int:
+        """What running it forward needs at its highest: in a range, or where it keeps; whole, or to its last save."""
+        if not keeping:
+            return self.dropping_bytes
+        return self.stopped_bytes if stops else self.forward_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,7 @@ def estimate(
                 # Running again ends with the last tensor that is kept; a range within runs in full before that.
                 stops = again and at == end and not isinstance(item, Range)
                 if not again or at <= end or isinstance(item, Range):
-                    needs = units[at].stopped_bytes if stops else units[at].forward_bytes
+                    needs = units[at].needs(keeping=not isinstance(item, Range), stops=stops)
                     peak = max(peak, held + missing + below + needs)
                     if again:
                         extra += units[at].operations - (units[at].tail_operations if stops else 0)
@@ -145,14 +154,20 @@ def estimate(
     return Estimate(peak, extra, kept)
 
 
-def items(start: int, stop: int, ranges: Ranges) -> Iterator[Range | int]:
-    """The pieces of one level in order: ranges, and the units between them."""
-    position = start
-    for one in ranges:
-        yield from range(position, one.start)
-        yield one
-        position = one.stop
-    yield from range(position, stop)
+def kept_by_chain(units: Sequence[Unit], ranges: Ranges) -> Counter[int]:
+    """What each chain keeps from the forward pass for the backward pass, in bytes; -1 stands for what is in none."""
+    sizes = boundary_bytes(units)
+    kept: Counter[int] = Counter()
+    held = True
+    for item in items(0, len(units), ranges):
+        if isinstance(item, Range):
+            chain, added = units[item.start].chain, 0 if held else sizes[item.start]
+            held = all(unit.same_storage for unit in units[item.start : item.stop])
+        else:
+            chain = units[item].chain
+            added, held = after_keeping(units[item], input_held=held, in_bytes=sizes[item])
+        kept[-1 if chain is None else chain] += added
+    return kept
 
 
 def may_be_range(units: Sequence[Unit], start: int, stop: int) -> bool:

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_memtools.estimate.kernel_mode import KernelMode
 from lightning_memtools.estimate.kernels import KERNELS, SIZED, Kernel
 from lightning_memtools.estimate.recording import Recorder, RecordingLedger
 from lightning_memtools.memory.allocator import CachingAllocator
@@ -71,29 +71,20 @@ class TracedDevice(VirtualDevice):
         )
 
 
-class _TracedMode(AccountingMode):  # type: ignore[no-untyped-call]
+class _TracedMode(KernelMode):  # type: ignore[no-untyped-call]
     """Counts what operators make, and notes which operator runs."""
 
     def __init__(
         self, ledger: RecordingLedger, *args: Any, recorder: Recorder, kernels: dict[Any, Kernel], **options: Any
     ) -> None:
-        super().__init__(ledger, *args, **options)
+        super().__init__(ledger, *args, kernels=kernels, **options)
         self.place = _NotedPlace(ledger, recorder)
         self._recorder = recorder
-        self._kernels = kernels
-        self.work_with: Callable[[int], None] = ledger.work_with
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, or what CUDA has in its place."""
         self._recorder.operation = func
-        kernel = self._kernels.get(func)
-        if kernel is None or self.silent:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-        def run(func: Any, *args: Any, **kwargs: Any) -> Any:
-            return AccountingMode.__torch_dispatch__(self, func, types, args, kwargs)
-
-        return kernel(self, run, func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
         """A module is called."""

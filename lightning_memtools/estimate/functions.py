@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_memtools.estimate.recurrent import RECURRENT
+from lightning_memtools.memory.virtual.patches import Patches
 
 aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -20,6 +22,25 @@ _FLASH_MAX_HEAD = 256
 
 class CudaFunctions(TorchFunctionMode):
     """Attention takes the kernel that CUDA would (compute capability 8.0 or later), recurrent layers take cuDNN's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patches = Patches()
+
+    def __enter__(self) -> Self:
+        """Also replace attention by its name: torch hides from a mode what its own functions call.
+
+        Such a function is multi_head_attention_forward, of nn.MultiheadAttention.
+        """
+        # In a function of its own: what replaces is given the original's name.
+        self._patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attention))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Put it back."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.undo()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, or what CUDA calls in its place."""

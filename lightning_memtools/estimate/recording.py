@@ -130,24 +130,6 @@ class RecordingLedger(Ledger):
         super().__init__(allocator)
         self._recorder = recorder
 
-    def work_with(self, n_bytes: int) -> None:
-        """Take a block and give it back at once, as a kernel does with its workspace.
-
-        Raises:
-            SimulatedOutOfMemory: The device has too little.
-        """
-        if n_bytes <= 0:
-            return
-        with self._lock:
-            self._settle()
-            block = self.allocator.malloc(n_bytes, label="workspace")
-            number = block.id
-            self._serial += 1
-            self._recorder.born(block, WORKSPACE, "")
-            self.allocator.free(block)
-            self._recorder.died(number, WORKSPACE, "")
-        self._settle_late()
-
     def finish(self) -> None:
         """Write down what is known of the blocks that are alive. Their end is not counted any more."""
         for entry in self.entries():
@@ -160,6 +142,13 @@ class RecordingLedger(Ledger):
         super()._count(block, category)
         held = block.label == "workspace"
         self._recorder.born(block, WORKSPACE if held else category, block.label or "")
+
+    def _work_in(self, block: Block) -> None:
+        number = block.id
+        self._serial += 1
+        self._recorder.born(block, WORKSPACE, "")
+        super()._work_in(block)
+        self._recorder.died(number, WORKSPACE, "")
 
     def _give_back(self, entry: Entry) -> None:
         number = entry.block.id

@@ -160,7 +160,9 @@ class Situation:
     def step(self) -> Step:
         """The training step, to plan for."""
         assert self.forward is not None
-        return Step(self.model, self.facts.batch, self.forward, tuple(self.optimizers), cuda_like=self.cuda)
+        return Step(
+            self.model, self.facts.batch, self.forward, tuple(self.optimizers), device="cuda" if self.cuda else "cpu"
+        )
 
 
 def _without_state(optimizer: Optimizer) -> Optimizer:

@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+import weakref
 from collections import Counter, OrderedDict
 
 import pytest
@@ -135,6 +136,33 @@ def test_without_gradients_calls_pass_straight_through(mode, monkeypatch):
             assert torch.equal(model(torch.ones(2, 32)), expected)
 
 
+@pytest.mark.parametrize("trained_in_evaluation_mode", [False, True])
+def test_evaluation_passes_straight_through_unless_the_model_is_trained_like_that(trained_in_evaluation_mode):
+    model = same_seed(nested)
+    runs: Counter[str] = Counter()
+    model[0].register_forward_hook(lambda *_: runs.update(["first layer"]))
+    if trained_in_evaluation_mode:
+        model.eval()
+    with applied_to(model, Range(0, 8)):
+        model.eval()
+        model(torch.ones(2, 32, requires_grad=True)).sum().backward()
+    assert runs["first layer"] == 1 + trained_in_evaluation_mode
+
+
+def test_what_a_range_gave_is_let_go_as_soon_as_in_the_plain_chain():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    given: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    # The layer after the range, a ReLU, keeps its own result and not what it was given.
+    model[3].register_forward_pre_hook(lambda _, args: given.append(weakref.ref(args[0])))
+    model[4].register_forward_pre_hook(lambda *_: alive.append(given[-1]() is not None))
+    for ranges in ((), (Range(0, 3),), (Range(0, 6, (Range(1, 3),)),)):
+        with applied_to(model, *ranges):
+            model(torch.ones(2, 4)).sum().backward()
+    assert not any(alive)
+    assert len(alive) == 1 + 1 + 2
+
+
 def test_a_sequential_with_hooks_of_its_own_is_one_layer():
     model = same_seed(nested)
     calls = []
@@ -160,19 +188,43 @@ class Alternates(nn.Module):
         return self.ways[(self.calls - 1) % len(self.ways)](x)
 
 
+def squared(x):
+    return x * x
+
+
+DIFFERENT = {
+    "another operator": (torch.sin, torch.sigmoid),
+    "fewer operators": (lambda x: x.sin().cos().sigmoid(), lambda x: x.relu().sigmoid()),
+    "fewer tensors": (lambda x: squared(x.sin()), lambda x: x.sin()),
+    "more tensors": (lambda x: x.sin(), lambda x: squared(x.sin())),
+    "another shape": (lambda x: squared(squared(x)), lambda x: squared(squared(x[:2]))),
+    "another type": (lambda x: x.sin(), lambda x: x.double().sin().float()),
+}
+PLACES = {
+    "within the range": Range(0, 5),
+    "at its end": Range(0, 3),
+    "before a nested range": Range(0, 5, (Range(3, 5),)),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
-    "ways",
+    ("ways", "place"),
     [
-        (torch.relu, torch.sigmoid),
-        (lambda x: x.sin().cos().sigmoid(), lambda x: x.relu().sigmoid()),
-        (lambda x: x, lambda x: x[:2]),
+        (ways, place)
+        for ways in DIFFERENT
+        for place in PLACES
+        # Running again ends with as many tensors as were kept at first: what would come after them is not seen.
+        if place != "at its end" or ways not in {"another operator", "more tensors"}
     ],
-    ids=["another operator", "fewer operators", "another shape"],
 )
-def test_a_layer_that_does_something_else_the_second_time_is_named(ways):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Alternates(*ways)), nn.Linear(4, 4))
-    with applied_to(model, Range(0, 4)), pytest.raises(CheckpointError, match=r"layer 1\.1 .*exclude=\['1\.1'\]"):
-        model(torch.randn(3, 4)).sum().backward()
+def test_a_layer_that_does_something_else_the_second_time_is_named(ways, place, autocast):
+    odd = nn.Sequential(nn.Tanh(), Alternates(*DIFFERENT[ways]))
+    model = nn.Sequential(nn.Linear(4, 4), odd, nn.Linear(4, 4), nn.Tanh())
+    with applied_to(model, PLACES[place]), torch.autocast("cpu", enabled=autocast):
+        loss = model(torch.randn(3, 4)).sum()
+        with pytest.raises(CheckpointError, match=r"layer 1\.1 .*exclude=\['1\.1'\]"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -51,6 +51,7 @@ def chains(draw, least: int, most: int) -> list[Unit]:
                 tail_operations=draw(st.integers(0, operations)),
                 forward_bytes=forward,
                 stopped_bytes=draw(st.integers(0, forward)),
+                dropping_bytes=draw(st.integers(0, forward)),
                 forward_base=draw(sizes),
                 backward_base=base,
                 backward_peak=draw(st.one_of(st.none(), st.integers(base, base + 6))),

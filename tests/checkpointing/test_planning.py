@@ -10,9 +10,15 @@ import torch
 from torch import nn
 
 from lightning_memtools.checkpointing.apply import Applied
-from lightning_memtools.checkpointing.find import NothingToApplyTo
+from lightning_memtools.checkpointing.find import NothingToApplyTo, find_chains
+from lightning_memtools.checkpointing.options import Options
+from lightning_memtools.checkpointing.places import chain_plans
 from lightning_memtools.checkpointing.planning import CheckpointPlan, plan_checkpoints
-from lightning_memtools.checkpointing.ranges import Range
+from lightning_memtools.checkpointing.predict import predict
+from lightning_memtools.checkpointing.profiling import profile
+from lightning_memtools.checkpointing.ranges import ChainPlan, Range
+from lightning_memtools.checkpointing.tracing import Step
+from lightning_memtools.checkpointing.units import estimate
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.checkpointing.models import ZOO, Block, conv_bn_relu, encoder, mlp, nested, same_seed
 
@@ -108,8 +114,6 @@ def test_synchronized_batchnorm_and_power_iterations_stay_outside():
         nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
         nn.Linear(8, 8),
     ]
-    from lightning_memtools.checkpointing.find import find_chains  # noqa: PLC0415
-    from lightning_memtools.checkpointing.options import Options  # noqa: PLC0415
 
     model = nn.Sequential(*blocks)
     (chain,) = find_chains(model, Options.parse(bn_dropout="recompute"))
@@ -155,9 +159,6 @@ def test_chunks_are_cut_where_the_peak_is_lowest():
     plan = plan_checkpoints(model, x, segments=3)
     assert len(plan.chains[0].ranges) <= 2
     n = len(model)
-    from lightning_memtools.checkpointing.predict import predict  # noqa: PLC0415
-    from lightning_memtools.checkpointing.ranges import ChainPlan  # noqa: PLC0415
-    from lightning_memtools.checkpointing.tracing import Step  # noqa: PLC0415
 
     step = Step(model, (x,), lambda copy, args: copy(*args))
     names = plan.chains[0].layers
@@ -291,3 +292,19 @@ def test_planning_within_a_virtual_device_leaves_it_alone():
         plan_checkpoints(model, x, bn_dropout="recompute")
         after = device.stats()
     assert (before.allocated, before.peak_allocated) == (after.allocated, after.peak_allocated)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_memory_model_says_what_is_traced_where_no_layer_keeps_anything(device, length):
+    """What a range needs in the forward pass is less than a layer that keeps its intermediate results."""
+    model, x = encoder(6), torch.empty(64, 24, 32)
+    step = Step(model, (x,), lambda copy, args: copy(*args), device=device)
+    chains = find_chains(model, Options.parse())[:1]
+    measured = profile(step, chains)
+    ranges = tuple(Range(at, at + length, (Range(at, at + 1),) if length == 3 else ()) for at in range(1, 7, length))
+    assert [place for place in measured.places if place is not None] == [(0, at) for at in range(6)]
+    told = estimate(measured.units, ranges)
+    traced = predict(step, chain_plans(measured, chains, ranges))
+    assert told.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
+    assert told.extra_operations == traced.operations - measured.plain.operations

@@ -444,3 +444,19 @@ def test_fused_optimizers_take_no_temporaries_and_keep_counts_on_the_device():
     foreach = estimate_memory(model, rows, step=total, optimizer=torch.optim.Adam)
     assert max(foreach.timeline.parts["optimizer"]) == 2 * 512 * 512 * 4
     assert foreach.composition["temporaries"] == 512 * 512 * 4
+
+
+def test_attention_within_torchs_own_functions_takes_cudas_kernel_too():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+
+        def forward(self, x):
+            return self.module(x, x, x, need_weights=False)[0]
+
+    original = F.scaled_dot_product_attention
+    bytes_kept = sum(saved(Attention(), torch.empty(2, 256, 64)).values())
+    scores = 2 * 4 * 256 * 256 * 4
+    assert bytes_kept < scores
+    assert F.scaled_dot_product_attention is original

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
 from tests.checkpointing.models import encoder
@@ -15,7 +18,7 @@ from tests.lightning_models import Regression, loader, trainer
 
 
 class Encoder(Regression):
-    """An encoder in a Sequential, with a layer that takes no part when `unused`."""
+    """An encoder in a Sequential, sharded where the strategy is; with a layer that takes no part when `unused`."""
 
     def __init__(self, *, unused: bool) -> None:
         super().__init__()
@@ -25,23 +28,35 @@ class Encoder(Regression):
         if unused:
             self.idle = nn.Linear(3, 3)
 
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.net, FSDPModule):
+            assert self.device_mesh is not None
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
-def main(root: Path, find_unused: str) -> None:
-    unused = find_unused == "on"
+
+def strategy_of(case: str) -> ModelParallelStrategy | str:
+    """A new one for each run: DDP with find_unused_parameters off or on, or FSDP 2."""
+    if case == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    return "ddp_find_unused_parameters_true" if case == "on" else "ddp"
+
+
+def main(root: Path, case: str) -> None:
     for name in ("plain", "checkpointed"):
         L.seed_everything(0, verbose=False)
-        model = Encoder(unused=unused)
+        model = Encoder(unused=case == "on")
         callback = GradientCheckpointing(bn_dropout="recompute")
         run = trainer(
             root,
             *([callback] if name == "checkpointed" else []),
-            strategy="ddp_find_unused_parameters_true" if unused else "ddp",
+            strategy=strategy_of(case),
             devices=2,
             logger=False,
         )
         run.fit(model, loader(96, 16))
         plan = None if callback.plan is None else callback.plan.chains
-        torch.save({"weights": model.state_dict(), "plan": plan}, root / f"{find_unused}-{name}-{run.global_rank}.pt")
+        weights = {key: one.to_local() if isinstance(one, DTensor) else one for key, one in model.state_dict().items()}
+        torch.save({"weights": weights, "plan": plan}, root / f"{case}-{name}-{run.global_rank}.pt")
         run.strategy.barrier()
 
 

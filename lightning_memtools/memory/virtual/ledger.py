@@ -106,6 +106,19 @@ class Ledger:
             self._count(block, Category.OTHER)
             self.held += block.size
 
+    def work_with(self, n_bytes: int) -> None:
+        """Take a block and give it back at once, as a kernel does with its workspace.
+
+        Raises:
+            SimulatedOutOfMemory: The device has too little.
+        """
+        if n_bytes <= 0:
+            return
+        with self._lock:
+            self._settle()
+            self._work_in(self.allocator.malloc(n_bytes, label="workspace"))
+        self._settle_late()
+
     def resize(self, entry: Entry, n_bytes: int) -> None:
         """Move a storage to a block of another size: the old one goes back after the new one was had, as on CUDA.
 
@@ -197,6 +210,9 @@ class Ledger:
             self._entries[key] = entry
         self._settle_late()
         return entry
+
+    def _work_in(self, block: Block) -> None:
+        self.allocator.free(block)
 
     def _count(self, block: Block, category: Category) -> None:
         self._serial += 1

@@ -1,0 +1,124 @@
+"""Which modules are chains, and which of their layers may run twice."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+from torch import nn
+
+from lightning_memtools.checkpointing.find import depths, find_chains, say_nothing_found
+from lightning_memtools.checkpointing.kinds import is_dropout
+from lightning_memtools.checkpointing.options import Options
+from tests.zoo import timm, torchvision_models
+
+
+class Subclass(nn.Sequential):
+    """Made by its own constructor, run by Sequential's forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.ReLU())
+
+
+class OwnForward(nn.Sequential):
+    """Does something else with its children."""
+
+    def forward(self, input):  # noqa: A002, Sequential's own name
+        return super().forward(input) + input
+
+
+class Model(nn.Module):
+    """Sequentials of all sorts within modules that have forwards of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(OrderedDict(norm=nn.LayerNorm(4), subclass=Subclass(4), own=OwnForward(Subclass(4))))
+        self.list = nn.ModuleList([Subclass(4), nn.Linear(4, 4)])
+        self.empty = nn.Sequential()
+
+
+def found(model: nn.Module, **options) -> dict[str, tuple[str, ...]]:
+    return {chain.name: chain.layers for chain in find_chains(model, Options.parse(**options))}
+
+
+def test_sequentials_of_any_subclass_at_any_depth_that_run_as_sequential_does():
+    assert found(Model()) == {
+        "stem": ("stem.norm", "stem.subclass.0", "stem.subclass.1", "stem.own"),
+        "stem.own.0": ("stem.own.0.0", "stem.own.0.1"),
+        "list.0": ("list.0.0", "list.0.1"),
+    }
+
+
+def test_a_forward_set_on_the_instance_is_not_sequentials_own():
+    model = Model()
+    model.list[0].forward = lambda input: input  # noqa: A006, Sequential's own name
+    assert "list.0" not in found(model)
+
+
+def test_chains_within_layers_of_others_come_in_a_group_of_their_own():
+    groups = depths(find_chains(Model(), Options.parse()))
+    assert [[chain.name for chain in group] for group in groups] == [["stem", "list.0"], ["stem.own.0", "list.0"]]
+
+
+def test_include_takes_what_it_names_and_nothing_else():
+    assert found(Model(), include=["list.*"]) == {"list.0": ("list.0.0", "list.0.1"), "list.1": ("list.1",)}
+    assert found(Model(), include=["stem", "stem.own*"]) == {"stem": found(Model())["stem"]}
+    assert set(found(Model(), exclude=["stem"])) == {"list.0"}
+
+
+def test_compiled_parts_are_left_to_their_compiler():
+    model = nn.Sequential(nn.Linear(4, 4), Subclass(4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.ReLU())
+    model[1].compile(backend="eager")
+    model[3].compile(backend="eager")
+    (chain,) = find_chains(model, Options.parse())
+    assert chain.layers == ("0", "1", "2.0", "2.1", "3")
+    assert chain.outside == {1: "compiled", 4: "compiled"}
+
+
+def test_candidates_are_lists_of_one_kind_of_block():
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList([nn.Linear(2, 2)] * 3), "mixed": nn.ModuleList([nn.ReLU(), Model()])}
+    )
+    text = say_nothing_found(model, Options.parse(exclude=["mixed.1"]))
+    assert "it looked for nn.Sequential modules" in text
+    assert "except exclude=['mixed.1']" in text
+    assert "pass include=['blocks.*']." in text
+
+
+DROPOUTS = {
+    "Dropout": lambda: nn.Dropout(0.1),
+    "Dropout1d": lambda: nn.Dropout1d(0.1),
+    "Dropout2d": lambda: nn.Dropout2d(0.1),
+    "Dropout3d": lambda: nn.Dropout3d(0.1),
+    "AlphaDropout": lambda: nn.AlphaDropout(0.1),
+    "FeatureAlphaDropout": lambda: nn.FeatureAlphaDropout(0.1),
+    "StochasticDepth": lambda: torchvision_models().convnext.StochasticDepth(0.1, "row"),
+    "DropPath": lambda: timm().layers.DropPath(0.1),
+    "DropBlock2d": lambda: timm().layers.DropBlock2d(0.1),
+    "PatchDropout": lambda: timm().layers.PatchDropout(0.1),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_of_any_kind_stays_outside_while_it_drops(name):
+    layer = DROPOUTS[name]()
+    assert is_dropout(layer)
+    assert not is_dropout(layer.eval())
+    (chain,) = find_chains(nn.Sequential(nn.Linear(4, 4), layer.train()), Options.parse())
+    assert chain.outside == {1: f"{name} never runs twice"}
+
+
+@pytest.mark.parametrize("rate", [0, 0.0])
+def test_dropout_that_drops_nothing_is_an_ordinary_layer(rate):
+    assert not is_dropout(nn.Dropout(rate))
+    assert not is_dropout(timm().layers.DropPath(rate))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LazyBatchNorm1d])
+def test_batchnorm_of_any_kind_stays_outside_while_it_trains(kind):
+    layer = kind() if kind is nn.LazyBatchNorm1d else kind(4)
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    (training,) = find_chains(model, Options.parse())
+    (evaluating,) = find_chains(model.eval(), Options.parse())
+    assert training.outside == {1: f"{kind.__name__} never runs twice"}
+    assert evaluating.outside == {}

@@ -1,0 +1,101 @@
+"""What is measured of each layer, against arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools.checkpointing.find import find_chains
+from lightning_memtools.checkpointing.options import Options
+from lightning_memtools.checkpointing.planning import plan_checkpoints
+from lightning_memtools.checkpointing.profiling import Profile, profile
+from lightning_memtools.checkpointing.tracing import Step
+from lightning_memtools.checkpointing.units import Unit
+from lightning_memtools.memory.sizes import format_size
+
+ROWS, WIDTH = 512, 64
+BYTES = ROWS * WIDTH * 4
+
+
+def measured(model: nn.Module, *args: torch.Tensor) -> Profile:
+    chains = find_chains(model, Options.parse(bn_dropout="recompute"))[:1]
+    return profile(Step(model, args, lambda copy, args: copy(*args), device="cuda"), chains)
+
+
+def units_of(*layers: nn.Module) -> dict[int, Unit]:
+    found = measured(nn.Sequential(*layers), torch.empty(ROWS, WIDTH))
+    return {place[1]: unit for unit, place in zip(found.units, found.places, strict=True) if place is not None}
+
+
+def test_what_a_linear_layer_keeps_gives_and_computes():
+    one = units_of(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH))[1]
+    assert (one.keeps_input, one.keeps_output, one.own_bytes) == (True, False, 0)
+    assert one.out_bytes == 2 * BYTES
+    assert one.operations == 2 * ROWS * WIDTH * 2 * WIDTH
+    # Its input is kept before it computes: running it again ends at once.
+    assert one.tail_operations == one.operations
+    assert one.forward_bytes == 2 * BYTES
+    assert one.stopped_bytes == 0
+
+
+def test_an_activation_keeps_its_result_and_computes_an_element_each():
+    one = units_of(nn.Linear(WIDTH, WIDTH), nn.Tanh())[1]
+    assert (one.keeps_input, one.keeps_output, one.own_bytes) == (False, True, 0)
+    assert (one.operations, one.tail_operations) == (ROWS * WIDTH, 0)
+    assert one.stopped_bytes == BYTES
+
+
+def test_dropout_keeps_a_mask_of_a_byte_each():
+    one = units_of(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))[1]
+    assert (one.keeps_input, one.keeps_output, one.own_bytes) == (False, False, ROWS * WIDTH)
+    assert one.out_bytes == BYTES
+
+
+def test_a_view_and_an_in_place_layer_have_no_storage_of_their_own():
+    units = units_of(nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (4, 16)), nn.Flatten(), nn.ReLU(inplace=True))
+    assert [units[at].same_storage for at in range(4)] == [False, True, True, True]
+    assert [units[at].out_bytes for at in range(4)] == [BYTES, 0, 0, 0]
+    # A range that began with the views would keep a storage that is overwritten.
+    assert [units[at].may_start for at in range(4)] == [True, False, False, False]
+
+
+def test_a_storage_that_two_operators_keep_counts_once():
+    class Twice(nn.Module):
+        def forward(self, x):
+            y = x.sin()
+            return y * y + y.exp()
+
+    one = units_of(nn.Linear(WIDTH, WIDTH), Twice())[1]
+    # sin keeps its input; the product keeps y; exp keeps its result.
+    assert one.keeps_input
+    assert one.own_bytes == 2 * BYTES
+
+
+def test_what_backward_needs_for_a_moment():
+    one = units_of(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh())[1]
+    # Before: the gradient of its result. At the highest: that of its input too.
+    assert one.backward_base == pytest.approx(one.backward_peak - BYTES)
+
+
+def test_what_each_chain_keeps_before_and_after_is_in_the_table():
+    blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3)]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Sequential(*blocks), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+        def forward(self, x):
+            return self.two(self.one(x))
+
+    plan = plan_checkpoints(Model(), torch.empty(ROWS, WIDTH), segments=2)
+    first, second = plan.chains
+    # Each block keeps its input and the result of tanh; the model's input is there in any case.
+    assert first.plain_kept_bytes == 3 * 4 * BYTES + 2 * BYTES
+    assert second.plain_kept_bytes == 2 * BYTES
+    kept = first.kept_bytes + second.kept_bytes
+    assert kept < first.plain_kept_bytes + second.plain_kept_bytes
+    assert first.extra_operations + second.extra_operations == plan.planned.operations - plan.plain.operations
+    row = next(line for line in plan.table().splitlines() if line.startswith("| one"))
+    assert [cell.strip() for cell in row.split("|")[5:7]] == ["1.75 MiB", format_size(first.kept_bytes)]
