@@ -86,8 +86,10 @@ def accumulation(trials: Trials) -> Iterator[Action]:
 
 def checkpointing(trials: Trials) -> Iterator[Action]:
     """The plan of least recomputation that fits; where there is none, what GradientCheckpointing() takes by itself."""
-    plan, budget = trials.plan()
-    if plan.refused is not None:
+    planned = trials.plan()
+    plan, budget = planned.plan, planned.budget
+    if planned.estimate is None:
+        assert plan.refused is not None
         yield replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
         return
     if budget is None and trials.situation.plan is not None:
@@ -99,7 +101,7 @@ def checkpointing(trials: Trials) -> Iterator[Action]:
     price = f"{extra:.0%} more computation" if extra >= _LEAST_PRICE else "less than 1% more computation"
     code = RECOMPUTE.code if budget is None else f'GradientCheckpointing(memory_budget="{budget}")'
     action = replace(RECOMPUTE, title=f"Recompute activations of {names}", code=code)
-    yield compared(trials, trials.situation.estimate(plan=plan), action, price=price)
+    yield compared(trials, planned.estimate, action, price=price)
 
 
 def precision(trials: Trials) -> Iterator[Action]:

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 
 from lightning_memtools.checkpointing.options import Options
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, CheckpointPlan, make_plan
+from lightning_memtools.checkpointing.tracing import Step
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_size import Trial, largest_batch
 from lightning_memtools.estimate.continuing import run_on
@@ -37,6 +38,21 @@ class Largest:
     size: int
     estimate: MemoryEstimate | None = None
     end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A checkpoint plan for the step.
+
+    Attributes:
+        plan: The plan.
+        estimate: What the step needs with it; None where the plan is to recompute nothing.
+        budget: The memory budget that it was made for, such as "110MiB"; None for "auto".
+    """
+
+    plan: CheckpointPlan
+    estimate: MemoryEstimate | None
+    budget: str | None = None
 
 
 class Trials:
@@ -159,23 +175,35 @@ class Trials:
             end = "a larger one may fit: there was no time to find out"
         return Largest(size, self.at(size), end.format(size + 1)) if size else Largest(0)
 
-    def plan(self) -> tuple[CheckpointPlan, str | None]:
-        """The plan of least recomputation that fits and its budget, or where none is found, what "auto" takes."""
+    def plan(self) -> Planned:
+        """The plan of least recomputation that fits; where none is found in time, what "auto" takes."""
         step = self.situation.step()
-        if self.can_tell_what_fits:
-            budget = self.usable // MIB
-            for _ in range(_BUDGET_STEPS):
-                self._deadline.check()
-                try:
-                    plan = make_plan(step, Options.parse(memory_budget=f"{budget}MiB"))
-                except BudgetTooSmallError:
-                    break
-                if plan.refused is not None or self.fits(self.situation.estimate(plan=plan)):
-                    return plan, f"{budget}MiB"
-                # It fits the budget as what tensors hold; what the allocator asks of the device is more.
-                budget -= max(budget // 20, 1)
         self._deadline.check()
-        return make_plan(step, Options.parse()), None
+        auto = make_plan(step, Options.parse())
+        found = Planned(auto, None if auto.refused is not None else self.situation.estimate(plan=auto))
+        if not self.can_tell_what_fits:
+            return found
+        try:
+            return self._plan_that_fits(step) or found
+        except OutOfTimeError:
+            return found
+
+    def _plan_that_fits(self, step: Step) -> Planned | None:
+        budget = self.usable // MIB
+        for _ in range(_BUDGET_STEPS):
+            self._deadline.check()
+            try:
+                plan = make_plan(step, Options.parse(memory_budget=f"{budget}MiB"))
+            except BudgetTooSmallError:
+                return None
+            if plan.refused is not None:
+                return Planned(plan, None, f"{budget}MiB")
+            estimate = self.situation.estimate(plan=plan)
+            if self.fits(estimate):
+                return Planned(plan, estimate, f"{budget}MiB")
+            # It fits the budget as what tensors hold; what the allocator asks of the device is more.
+            budget -= max(budget // 20, 1)
+        return None
 
     # --- in words
 
