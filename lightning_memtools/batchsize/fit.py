@@ -64,9 +64,8 @@ def expected_peak(points: Sequence[Point], size: float) -> float:
 
 
 def _slack(reading: Reading) -> float:
-    """What is taken and not allocated; nothing where all of it was there before, as a cache that can be used."""
-    peak = reading.peak or 0
-    return float(peak - (reading.peak_allocated or 0)) if peak > (reading.peak_before or 0) else 0.0
+    """What is taken and not allocated."""
+    return float((reading.peak or 0) - (reading.peak_allocated or 0))
 
 
 def _optimizer_peak(reading: Reading) -> int:

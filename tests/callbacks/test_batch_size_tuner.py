@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_memtools import MemoryMonitor, VirtualDevice
-from lightning_memtools.callbacks._trial import Probe
+from lightning_memtools.callbacks._batch_size.probe import Probe
 from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
 from lightning_memtools.memory.sizes import MIB
 from tests.batch_size_models import Samples
