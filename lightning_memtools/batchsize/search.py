@@ -21,8 +21,8 @@ _ENOUGH = 0.985
 _CLOSE = 0.975
 # A prediction this many times over what failed is wrong, and not only imprecise.
 _OFF = 1.2
-# No jump goes farther than this many times what has run.
-_FARTHEST = 100
+# No jump goes farther than this many times what has run: a few samples do not show a term that grows with the square.
+_FARTHEST = 1000
 # Segments of CUDA's caching allocator have 20 MiB (kLargeBuffer in c10/core/AllocatorConfig.h).
 _GRAIN = 20 * 2**20
 
@@ -72,6 +72,7 @@ def next_size(  # noqa: C901, PLR0911, one decision after the other, each with i
     if len(_ended(trials)) == 1 and lower and upper == math.inf and promised != math.inf:
         # One size tells next to nothing of the slope.
         far = round_down(promised) if ceiling <= _ENOUGH * promised else round_down(_SECOND * promised)
+        far = min(far, round_down(_FARTHEST * lower))
         return min(ceiling, max(far, round_down(2 * lower), round_down(lower + 1))) if ceiling > lower else None
     settled = lower >= round_down(promised) or lower >= _ENOUGH * promised
     if settled and _is_precise(trials):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
@@ -107,6 +108,8 @@ class Probe(Callback):
         """Training goes on with its next batch."""
         self.pause()
         self._validations += not trainer.sanity_checking
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.stage = "train"  # which fetches its next batch now
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
         """As in training."""

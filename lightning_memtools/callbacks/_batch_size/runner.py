@@ -27,6 +27,7 @@ from lightning_memtools.callbacks._batch_size.presence import QuietLogger, takes
 from lightning_memtools.callbacks._batch_size.probe import STEPS, Probe, TrialOver
 from lightning_memtools.callbacks._batch_size.room import Room
 from lightning_memtools.callbacks._batch_size.sources import SizedSource
+from lightning_memtools.memory.failed_backward import let_go_of_failed_backward
 from lightning_memtools.memory.oom import error_chain, is_killed_worker, is_out_of_memory
 from lightning_memtools.memory.stages import Stage
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
@@ -334,6 +335,7 @@ class TrialRunner:
         return size
 
     def _empty(self) -> None:
+        let_go_of_failed_backward()
         gc.collect()
         if self._reader is not None:
             self._reader.empty_cache()
