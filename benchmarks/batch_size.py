@@ -14,12 +14,13 @@ The largest that fits is the true maximum.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -163,6 +164,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()  # BatchSizeFinder collects after each trial, which takes a second over all objects of torch
     rows: list[dict[str, Any]] = []
     real: list[dict[str, Any]] = []
     for name in sys.argv[1:] or list(MODELS):
@@ -177,21 +179,23 @@ def main() -> None:
         if name in SECONDS:
             real.append(in_seconds(name, kind, SECONDS[name]))
             print(real[-1], flush=True)
+    save("batch_size", summary(rows, real))
+
+
+def summary(rows: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is kept, with the claims that are read off it."""
     found = [one["BatchSizeTuner"] for one in rows]
-    save(
-        "batch_size",
-        {
-            "what": f"training, margin {MARGIN}, on fake tensors; BatchSizeFinder power knows no margin",
-            "truth": "a plain fit of 6 steps on a device less by the margin, without retries; see the script",
-            "runs": len(rows),
-            "never_over_the_truth": all(one["share_of_true_maximum"] <= 1 for one in found),
-            "least_share": min(one["share_of_true_maximum"] for one in found),
-            "share_of_runs_in_three_trials": round(sum(one["trials"] <= 3 for one in found) / len(found), 3),
-            "most_trials": max(one["trials"] for one in found),
-            "rows": rows,
-            "on_real_tensors": real,
-        },
-    )
+    return {
+        "what": f"training, margin {MARGIN}, on fake tensors; BatchSizeFinder power knows no margin",
+        "truth": "a plain fit of 6 steps on a device less by the margin, without retries; see the script",
+        "runs": len(rows),
+        "never_over_the_truth": all(one["share_of_true_maximum"] <= 1 for one in found),
+        "least_share": min(one["share_of_true_maximum"] for one in found),
+        "share_of_runs_in_three_trials": round(sum(one["trials"] <= 3 for one in found) / len(found), 3),
+        "most_trials": max(one["trials"] for one in found),
+        "rows": rows,
+        "on_real_tensors": real,
+    }
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ _SECOND = 0.35
 # How far below the prediction the first jump aims: what two measured sizes leave uncertain.
 _AIM = 0.985
 # No more trials once what was run is this share of what is predicted, or of what is known to be too much.
-_ENOUGH = 0.985
+_ENOUGH = 0.976
 _CLOSE = 0.975
 # A prediction this many times over what failed is wrong, and not only imprecise.
 _OFF = 1.2

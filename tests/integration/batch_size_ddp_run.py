@@ -1,6 +1,6 @@
 """Tunes on several ranks, the last with a smaller virtual device; started by test_batch_size_ddp.py.
 
-python batch_size_ddp_run.py FOLDER RANKS CASE
+python batch_size_ddp_run.py FOLDER RANKS CASE ...
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Model(L.LightningModule):
         loss: Tensor = self.norm(hidden.mean(1, keepdim=True)).square().mean() + hidden.square().mean()
         if self.case == "sync_dist":
             self.log("loss", loss, sync_dist=True)
+        if self.case == "own collective":
+            torch.distributed.all_reduce(loss.detach())
         if self.case == "error" and self.global_rank == 1:
             raise KeyError("from the step of rank 1")
         return loss
@@ -52,10 +54,13 @@ class Model(L.LightningModule):
 
 
 def main(root: Path, ranks: int, case: str) -> None:
+    """One fit; in "plain" the first size fits on every device but the last rank's."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     L.seed_everything(0, verbose=False)
     effective = 48 * ranks if case == "effective" else None
-    tuner = BatchSizeTuner(stages=("train",), effective_batch_size=effective)
+    tuner = BatchSizeTuner(
+        stages=("train",), effective_batch_size=effective, init_val=40 if case == "plain" else 8, max_trials=5
+    )
     model = Model(case)
     found: dict[str, Any] = {}
     with VirtualDevice("48MiB" if rank == ranks - 1 else "128MiB"):
@@ -81,4 +86,5 @@ def main(root: Path, ranks: int, case: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    for name in sys.argv[3:]:
+        main(Path(sys.argv[1]), int(sys.argv[2]), name)

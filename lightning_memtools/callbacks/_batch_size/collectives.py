@@ -66,10 +66,9 @@ def no_collectives() -> Iterator[None]:
         def collective(*args: Any, **kwargs: Any) -> Any:
             del args, kwargs
             raise CollectiveInTrial(
-                f"The collective {name!r} was called while BatchSizeTuner ran a batch size: by "
-                "self.log(..., sync_dist=True), by a metric that is synchronised in the step, or by torch.distributed "
-                "in your own code. A rank that fails would leave the others waiting in it. Next: log "
-                "without sync_dist in the steps while tuning, or tune with devices=1 and set the size that is found."
+                f"The collective {name!r} was called while BatchSizeTuner ran a batch size, by torch.distributed in "
+                "your own code or in a library's. A rank that fails would leave the others waiting in it. Next: leave "
+                "it out of the steps while tuning, or tune with devices=1 and set the size that is found."
             )
 
         return collective
