@@ -21,6 +21,7 @@ from lightning_memtools.callbacks._batch_size.places import Places
 from lightning_memtools.callbacks._batch_size.presence import takes_part
 from lightning_memtools.callbacks._batch_size.room import Room
 from lightning_memtools.callbacks._batch_size.runner import limit_of
+from lightning_memtools.callbacks._batch_size.schedulers import renew_schedulers
 from lightning_memtools.callbacks._batch_size.sources import unwrap_sources, wrap_sources
 from lightning_memtools.callbacks._batch_size.tuning import Settings, Tuning, device_in_words, has_data, sizes_before
 from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
@@ -257,8 +258,8 @@ class BatchSizeTuner(Callback):
         self._apply(trainer, places, wanted, begins=begins)
         self._room = Room(reader, self._limit(reader), peaks)
         notes = [*tuned.notes, *self._on_the_learning_rate(trainer, before, rates)]
-        if not begins and "train" in tuned.found and trainer.lr_scheduler_configs:
-            notes.append("Learning-rate schedulers go on as they were built, for the number of steps of the old size.")
+        if not begins and "train" in tuned.found and renew_schedulers(trainer):
+            notes.append("The learning-rate schedule was built again for the new number of steps.")
         self.result = BatchSizeResult(
             sizes={str(stage): size for stage, size in tuned.sizes.items()},
             trials=tuned.trials,

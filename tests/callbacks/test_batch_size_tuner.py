@@ -328,6 +328,32 @@ def test_in_the_middle_of_training_the_state_is_kept(tmp_path):
     assert torch.equal(one[3], other[3])
 
 
+def test_a_schedule_for_a_number_of_steps_is_renewed_in_the_middle_of_training(tmp_path):
+    class Grows(Small):
+        """Takes twice the memory from epoch 1 on."""
+
+        def loss(self, x):
+            return super().loss((x * self.scale).tanh() * (x * self.scale).sigmoid() if self.current_epoch else x)
+
+    tuner = Tuner(at_epochs=(1,), stages=("train",))
+    _, run = fit(tmp_path, tuner, Grows(n=100), max_epochs=2)
+    steps = -(-100 // tuner.result.sizes["train"])
+    assert run.global_step < 2 * steps, "the first epoch had fewer"
+    scheduler = run.lr_scheduler_configs[0].scheduler
+    (optimizer,) = run.optimizers
+    assert scheduler.optimizer is optimizer
+    assert scheduler.total_steps == 2 * steps
+    assert scheduler.last_epoch == 2 * steps, "it ends with the training"
+    anew = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    other = torch.optim.lr_scheduler.OneCycleLR(anew, 1e-2, total_steps=2 * steps)
+    for _ in range(2 * steps):
+        anew.step()
+        other.step()
+    for name in ("lr", "min_lr"):
+        assert optimizer.param_groups[0][name] == anew.param_groups[0][name]
+    assert all(state["step"] == run.global_step for state in optimizer.state.values())
+
+
 def test_callbacks_take_part_but_those_that_watch(tmp_path):
     present = []
 
