@@ -18,7 +18,10 @@ from lightning_memtools.batchsize.memento import RandomState
 
 
 class FakeLoader(DataLoader[Any]):
-    """Batches in the order of the batch sampler; the plain one draws a seed, which needs a value."""
+    """Batches in the order of the batch sampler; the plain one draws a seed, which needs a value.
+
+    A data set that tells the shape of a batch with `fake_batch` saves making it of thousands of fake samples.
+    """
 
     def __iter__(self) -> Any:
         device = VirtualDevice.current()
@@ -26,9 +29,14 @@ class FakeLoader(DataLoader[Any]):
         assert self.batch_sampler is not None
         for indices in self.batch_sampler:
             with device.host():
-                batch = self.collate_fn([self.dataset[i] for i in indices])
+                batch = self._batch(indices)
             device.count_batch(batch)
             yield batch
+
+    def _batch(self, indices: list[int]) -> Any:
+        if hasattr(self.dataset, "fake_batch"):
+            return self.dataset.fake_batch(indices)
+        return self.collate_fn([self.dataset[i] for i in indices])
 
 
 def fakes_of(kind: type[L.LightningModule]) -> type[L.LightningModule]:
