@@ -18,7 +18,7 @@ from lightning_memtools.callbacks._batch_size.applying import forget_fit_loaders
 from lightning_memtools.callbacks._batch_size.building import Building
 from lightning_memtools.callbacks._batch_size.collectives import why_refused
 from lightning_memtools.callbacks._batch_size.places import Places
-from lightning_memtools.callbacks._batch_size.presence import takes_part
+from lightning_memtools.callbacks._batch_size.presence import left_out_of_counts, takes_part
 from lightning_memtools.callbacks._batch_size.room import Room
 from lightning_memtools.callbacks._batch_size.runner import limit_of
 from lightning_memtools.callbacks._batch_size.schedulers import renew_schedulers
@@ -248,9 +248,10 @@ class BatchSizeTuner(Callback):
             multiple_of=self.multiple_of, effective_batch_size=self.effective_batch_size, max_trials=self.max_trials,
             cache=self.cache, worst_case=self.worst_case,
         )  # fmt: skip
-        tuned = Tuning(trainer, settings, sizes=self._sizes, before=before, owner=type(self)).run(
-            wanted, hooks, begins=begins
-        )
+        with left_out_of_counts(trainer, reader):
+            tuned = Tuning(trainer, settings, sizes=self._sizes, before=before, owner=type(self)).run(
+                wanted, hooks, begins=begins
+            )
         self._found = {**self._found, **tuned.sizes}
         if tuned.accumulate is not None:
             self._accumulate = tuned.accumulate

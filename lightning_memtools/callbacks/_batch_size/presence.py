@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     BatchSizeFinder,
@@ -17,6 +20,9 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
+from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 
 _WATCHERS = (
     BasePredictionWriter, BatchSizeFinder, Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateFinder,
@@ -37,6 +43,22 @@ def takes_part(callback: Callback) -> bool:
     if kind.__module__.startswith("lightning_memtools.") and kind.__name__ in _OUR_WATCHERS:
         return False
     return not isinstance(callback, _WATCHERS)
+
+
+@contextmanager
+def left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterator[None]:
+    """Tell who counts allocation retries and out-of-memory errors of the run that those within are none of it."""
+    before = MemoryStats() if reader is None else reader.stats()
+    try:
+        yield
+    finally:
+        now = MemoryStats() if reader is None else reader.stats()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, MemoryMonitor):
+                callback.leave_out(
+                    alloc_retries=(now.alloc_retries or 0) - (before.alloc_retries or 0),
+                    ooms=(now.ooms or 0) - (before.ooms or 0),
+                )
 
 
 class QuietLogger(DummyLogger):

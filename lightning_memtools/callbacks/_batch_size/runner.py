@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import time
 import traceback
 import warnings
@@ -264,7 +266,8 @@ class TrialRunner:
             without_collectives(trainer)
         probe.enter("train" if self._is_fitting else stage)
         try:
-            with no_collectives(), warnings.catch_warnings():
+            # What callbacks say of a trial is of no use to anybody, as of the sizes.
+            with no_collectives(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore", PossibleUserWarning)
                 if self._is_fitting:
                     self._run_fit()
