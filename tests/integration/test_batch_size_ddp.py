@@ -19,7 +19,9 @@ SCRIPT = Path(__file__).with_name("batch_size_ddp_run.py")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return started(tmp_path_factory.mktemp("two"), 2, "plain", "effective", "sync_dist", "error")
+    return started(
+        tmp_path_factory.mktemp("two"), 2, "plain", "effective", "sync_dist", "at_epochs", "validate", "error"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,13 @@ def test_all_ranks_agree_on_the_size_of_the_smallest_device(ranks, request):
     assert all(one["steps"] == -(-per_rank // first["size"]) for one in found)
 
 
+def test_the_buckets_of_ddp_are_held_in_trials_and_counted_once(two):
+    weights, scalars = 4 * 65_536, 16 * 1024
+    for one in two["plain"]:
+        # Weights, gradients, two moments, and what DDP sums the gradients in.
+        assert 5 * weights <= one["base"] < 5 * weights + scalars
+
+
 def test_the_effective_batch_is_that_of_all_ranks(two):
     found = two["effective"]
     assert all(one["size"] * one["accumulate"] * 2 == 96 == one["effective"] for one in found)
@@ -61,6 +70,18 @@ def test_what_is_logged_with_sync_dist_is_not_reduced_in_trials_and_nobody_waits
     assert "error" not in first | second
     assert first["size"] == second["size"] > 8
     assert first["weights"] == second["weights"]
+
+
+def test_ranks_agree_in_the_middle_of_training_and_in_validate(two):
+    for case in ("at_epochs", "validate"):
+        first, second = two[case]
+        assert "error" not in first | second
+        assert first["trials"] == second["trials"]
+        assert first["size"] == second["size"] > 8
+        assert first["weights"] == second["weights"]
+    first, second = two["at_epochs"]
+    assert first["steps"] == second["steps"] == 2 * -(-200 // first["size"])
+    assert set(two["validate"][0]["seen"]) == {two["validate"][0]["size"], 200 % two["validate"][0]["size"]} - {0}
 
 
 def test_own_collectives_in_the_step_are_refused_with_the_reason(three):

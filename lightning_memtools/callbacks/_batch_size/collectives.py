@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 _COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced",
@@ -80,10 +79,3 @@ def no_collectives() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(group, name, original)
-
-
-def bucket_bytes(model: nn.Module | None) -> int:
-    """What DistributedDataParallel's buckets take: once the gradients. Zero for a model that is not wrapped."""
-    if not isinstance(model, DistributedDataParallel):
-        return 0
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

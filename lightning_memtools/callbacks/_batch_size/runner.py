@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
@@ -22,7 +21,7 @@ from lightning_memtools.batchsize.limits import Limits, samples_in_shared_memory
 from lightning_memtools.batchsize.loaders import WorstCase, batch_size_of, drops_last, n_samples_of, worst_first
 from lightning_memtools.batchsize.memento import Memento
 from lightning_memtools.batchsize.trials import Reading, Trial
-from lightning_memtools.callbacks._batch_size.collectives import CollectiveInTrial, bucket_bytes, no_collectives
+from lightning_memtools.callbacks._batch_size.collectives import CollectiveInTrial, no_collectives
 from lightning_memtools.callbacks._batch_size.outcome import Outcome
 from lightning_memtools.callbacks._batch_size.places import Places
 from lightning_memtools.callbacks._batch_size.presence import QuietLogger, takes_part
@@ -139,11 +138,12 @@ class TrialRunner:
         try:
             self._prepare(stage, size)
             size = self._set_up_data(stage, size, limits)
-            held = self._bucket()
+            # Unwrapped: DDP runs collectives in forward and backward. Its buckets stay where they are, as the wrapper
+            # does, which the memento puts back.
+            self.trainer.strategy.model = self.trainer.lightning_module
             probe = Probe(self._reader, accumulate=self.trainer.accumulate_grad_batches, validates=self._validates)
             outcome = self._run_loops(stage, probe)
             probe.pause()
-            del held
             if not outcome.failure and not probe.batches.get(stage):
                 outcome.failure = "the data gave no batch"
             reading = self._read(stage, probe, before, outcome)
@@ -248,15 +248,6 @@ class TrialRunner:
     def _switch(self, stage: Stage) -> None:
         name = {"train": "training", "val": "validating", "test": "testing", "predict": "predicting"}[stage]
         setattr(self.trainer, name, True)
-
-    def _bucket(self) -> torch.Tensor | None:
-        """DDP's buckets, which are no tensors and which a simulated device therefore does not see."""
-        model = self.trainer.strategy.model
-        n_bytes = bucket_bytes(model)
-        self.trainer.strategy.model = self.trainer.lightning_module
-        if n_bytes and self._reader is not None and self._reader.simulated:
-            return torch.empty(n_bytes, dtype=torch.uint8)
-        return None
 
     def _run_loops(self, stage: Stage, probe: Probe) -> Outcome:
         """Run until the probe has seen enough."""
