@@ -144,8 +144,8 @@ def row(name: str, kind: type[Sized], capacity: str, others: str) -> dict[str, A
     for one in found.values():
         del one["cpu_seconds"]  # nothing was computed
         one["share_of_true_maximum"] = round(one["size"] / truth, 4)
-        if one["size"] > truth:
-            one["a_plain_fit_of_it"] = plain_fit(kind, one["size"], n_bytes, others)
+        if one["size"] > truth:  # judged on the whole device, as "power" knows no margin
+            one["a_plain_fit_of_it"] = plain_fit(kind, one["size"], parse_size(capacity), others)
     return {"model": name, "capacity": capacity, "used_by_others": others, "true_maximum": truth,
             "sizes_run_for_the_truth": n_ran, **found}  # fmt: skip
 
