@@ -30,6 +30,7 @@ from lightning_memtools.callbacks._batch_size.room import Room
 from lightning_memtools.callbacks._batch_size.sources import SizedSource
 from lightning_memtools.memory.failed_backward import let_go_of_failed_backward
 from lightning_memtools.memory.oom import error_chain, is_killed_worker, is_out_of_memory
+from lightning_memtools.memory.peaks import peak_counter
 from lightning_memtools.memory.stages import Stage
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -104,6 +105,8 @@ class TrialRunner:
         self._froze = False
         # What loaders said their size was, by stage and by the size they were asked for.
         self.loader_sizes: dict[Stage, dict[int, int]] = {}
+        if reader is not None:
+            peak_counter(reader).fold()  # what others watch: the memento keeps it, and trials are not added
         device = VirtualDevice.current()
         datamodule = getattr(trainer, "datamodule", None)
         self._memento = Memento(
@@ -333,6 +336,7 @@ class TrialRunner:
         gc.collect()
         if self._reader is not None:
             self._reader.empty_cache()
+            peak_counter(self._reader).forget()
 
 
 def limit_of(capacity: int, margin: float) -> int:

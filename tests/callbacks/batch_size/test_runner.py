@@ -14,9 +14,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, default_callbacks
+from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
 from lightning_memtools.callbacks._batch_size.probe import Probe
 from lightning_memtools.memory.sizes import MIB
+from tests.lightning_models import trainer
 from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, assert_same, everything_of, fit
 
 
@@ -242,13 +243,28 @@ def test_those_that_watch_a_run_take_no_notice_of_trials(tmp_path, capsys):
         assert one == wanted
 
 
-def logged(folder):
+@pytest.mark.parametrize("when", ["validate", "the second epoch"])
+def test_peaks_of_trials_are_no_peaks_of_the_run(tmp_path, when):
+    tuner = Tuner(init_val=150, max_trials=6, at_epochs=(1,), stages=("val" if when == "validate" else "train",))
+    options = {"logger": CSVLogger(tmp_path), "max_epochs": 2}
+    if when == "validate":
+        with VirtualDevice("32MiB"):
+            trainer(tmp_path, MemoryMonitor(), tuner, **options).validate(Constant(), verbose=False)
+    else:
+        fit(tmp_path, tuner, Constant(), MemoryMonitor(), **options)
+    ((stage, peak),) = tuner.result.peaks.items()
+    assert any(not trial.fits for trial in tuner.result.trials)
+    peaks = [float(row[f"memory/{stage}/peak_reserved_gib"] or 0) for row in logged(tmp_path, stage)]
+    assert 0 < max(peaks) * 2**30 <= peak
+
+
+def logged(folder, stage="train"):
     """All that is no time and no memory of the host."""
     with next(folder.rglob("metrics.csv")).open() as file:
         rows = list(csv.DictReader(file))
     for row in rows:
         for name in [name for name in row if name.startswith(("time/", "memory/host", "memory/cache/ms"))]:
             del row[name]
-    assert any(row["memory/train/peak_reserved_gib"] for row in rows)
+    assert any(row[f"memory/{stage}/peak_reserved_gib"] for row in rows)
     assert any(row["memory/ooms"] for row in rows)
     return rows
