@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_memtools.batchsize.result import BatchSizeResult
+    from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
     from lightning_memtools.callbacks.empty_cache import EmptyCache
     from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
     from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
+    "BatchSizeResult": "batchsize.result",
+    "BatchSizeTuner": "callbacks.batch_size_tuner",
     "EmptyCache": "callbacks.empty_cache",
     "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
@@ -40,9 +44,12 @@ _HOME_OF_NAME = {
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
     "replay": "nonfinite.capsule.replay",
+    "tune_batch_size": "callbacks.batch_size_tuner",
 }
 
 __all__ = [
+    "BatchSizeResult",
+    "BatchSizeTuner",
     "EmptyCache",
     "GradientCheckpointing",
     "HaltOnNaN",
@@ -56,6 +63,7 @@ __all__ = [
     "estimate_memory",
     "plan_checkpoints",
     "replay",
+    "tune_batch_size",
 ]
 
 

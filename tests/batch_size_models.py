@@ -23,6 +23,10 @@ class Samples(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         return torch.full(self.shape, (index % 7) / 7)
 
+    def fake_batch(self, indices: list[int]) -> Tensor:
+        """Of the batch's shape, without its values."""
+        return torch.empty(len(indices), *self.shape)
+
 
 class Sized(L.LightningModule):
     """What they have in common; `body` maps a batch to a tensor whose mean square is the loss."""
@@ -161,6 +165,10 @@ class Lengths(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.ones(self.lengths[index], 512)
+
+    def fake_batch(self, indices: list[int]) -> Tensor:
+        """Of the padded batch's shape, without its values."""
+        return torch.empty(len(indices), max(self.lengths[i] for i in indices), 512)
 
 
 def padded(sequences: list[Tensor]) -> Tensor:

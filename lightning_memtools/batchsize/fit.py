@@ -64,9 +64,8 @@ def expected_peak(points: Sequence[Point], size: float) -> float:
 
 
 def _slack(reading: Reading) -> float:
-    """What is taken and not allocated; nothing where all of it was there before, as a cache that can be used."""
-    peak = reading.peak or 0
-    return float(peak - (reading.peak_allocated or 0)) if peak > (reading.peak_before or 0) else 0.0
+    """What is taken and not allocated."""
+    return float((reading.peak or 0) - (reading.peak_allocated or 0))
 
 
 def _optimizer_peak(reading: Reading) -> int:
@@ -84,7 +83,11 @@ def _known(points: Sequence[Point]) -> list[tuple[float, float]]:
 
 
 def _polynomial(known: Sequence[tuple[float, float]], size: float) -> float:
-    """Through the last two points; through three (Newton's form) where the slope grows."""
+    """Through the last two points; through three (Newton's form) where the slope grows.
+
+    Where the slope shrinks, something else changed between two sizes, such as what is recomputed, and the last two tell
+    nothing of what comes: then through the first and the last.
+    """
     (x1, y1), (x2, y2) = known[-2:] if len(known) > 1 else ((0.0, 0.0), known[0])
     slope = max((y2 - y1) / (x2 - x1), 0.0)
     value = y2 + slope * (size - x2)
@@ -93,4 +96,6 @@ def _polynomial(known: Sequence[tuple[float, float]], size: float) -> float:
         before = (y1 - y0) / (x1 - x0)
         if before > 0 and slope > _BEND * before:
             value += (slope - before) / (x2 - x0) * (size - x2) * (size - x1)
+        elif slope * _BEND < before:
+            value = y2 + (y2 - y0) / (x2 - x0) * (size - x2)
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import heapq
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -106,8 +107,8 @@ def _worst_indices(dataset: Any, n: int, worst_case: WorstCase | None) -> list[i
     lengths = getattr(dataset, "lengths", None)
     if lengths is None or callable(lengths) or not hasattr(lengths, "__len__") or len(lengths) != len(dataset):
         return []
-    order = torch.argsort(torch.as_tensor(lengths), descending=True)
-    return [int(index) for index in order[:n]]
+    values = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
+    return heapq.nlargest(n, range(len(values)), key=values.__getitem__)
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int) -> Any:

@@ -15,14 +15,19 @@ RoundDown = Callable[[float], int]
 # peak that grows faster than the batch.
 _SECOND = 0.35
 # How far below the prediction the first jump aims: what two measured sizes leave uncertain.
-_AIM = 0.985
+_AIM = 0.992
+# The last trial has to fit, rather than to come near.
+_LAST_AIM = 0.95
 # No more trials once what was run is this share of what is predicted, or of what is known to be too much.
-_ENOUGH = 0.985
+_ENOUGH = 0.976
 _CLOSE = 0.975
 # A prediction this many times over what failed is wrong, and not only imprecise.
 _OFF = 1.2
-# No jump goes farther than this many times what has run.
-_FARTHEST = 100
+# No jump goes farther than this many times what has run: a few samples do not show a term that grows with the square.
+_FARTHEST = 1000
+# And no farther than this while the batch has taken less than what a tensor's segment is rounded up to.
+_FARTHEST_FROM_LITTLE = 128
+_LITTLE = 2 * 2**20
 # Segments of CUDA's caching allocator have 20 MiB (kLargeBuffer in c10/core/AllocatorConfig.h).
 _GRAIN = 20 * 2**20
 
@@ -72,6 +77,7 @@ def next_size(  # noqa: C901, PLR0911, one decision after the other, each with i
     if len(_ended(trials)) == 1 and lower and upper == math.inf and promised != math.inf:
         # One size tells next to nothing of the slope.
         far = round_down(promised) if ceiling <= _ENOUGH * promised else round_down(_SECOND * promised)
+        far = min(far, round_down((_FARTHEST_FROM_LITTLE if _took_little(trials) else _FARTHEST) * lower))
         return min(ceiling, max(far, round_down(2 * lower), round_down(lower + 1))) if ceiling > lower else None
     settled = lower >= round_down(promised) or lower >= _ENOUGH * promised
     if settled and _is_precise(trials):
@@ -82,7 +88,9 @@ def next_size(  # noqa: C901, PLR0911, one decision after the other, each with i
         promised = min(promised, _FARTHEST * lower)
     elif upper == math.inf and any(r.limit is not None for r in _ended(trials)[-1].readings):
         promised = _FARTHEST * lower  # no growth was seen yet
-    aim = promised if len(_ended(trials)) > 2 else max(_AIM * promised, promised - 1)  # noqa: PLR2004
+    aim = promised if len(_ended(trials)) > 2 else _AIM * promised  # noqa: PLR2004
+    if left == 1:
+        aim = min(aim, _LAST_AIM * promised)
     size = min(ceiling, max(round_down(aim), smallest))
     failures = sum(not trial.fits for trial in trials)
     if size == ceiling and upper != math.inf and failures:
@@ -103,6 +111,11 @@ def _is_precise(trials: Sequence[Trial]) -> bool:
         if reading.limit is not None and room < _GRAIN / (1 - _ENOUGH):
             return False
     return True
+
+
+def _took_little(trials: Sequence[Trial]) -> bool:
+    readings = _ended(trials)[-1].readings
+    return any((one.batch_allocated or 0) - (one.base_allocated or 0) < _LITTLE for one in readings)
 
 
 def _above(lower: int, ceiling: int, round_down: RoundDown) -> int:

@@ -17,7 +17,6 @@ class Reading:
         batch_allocated: The most that tensors held until the backward pass ended: the part that depends on the batch.
             Optimizers that make temporary copies have a peak of their own, which does not.
         base_allocated: Held before a batch was worked on, in the second step: weights, gradients, optimizer state.
-        peak_before: As `peak`, when the stage began. Validation begins with all that training has cached.
         failure: Why this rank could not run the size; empty where it could.
     """
 
@@ -26,7 +25,6 @@ class Reading:
     peak_allocated: int | None = None
     batch_allocated: int | None = None
     base_allocated: int | None = None
-    peak_before: int | None = None
     failure: str = ""
 
     @property

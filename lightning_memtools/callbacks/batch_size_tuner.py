@@ -5,36 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 
-from lightning_memtools.batchsize.limits import Limits, normalizes_batches, samples_per_rank
 from lightning_memtools.batchsize.loaders import WorstCase
-from lightning_memtools.batchsize.memento import Memento, RandomState
-from lightning_memtools.batchsize.result import BatchSizeResult, nothing_fits
-from lightning_memtools.batchsize.search import best, find_largest
-from lightning_memtools.batchsize.trials import Trial
-from lightning_memtools.callbacks._batch_size_cache import SizeCache
-from lightning_memtools.callbacks._collectives import why_refused
-from lightning_memtools.callbacks._sized import Places, unwrap_sources, wrap_sources
-from lightning_memtools.callbacks._trial import TrialRunner, takes_part
+from lightning_memtools.batchsize.memento import RandomState
+from lightning_memtools.batchsize.result import BatchSizeResult
+from lightning_memtools.callbacks._batch_size.applying import forget_fit_loaders, renew_fit_loaders, write_sizes
+from lightning_memtools.callbacks._batch_size.building import Building
+from lightning_memtools.callbacks._batch_size.collectives import why_refused
+from lightning_memtools.callbacks._batch_size.places import Places
+from lightning_memtools.callbacks._batch_size.presence import left_out_of_counts, takes_part
+from lightning_memtools.callbacks._batch_size.room import Room
+from lightning_memtools.callbacks._batch_size.runner import limit_of
+from lightning_memtools.callbacks._batch_size.schedulers import renew_schedulers
+from lightning_memtools.callbacks._batch_size.sources import unwrap_sources, wrap_sources
+from lightning_memtools.callbacks._batch_size.tuning import Settings, Tuning, device_in_words, has_data, sizes_before
 from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.stages import STAGES, Stage
 from lightning_memtools.memory.stats import MemoryReader
-from lightning_memtools.reporting._lightning import (
-    end_the_call,
-    forget_loaders,
-    loop_of,
-    prepared_loaders,
-    source_of,
-    training_step,
-)
+from lightning_memtools.reporting._lightning import end_the_call, forget_loaders, loop_of, training_step
 from lightning_memtools.reporting.files import report_directory, write_report
 from lightning_memtools.reporting.loggers import log_text
 
@@ -115,8 +110,8 @@ class BatchSizeTuner(Callback):
         self._found: dict[Stage, int] = {}
         self._accumulate: int | None = None
         self._stop_afterwards = False
-        self._before_building: Memento | None = None
-        self._random_after: RandomState | None = None
+        self._building = Building()
+        self._room: Room | None = None
         self._carried = CarriedDevice()
 
     # --- when it acts
@@ -125,18 +120,8 @@ class BatchSizeTuner(Callback):
         """Note the random numbers that optimizers are built with, to build them again with the same."""
         self._undo(trainer)
         self._carried.enter()
-        if stage != "fit":
-            return
-        strategy: Any = trainer.strategy
-        build = strategy.setup_optimizers
-
-        def build_and_note(*args: Any, **kwargs: Any) -> None:
-            strategy.__dict__.pop("setup_optimizers", None)
-            self._before_building = Memento(_passed_loaders(trainer))
-            build(*args, **kwargs)
-            self._random_after = RandomState()
-
-        strategy.setup_optimizers = build_and_note
+        if stage == "fit":
+            self._building.watch(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the sizes, or use those of the checkpoint that is resumed from."""
@@ -145,7 +130,7 @@ class BatchSizeTuner(Callback):
         if not stages or not self._can_start(trainer):
             self._leave_early()
             return
-        if self._found:
+        if stages[0] in self._found:
             self._resume(trainer)
         else:
             mine = trainer.callbacks.index(self)  # type: ignore[attr-defined]
@@ -154,7 +139,7 @@ class BatchSizeTuner(Callback):
                 *(lambda c=callback: c.on_fit_start(trainer, pl_module) for callback in later),
                 pl_module.on_fit_start,
             ]
-            self._search(trainer, stages, hooks, rebuild=True)
+            self._search(trainer, stages, hooks, begins=True)
         self._leave_early()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,12 +148,19 @@ class BatchSizeTuner(Callback):
         if epoch == 0 or epoch not in self.at_epochs or not self._can_start(trainer):
             return
         stages = [stage for stage in ("train", "val") if stage in self.stages]
-        self._search(trainer, stages, [], rebuild=False)
+        self._search(trainer, stages)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """After a validation, make room for training."""
+        if self._room is not None:
+            self._room.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the size of `trainer.validate`."""
+        """Find the size of `trainer.validate`; within fit, make room for validation."""
         if trainer.state.fn == TrainerFn.VALIDATING:
             self._search_evaluation(trainer, pl_module, "val")
+        elif self._room is not None:
+            self._room.on_validation_start(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the size of `trainer.test`."""
@@ -215,8 +207,7 @@ class BatchSizeTuner(Callback):
 
     def _leave_early(self) -> None:
         if self._stop_afterwards:
-            if self._before_building is not None:
-                self._before_building.restore()
+            self._building.go_back()
             raise end_the_call()
 
     def _search_evaluation(self, trainer: Trainer, pl_module: LightningModule, stage: Stage) -> None:
@@ -227,192 +218,88 @@ class BatchSizeTuner(Callback):
         loop = loop_of(trainer, stage)
         if stage in self._found:
             self._sizes[stage] = self._found[stage]
-            wrap_sources(trainer, [stage], self._places(trainer), self._sizes.get)
+            wrap_sources(trainer, [stage], Places(trainer, self._names), self._sizes.get)
         else:
-            self._search(trainer, [stage], [], rebuild=False)
+            self._search(trainer, [stage])
         with_numbers = RandomState()
         forget_loaders(loop)
         loop.setup_data()
         loop.reset()
         with_numbers.restore()
 
-    def _places(self, trainer: Trainer) -> Places:
-        names = [self.batch_arg_name] if isinstance(self.batch_arg_name, str) else list(self.batch_arg_name)
-        return Places(trainer, names)
-
-    def _search(  # noqa: PLR0915, a straight list of what is done
-        self, trainer: Trainer, stages: Sequence[str], hooks: Sequence[Callable[[], None]], *, rebuild: bool
+    def _search(
+        self,
+        trainer: Trainer,
+        stages: Sequence[str],
+        hooks: Sequence[Callable[[], None]] = (),
+        *,
+        begins: bool = False,
     ) -> None:
-        begin = time.perf_counter()
+        """Search, write the sizes, and report. `begins` says that this is before a fit."""
+        began_at = time.perf_counter()
         reader = reader_for(trainer.strategy.root_device)
-        places = self._places(trainer)
-        wanted: list[Stage] = [stage for stage in STAGES if stage in stages and _has_data(trainer, stage)]
-        if any(source_of(loop_of(trainer, stage)).is_module() for stage in wanted):
-            places.check()
-        before = self._as_it_is(trainer, places)
-        fitting: list[Stage] = ["train", "val"] if trainer.state.fn == TrainerFn.FITTING else wanted
-        self._sizes = {stage: before.get(stage) for stage in fitting}
-        sources = wrap_sources(trainer, fitting, places, self._sizes.get)
-        learning_rates = _learning_rates(trainer)
-        per_rank = None
-        if self.effective_batch_size is not None:
-            per_rank = samples_per_rank(self.effective_batch_size, trainer.world_size)
-        original_accumulate = trainer.accumulate_grad_batches
-
-        def accumulate_for(size: int) -> int:
-            return original_accumulate if per_rank is None else max(per_rank // size, 1)
-
+        places = Places(trainer, self._names)
+        wanted: list[Stage] = [stage for stage in STAGES if stage in stages and has_data(trainer, stage)]
+        before = sizes_before(trainer, places, self._found)
+        rates = _learning_rates(trainer)
         directory = report_directory(trainer)
-        trials: list[Trial] = []
-        notes: list[str] = []
-        found: dict[Stage, Trial] = {}
-        with TemporaryDirectory(prefix="memtools-") as root:
-            runner = TrialRunner(
-                trainer, reader=reader, places=places, sources=sources, sizes=self._sizes, margin=self._margin,
-                accumulate_for=accumulate_for, hooks=hooks, worst_case=self.worst_case, root=root, owner=type(self),
-            )  # fmt: skip
-            cache = SizeCache.of(self.cache, trainer, reader, self._facts(wanted), self._names())
-            known = cache.load()
-            with runner:
-                for stage in wanted:
-                    limits = self._limits(trainer, stage, per_rank)
-                    mine = self._verify(runner, stage, limits, known.get(stage))
-                    if best(mine) is None:
-                        mine += self._run_trials(runner, stage, limits, reader, self.max_trials - len(mine))
-                    trials += mine
-                    chosen = best(mine)
-                    if chosen is None:
-                        self._sizes[stage] = before.get(stage)
-                        unwrap_sources(trainer)
-                        raise RuntimeError(nothing_fits(stage, mine))
-                    found[stage] = chosen
-                    self._sizes[stage] = chosen.size
-                    _check_it_follows(mine, runner, places, stage)
-                    cut = sorted(limits.cut - {"max_val"})
-                    if limits.round_down(chosen.size + self.multiple_of) <= chosen.size and cut:
-                        notes.append(f"The size for {stage} is held down by {' and '.join(cut)}.")
-        self._found = {stage: trial.size for stage, trial in found.items()}
-        if "train" in found and per_rank is not None:
-            self._accumulate = accumulate_for(found["train"].size)
-        self._apply(trainer, places, wanted, rebuild=rebuild)
-        cache.store(self._found)
-        notes += self._on_the_learning_rate(trainer, before, learning_rates)
-        if not rebuild and "train" in found and trainer.lr_scheduler_configs:
-            notes.append("Learning-rate schedulers go on as they were built, for the number of steps of the old size.")
+        settings = Settings(
+            names=self._names, margin=self._margin, init_val=self.init_val, max_val=self.max_val,
+            multiple_of=self.multiple_of, effective_batch_size=self.effective_batch_size, max_trials=self.max_trials,
+            cache=self.cache, worst_case=self.worst_case,
+        )  # fmt: skip
+        with left_out_of_counts(trainer, reader):
+            tuned = Tuning(trainer, settings, sizes=self._sizes, before=before, owner=type(self)).run(
+                wanted, hooks, begins=begins
+            )
+        self._found = {**self._found, **tuned.sizes}
+        if tuned.accumulate is not None:
+            self._accumulate = tuned.accumulate
+        peaks = {stage: trial.readings[trainer.global_rank].peak for stage, trial in tuned.found.items()}
+        self._apply(trainer, places, wanted, begins=begins)
+        self._room = Room(reader, self._limit(reader), peaks)
+        notes = [*tuned.notes, *self._on_the_learning_rate(trainer, before, rates)]
+        if not begins and "train" in tuned.found and renew_schedulers(trainer):
+            notes.append("The learning-rate schedule was built again for the new number of steps.")
         self.result = BatchSizeResult(
-            sizes={str(stage): size for stage, size in self._found.items()},
-            trials=tuple(trials),
-            peaks={stage: trial.tightest.peak for stage, trial in found.items()},
+            sizes={str(stage): size for stage, size in tuned.sizes.items()},
+            trials=tuned.trials,
+            peaks={stage: trial.tightest.peak for stage, trial in tuned.found.items()},
             accumulate=trainer.accumulate_grad_batches,
-            seconds=time.perf_counter() - begin,
-            device="" if reader is None else f"On {reader.name}.",
+            seconds=time.perf_counter() - began_at,
+            device=device_in_words(reader),
             n_ranks=trainer.world_size,
             notes=tuple(notes),
         )
         self._report(trainer, self.result, directory)
 
-    def _limits(self, trainer: Trainer, stage: Stage, per_rank: int | None) -> Limits:
-        min_batches = 1.0
-        if stage == "train":
-            share, interval = trainer.limit_train_batches, trainer.val_check_interval
-            if isinstance(share, float) and 0 < share < 1:
-                min_batches = 1 / share
-            if type(interval) is int and trainer.check_val_every_n_epoch is not None:
-                min_batches = max(min_batches, interval)
-        elif isinstance(share := getattr(trainer, f"limit_{stage}_batches"), float) and 0 < share < 1:
-            min_batches = 1 / share
-        return Limits(
-            max_val=self.max_val,
-            multiple_of=self.multiple_of,
-            per_rank=per_rank if stage == "train" else None,
-            min_batches=min_batches,
-            avoid_single=stage == "train" and normalizes_batches(trainer.lightning_module),
-        )
+    def _limit(self, reader: MemoryReader | None) -> int | None:
+        capacity = None if reader is None else reader.stats().capacity
+        return None if capacity is None else limit_of(capacity, self._margin)
 
-    def _verify(self, runner: TrialRunner, stage: Stage, limits: Limits, size: int | None) -> list[Trial]:
-        """A size from the cache takes one trial; none if there is no such size."""
-        return [] if size is None else [runner.run(stage, size, limits)]
-
-    def _run_trials(
-        self, runner: TrialRunner, stage: Stage, limits: Limits, reader: MemoryReader | None, max_trials: int
-    ) -> list[Trial]:
-        trials: list[Trial] = []
-
-        def run(size: int) -> Trial:
-            trial = runner.run(stage, size, limits)
-            trials.append(trial)
-            unlimited = all(reading.limit is None for reading in trial.readings)
-            if unlimited and reader is not None and limits.max_val is None and limits.n_samples is None:
-                raise ValueError(
-                    f"Nothing limits the batch size: {reader.name} has no capacity, the data set no length, and "
-                    "max_val is None. Set max_val."
-                )
-            return trial
-
-        find_largest(
-            run, start=self.init_val, round_down=limits.round_down, smallest=limits.smallest,
-            max_trials=max(max_trials, 1),
-        )  # fmt: skip
-        return trials
-
-    def _as_it_is(self, trainer: Trainer, places: Places) -> dict[Stage, int]:
-        """The sizes before the search, as attributes or as what passed loaders have."""
-        found: dict[Stage, int] = {}
-        for stage in STAGES:
-            source = source_of(loop_of(trainer, stage))
-            size = places.read(stage)
-            if source.is_module():
-                if size is not None:
-                    found[stage] = size
-            elif stage in self._found:
-                found[stage] = self._found[stage]
-        return found
-
-    def _apply(self, trainer: Trainer, places: Places, stages: Sequence[Stage], *, rebuild: bool) -> None:
+    def _apply(self, trainer: Trainer, places: Places, stages: Sequence[Stage], *, begins: bool) -> None:
         """Write the sizes, and have loaders (and schedulers) made for them."""
-        attribute = self._found.get("train") or (next(iter(self._found.values())) if "train" not in stages else None)
-        for stage in stages:
-            own = any(name.startswith(f"{stage}_") for name in places.names_for(stage))
-            if stage == "train" or own or len(stages) == 1:
-                places.write(stage, self._found[stage] if own else attribute or self._found[stage],
-                             for_loggers=True)  # fmt: skip
-        if "train" not in stages and trainer.state.fn != TrainerFn.FITTING:
+        write_sizes(places, stages, self._found)
+        if trainer.state.fn != TrainerFn.FITTING:
             return
         if self._accumulate is not None:
             trainer.accumulate_grad_batches = self._accumulate
-        loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
-        had_loaders = [bool(prepared_loaders(loop)) for loop in loops]
-        for loop in loops:
-            forget_loaders(loop)
-        if rebuild:
-            self._build_optimizers_again(trainer)
+        if begins:
+            forget_fit_loaders(trainer)
+            self._building.repeat(trainer)
             put_on_device(trainer, trainer.lightning_module)
-            return
-        numbers = RandomState()
-        if had_loaders[0]:
-            trainer.fit_loop.setup_data()
-            for loader in prepared_loaders(trainer.fit_loop):
-                _set_epoch(loader, trainer.current_epoch)
-        numbers.restore()
-
-    def _build_optimizers_again(self, trainer: Trainer) -> None:
-        """As if the model had had the new size from the beginning, with the same random numbers."""
-        now = RandomState()
-        undisturbed = self._random_after is not None and now == self._random_after
-        if self._before_building is not None:
-            self._before_building.restore()  # the loaders' own generators too
-        trainer.strategy.setup_optimizers(trainer)
-        trainer.strategy.setup_precision_plugin()
-        if not undisturbed:
-            now.restore()  # somebody drew numbers since, and would do so again after these
+        else:
+            renew_fit_loaders(trainer)
 
     def _resume(self, trainer: Trainer) -> None:
         """Use what was found before, in this run or in the one that is resumed."""
-        places = self._places(trainer)
-        self._sizes = {**self._as_it_is(trainer, places), **self._found}
+        places = Places(trainer, self._names)
+        self._sizes = {**sizes_before(trainer, places, self._found), **self._found}
         stages: list[Stage] = [stage for stage in ("train", "val") if stage in self._found]
         wrap_sources(trainer, ["train", "val"], places, self._sizes.get)
-        self._apply(trainer, places, stages, rebuild=True)
+        self._apply(trainer, places, stages, begins=True)
+        reader = reader_for(trainer.strategy.root_device)
+        self._room = Room(reader, self._limit(reader), {})
         sizes = ", ".join(f"{stage} {self._found[stage]}" for stage in stages)
         _say(trainer, f"using the sizes found before: {sizes}.")
 
@@ -430,10 +317,7 @@ class BatchSizeTuner(Callback):
         advice = f"effective_batch_size={old * steps} would keep the old one."
         return [f"{changed}; the learning rate is still {rates}. {advice}"]
 
-    def _facts(self, stages: Sequence[Stage]) -> dict[str, Any]:
-        return {"margin": self.margin, "max_val": self.max_val, "multiple_of": self.multiple_of,
-                "effective_batch_size": self.effective_batch_size, "stages": list(stages)}  # fmt: skip
-
+    @property
     def _names(self) -> list[str]:
         return [self.batch_arg_name] if isinstance(self.batch_arg_name, str) else list(self.batch_arg_name)
 
@@ -449,8 +333,8 @@ class BatchSizeTuner(Callback):
 
     def _undo(self, trainer: Trainer) -> None:
         unwrap_sources(trainer)
-        trainer.strategy.__dict__.pop("setup_optimizers", None)
-        self._before_building = self._random_after = None
+        self._building.forget(trainer)
+        self._room = None
 
 
 def tune_batch_size(
@@ -510,39 +394,8 @@ def checked_margin(margin: float | str) -> float | int:
     return float(margin)
 
 
-def _has_data(trainer: Trainer, stage: Stage) -> bool:
-    if not source_of(loop_of(trainer, stage)).is_defined():
-        return False
-    if stage == "val":
-        return bool(trainer.enable_validation) if trainer.state.fn == TrainerFn.FITTING else True
-    return bool(getattr(trainer, f"limit_{stage}_batches") != 0)
-
-
-def _check_it_follows(trials: Sequence[Trial], runner: TrialRunner, places: Places, stage: Stage) -> None:
-    """Raise if the loader gave the same batches whatever the attribute was."""
-    seen = runner.loader_sizes.get(stage, {})
-    if len(trials) > 1 and len(seen) > 1 and len(set(seen.values())) == 1:
-        (size,) = set(seen.values())
-        names = ", ".join(places.names_for(stage))
-        raise ValueError(
-            f"The {stage}_dataloader gives batches of {size} whatever {names} is (tried {sorted(seen)}). Let the hook "
-            f"read it, as in DataLoader(..., batch_size=self.{places.names_for(stage)[0]})."
-        )
-
-
-def _passed_loaders(trainer: Trainer) -> list[Any]:
-    sources = [source_of(loop_of(trainer, stage)) for stage in ("train", "val")]
-    return [source.instance for source in sources if not source.is_module()]
-
-
 def _learning_rates(trainer: Trainer) -> list[float]:
     return [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
 def _say(trainer: Trainer, text: str) -> None:

@@ -106,6 +106,11 @@ class MemoryMonitor(Callback):
         if trainer.is_global_zero and self._run.shortcoming and device.type != "cpu":
             warnings.warn(self._run.shortcoming, stacklevel=2)
 
+    def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
+        """Do not count what happened in trials; BatchSizeTuner calls this."""
+        if self._run is not None:
+            self._run.leave_out(alloc_retries=alloc_retries, ooms=ooms)
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lay out TensorBoard's custom scalars."""
         put_on_device(trainer, pl_module)

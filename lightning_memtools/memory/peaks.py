@@ -98,6 +98,11 @@ class PeakCounter:
             reader.reset_peaks()
         return stats
 
+    def forget(self) -> None:
+        """Drop the device's peaks since the last reading: no window is given them."""
+        if not any(window.leave_counter_alone for window in self.running):
+            self.reader.reset_peaks()
+
 
 # One owner per device is the point of this file, so the owners are kept here, for as long as their readers live.
 _COUNTERS: weakref.WeakKeyDictionary[MemoryReader, PeakCounter] = weakref.WeakKeyDictionary()

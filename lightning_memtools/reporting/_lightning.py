@@ -221,6 +221,26 @@ def batches_in_evaluation(loop: Any) -> int:
     return int(min(sum(limits), 2**31))
 
 
+def mode_of(loaders: Any) -> Any:
+    """How a CombinedLoader combines its loaders, such as "max_size_cycle"; it tells nobody in public."""
+    return loaders._mode  # noqa: SLF001, see above
+
+
+def run_sanity_check(trainer: Trainer) -> None:
+    """Run the validation batches that come before training. Only `fit` does so, and it cannot be called within fit."""
+    trainer._run_sanity_check()  # noqa: SLF001, see above
+
+
+def validate_every(trainer: Trainer, n_batches: int) -> None:
+    """Validate after every n training batches of each epoch, whatever the Trainer's arguments say.
+
+    `val_check_interval` is only read when loaders are set up, and an interval in seconds is kept apart.
+    """
+    trainer.val_check_batch = n_batches
+    trainer.check_val_every_n_epoch = 1
+    vars(trainer)["_val_check_time_interval"] = None
+
+
 def set_root_directory(trainer: Trainer, directory: str) -> None:
     """Where files go by default. `default_root_dir` can only be set in Trainer's constructor."""
     vars(trainer)["_default_root_dir"] = directory
@@ -236,6 +256,10 @@ def without_collectives(trainer: Trainer) -> None:
     strategy.barrier = lambda *args, **kwargs: None  # noqa: ARG005, nobody is waited for
     strategy.broadcast = lambda obj, src=0: obj  # noqa: ARG005, as on one rank
     strategy.reduce_boolean_decision = lambda decision, all=True: decision  # noqa: A006, ARG005, Lightning's name
+    strategy.reduce = lambda tensor, *args, **kwargs: tensor  # noqa: ARG005, what sync_dist=True logs: a number
+    for module in trainer.lightning_module.modules():
+        if hasattr(module, "distributed_available_fn"):  # a torchmetrics.Metric: what it keeps is this rank's own
+            vars(module)["distributed_available_fn"] = lambda: False
 
 
 def correct_logged_hparam(owner: Any, name: str, value: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch.optim import Optimizer
 
@@ -102,6 +103,14 @@ class MemoryRun:
         if self._since.peak_allocated is None:
             return f"{self.device} keeps no peaks: memory/<stage>/peak_* are not logged."
         return ""
+
+    def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
+        """Do not count so many events, which were no part of the run."""
+        self._since = replace(
+            self._since,
+            alloc_retries=(self._since.alloc_retries or 0) + alloc_retries,
+            ooms=(self._since.ooms or 0) + ooms,
+        )
 
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
         """Begin the train stage at a training step; for `between_phases` see `PhaseWatch`."""

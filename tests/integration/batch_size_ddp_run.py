@@ -1,6 +1,6 @@
 """Tunes on several ranks, the last with a smaller virtual device; started by test_batch_size_ddp.py.
 
-python batch_size_ddp_run.py FOLDER RANKS CASE
+python batch_size_ddp_run.py FOLDER RANKS CASE ...
 """
 
 from __future__ import annotations
@@ -40,36 +40,62 @@ class Model(L.LightningModule):
         loss: Tensor = self.norm(hidden.mean(1, keepdim=True)).square().mean() + hidden.square().mean()
         if self.case == "sync_dist":
             self.log("loss", loss, sync_dist=True)
+        if self.case == "own collective":
+            torch.distributed.all_reduce(loss.detach())
         if self.case == "error" and self.global_rank == 1:
             raise KeyError("from the step of rank 1")
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(len(batch))
+        (batch * self.scale).tanh()
+
     def train_dataloader(self) -> Any:
         return DataLoader(Samples(400, WIDTH), self.batch_size, shuffle=True)
+
+    val_dataloader = train_dataloader
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def main(root: Path, ranks: int, case: str) -> None:
+    """One fit; in "plain" the first size fits on every device but the last rank's."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     L.seed_everything(0, verbose=False)
     effective = 48 * ranks if case == "effective" else None
-    tuner = BatchSizeTuner(stages=("train",), effective_batch_size=effective)
+    stage = "val" if case == "validate" else "train"
+    epochs = (1,) if case == "at_epochs" else ()
+    tuner = BatchSizeTuner(
+        stages=(stage,),
+        at_epochs=epochs,
+        effective_batch_size=effective,
+        init_val=40 if case == "plain" else 8,
+        max_trials=5,
+    )
     model = Model(case)
     found: dict[str, Any] = {}
     with VirtualDevice("48MiB" if rank == ranks - 1 else "128MiB"):
-        run = trainer(root, tuner, logger=False, strategy="ddp", devices=ranks, limit_val_batches=0)
+        run = trainer(
+            root,
+            tuner,
+            logger=False,
+            strategy="ddp",
+            devices=ranks,
+            max_epochs=1 + len(epochs),
+            limit_val_batches=1.0 if case == "validate" else 0,
+        )
         try:
-            run.fit(model)
+            run.validate(model, verbose=False) if case == "validate" else run.fit(model)
         except Exception as error:  # noqa: BLE001, what was raised is the result
             found["error"] = f"{type(error).__name__}: {error}"
         if tuner.result is not None:
             found |= {
-                "size": tuner.result.sizes["train"],
+                "size": tuner.result.sizes[stage],
                 "accumulate": run.accumulate_grad_batches,
                 "effective": tuner.result.effective_batch_size,
                 "trials": [[trial.size, trial.outcome] for trial in tuner.result.trials],
+                "base": tuner.result.trials[0].readings[0].base_allocated,
                 "limits": [reading.limit for reading in tuner.result.trials[0].readings],
                 "seen": model.seen,
                 "weights": float(model.scale.detach().double().sum()),
@@ -81,4 +107,5 @@ def main(root: Path, ranks: int, case: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    for name in sys.argv[3:]:
+        main(Path(sys.argv[1]), int(sys.argv[2]), name)

@@ -51,6 +51,24 @@ def test_a_window_that_leaves_the_counter_alone_never_resets_it():
     assert window.allocated == 90  # the device's running maximum, older than the window
 
 
+def test_what_is_forgotten_is_given_to_no_window():
+    device = ScriptedDevice()
+    counter = peak_counter(device)
+    window, other = counter.open(), counter.open(leave_counter_alone=True)
+    window.resume()
+    device.use(30, 10)
+    counter.fold()
+    device.use(90, 10)
+    counter.forget()
+    device.use(20, 10)
+    counter.fold()
+    assert window.allocated == 30
+    other.resume()
+    n_resets = device.n_resets
+    counter.forget()
+    assert device.n_resets == n_resets, "whoever reads the counter besides is left with it"
+
+
 def test_restart_begins_at_the_present_level():
     device = ScriptedDevice()
     counter = peak_counter(device)

@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 _COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced",
@@ -66,10 +65,9 @@ def no_collectives() -> Iterator[None]:
         def collective(*args: Any, **kwargs: Any) -> Any:
             del args, kwargs
             raise CollectiveInTrial(
-                f"The collective {name!r} was called while BatchSizeTuner ran a batch size: by "
-                "self.log(..., sync_dist=True), by a metric that is synchronised in the step, or by torch.distributed "
-                "in your own code. A rank that fails would leave the others waiting in it. Next: log "
-                "without sync_dist in the steps while tuning, or tune with devices=1 and set the size that is found."
+                f"The collective {name!r} was called while BatchSizeTuner ran a batch size, by torch.distributed in "
+                "your own code or in a library's. A rank that fails would leave the others waiting in it. Next: leave "
+                "it out of the steps while tuning, or tune with devices=1 and set the size that is found."
             )
 
         return collective
@@ -81,10 +79,3 @@ def no_collectives() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(group, name, original)
-
-
-def bucket_bytes(model: nn.Module | None) -> int:
-    """What DistributedDataParallel's buckets take: once the gradients. Zero for a model that is not wrapped."""
-    if not isinstance(model, DistributedDataParallel):
-        return 0
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 
 from lightning_memtools import __version__
 from lightning_memtools.batchsize.cache import key_of, load_sizes, store_sizes
-from lightning_memtools.callbacks._trial import takes_part
+from lightning_memtools.callbacks._batch_size.presence import takes_part
 from lightning_memtools.memory.stages import Stage
 from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.reporting._lightning import loop_of, source_of

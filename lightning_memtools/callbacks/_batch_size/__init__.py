@@ -1,0 +1,1 @@
+"""How BatchSizeTuner runs a batch size in a Trainer, puts everything back, and applies what was found."""

@@ -1,0 +1,101 @@
+"""What docs/batch-size.md says of the sizes that are found, held against what was measured, and one case run here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memtools import BatchSizeTuner, VirtualDevice
+from lightning_memtools.memory.sizes import parse_size
+from tests.batch_size_docs import PAGE, TOOLS, both_tables, code, measured_part, results
+from tests.batch_size_models import MODELS, trainer_for
+from tests.fake_training import fake_tensors, fakes_of
+
+ROWS = results()["rows"]
+
+
+def test_the_measurements_cover_what_they_should():
+    assert {row["model"] for row in ROWS} == set(MODELS)
+    assert len(MODELS) >= 8
+    assert len({row["capacity"] for row in ROWS}) >= 3
+    assert any(row["used_by_others"] != "0MiB" for row in ROWS)
+
+
+def test_never_over_the_true_maximum_and_never_far_below():
+    shares = [row["BatchSizeTuner"]["size"] / row["true_maximum"] for row in ROWS]
+    assert max(shares) <= 1
+    assert min(shares) >= 0.97
+
+
+def test_in_three_trials_nearly_always():
+    trials = [row["BatchSizeTuner"]["trials"] for row in ROWS]
+    assert sum(n <= 3 for n in trials) >= 0.9 * len(trials)
+    assert max(trials) <= 8
+    for row in ROWS:
+        ran = [size for size, outcome in row["BatchSizeTuner"]["tried"] if outcome == "fits"]
+        assert max(ran) == row["BatchSizeTuner"]["size"], "what is found was run"
+
+
+def test_the_page_shows_the_measurements():
+    page = PAGE.read_text(encoding="utf-8")
+    assert measured_part(page).strip() == both_tables().strip()
+    ours, power, binary = ([row[tool] for row in ROWS] for tool in TOOLS)
+    at_most = sum(one["trials"] <= 3 for one in ours)
+    words = " ".join(page.split())
+    assert (
+        f"In {at_most} of {len(ROWS)} cases it took 3 trials or fewer, never more than {max(o['trials'] for o in ours)}"
+        in words
+    )
+    assert f"at least {min(one['share_of_true_maximum'] for one in ours):.1%} of the true maximum" in words
+    for tool, found in (("power", power), ("binsearch", binary)):
+        over = sum(one["share_of_true_maximum"] > 1 for one in found)
+        least = min(one["share_of_true_maximum"] for one in found)
+        assert f"{tool}: {least:.0%} of it at the least, over it {over} times" in words
+
+
+# Lightning asks whether a length is zero, which a fake tensor cannot say.
+@pytest.mark.filterwarnings("ignore:Total length of `FakeLoader`")
+@pytest.mark.parametrize("name", ["batchnorm", "contrastive"])
+def test_one_of_the_cases_again(tmp_path, name):
+    """The search as it is today finds what was measured."""
+    row = next(row for row in ROWS if row["model"] == name and row["capacity"] == "2GiB")
+    step = {"contrastive": 64, "batchnorm": 2}[name]
+    tuner = BatchSizeTuner(stages=("train",), multiple_of=step)
+    with fake_tensors(VirtualDevice("2GiB")):
+        trainer_for(MODELS[name], tmp_path, tuner, max_steps=0, limit_val_batches=0).fit(fakes_of(MODELS[name])())
+    assert [[trial.size, trial.outcome] for trial in tuner.result.trials] == row["BatchSizeTuner"]["tried"]
+    assert tuner.result.peaks["train"] <= 0.95 * parse_size("2GiB")
+
+
+def test_every_size_of_a_small_device_on_real_tensors(tmp_path):
+    """The true maximum by running every size, in plain fits that know nothing of the tuner."""
+    kind, capacity = MODELS["dropout"], 128 << 20
+
+    def fits(size):
+        model, device = kind(size), VirtualDevice(f"{int(capacity * 0.95)}B")
+        with device:
+            device.track(model)
+            try:
+                trainer_for(kind, tmp_path, limit_val_batches=0).fit(model)
+            except torch.OutOfMemoryError:
+                return False
+        return device.stats().alloc_retries == 0
+
+    *_, truth = (size for size in range(1, 13) if fits(size))
+    assert 4 < truth < 12
+    tuner = BatchSizeTuner(stages=("train",))
+    with VirtualDevice(f"{capacity}B"):
+        trainer_for(kind, tmp_path, tuner, max_steps=0, limit_val_batches=0).fit(kind())
+    assert tuner.result.sizes["train"] == truth
+
+
+def test_the_pages_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(compile(code(), "train.py", "exec"), names)  # noqa: S102, our own page
+    result = names["tuner"].result
+    assert result.sizes["train"] > 1000
+    assert result.peaks["train"] <= 0.95 * 64 * 2**20
+    assert result.table() in capsys.readouterr().out
