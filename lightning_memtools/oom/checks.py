@@ -21,13 +21,14 @@ class Check:
 
     Attributes:
         run: Tries it.
-        unchecked: What is said where it cannot be carried out.
+        unchecked: What is said where it cannot be carried out; None where it only betters what another check found,
+            whose actions of the same kind it then replaces.
         applies: Whether it is a question at all.
         needs_trace: Whether a step that cannot be traced is one for which it cannot be carried out.
     """
 
     run: Callable[[Trials], Iterator[Action]]
-    unchecked: Action
+    unchecked: Action | None
     applies: Callable[[Situation], bool]
     needs_trace: bool = True
 
@@ -68,6 +69,7 @@ CHECKS = (
     Check(traced.precision, traced.BFLOAT16, lambda it: it.precision == "32-true"),
     Check(traced.accumulation, traced.ACCUMULATE, _is_training),
     Check(traced.optimizer, traced.SMALLER_STATE, _is_training),
+    Check(traced.least_recomputation, None, lambda it: _is_training(it) and it.plan is None),
 )
 """In their order: what takes little time first, then what helps most."""
 
@@ -111,13 +113,18 @@ class Checks:
                 self.modules = trials.modules
                 self._note(trials)
             for check in (check for check in CHECKS if check.applies(self._situation)):
-                found += _carried_out(check, trials)
+                new = _carried_out(check, trials)
+                if check.unchecked is None:
+                    kinds = {action.kind for action in new}
+                    found = [action for action in found if action.kind not in kinds]
+                found += new
         self.actions = ranked(found)
 
     def _note(self, trials: Trials) -> None:
         if trials.plain_fits:
+            peak = trials.beside(trials.plain.peak_allocated)
             self.notes.append(
-                f"Traced by itself, this step fits: its peak is {trials.peak(trials.plain)}. So what failed is how the "
+                f"Traced by itself, this step fits: its peak is {peak}. So what failed is how the "
                 "memory lay, or something that a trace does not show, such as what a hook or a callback makes; a trace "
                 "cannot tell then what would be enough."
             )
@@ -134,4 +141,4 @@ def _carried_out(check: Check, trials: Trials) -> list[Action]:
             return list(check.run(trials))
         except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything over fake tensors
             why_not = in_a_line(error)
-    return [replace(check.unchecked, detail=why_not)]
+    return [] if check.unchecked is None else [replace(check.unchecked, detail=why_not)]

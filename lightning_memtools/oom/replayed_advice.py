@@ -83,9 +83,9 @@ def _of(
     elif verdict.served:
         estimate, fits = whole_step()
         detail += (
-            f"; the whole step fits, with a peak of {trials.peak(estimate)}"
+            f"; the whole step fits, with a peak of {trials.beside(estimate.peak_allocated)}"
             if fits
-            else f"; for the whole step that is {trials.whether(estimate, fits=False)}"
+            else f"; for the whole step that is {trials.whether(estimate.peak_allocated, fits=False)}"
         )
     return replace(action, detail=detail, checked=True, fits=fits, saved=int(fits is None))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from lightning_memtools.checkpointing.planning import CheckpointPlan
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.limits import Limit
 from lightning_memtools.estimate.precision import PrecisionName
@@ -50,10 +51,10 @@ def smaller_batch(trials: Trials) -> Iterator[Action]:
         return
     yield replace(
         of(found.size),
-        detail=f"fits, with a peak of {trials.peak(found.estimate)}; {found.end}",
+        detail=f"fits, with a peak of {trials.beside(found.estimate.peak_allocated)}; {found.end}",
         checked=True,
         fits=True,
-        saved=trials.saving(found.estimate),
+        saved=trials.saving(found.estimate.peak_allocated),
     )
 
 
@@ -74,34 +75,46 @@ def accumulation(trials: Trials) -> Iterator[Action]:
         if fits is None:
             yield compared(trials, estimate, action)
         else:
+            peak = trials.beside(estimate.peak_allocated)
             yield replace(
                 action,
-                detail=f"keeps the effective batch of {effective} and fits, with a peak of {trials.peak(estimate)}",
+                detail=f"keeps the effective batch of {effective} and fits, with a peak of {peak}",
                 checked=True,
                 fits=True,
-                saved=trials.saving(estimate),
+                saved=trials.saving(estimate.peak_allocated),
             )
         return
 
 
 def checkpointing(trials: Trials) -> Iterator[Action]:
-    """The plan of least recomputation that fits; where there is none, what GradientCheckpointing() takes by itself."""
-    planned = trials.plan()
-    plan, budget = planned.plan, planned.budget
-    if planned.estimate is None:
-        assert plan.refused is not None
+    """What GradientCheckpointing() takes by itself; where it is at work already, a plan that fits."""
+    if trials.situation.plan is not None:
+        better = list(least_recomputation(trials))
+        yield from better
+        if not better:
+            title = "Recompute more activations than already"
+            detail = "no plan was found that fits"
+            yield replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
+        return
+    plan = trials.auto_plan()
+    if plan.refused is not None:
         yield replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
         return
-    if budget is None and trials.situation.plan is not None:
-        title = "Recompute more activations than already"
-        yield replace(RECOMPUTE, title=title, code="", detail="no plan was found that fits", checked=True, fits=False)
+    assert plan.peak_bytes is not None
+    if trials.can_tell_what_fits and plan.peak_bytes > trials.usable:
+        # The plan's own trace says that it is not enough; another one would only add what the allocator reserves.
+        yield said_of(trials, plan.peak_bytes, _recompute(plan, RECOMPUTE.code), fits=False, price=_price(plan))
         return
-    names = ", ".join(f"`{chain.name or '(the model)'}`" for chain in plan.chains if chain.ranges)
-    extra = plan.extra_operations
-    price = f"{extra:.0%} more computation" if extra >= _LEAST_PRICE else "less than 1% more computation"
-    code = RECOMPUTE.code if budget is None else f'GradientCheckpointing(memory_budget="{budget}")'
-    action = replace(RECOMPUTE, title=f"Recompute activations of {names}", code=code)
-    yield compared(trials, planned.estimate, action, price=price)
+    yield compared(trials, trials.situation.estimate(plan=plan), _recompute(plan, RECOMPUTE.code), price=_price(plan))
+
+
+def least_recomputation(trials: Trials) -> Iterator[Action]:
+    """The plan of least recomputation that fits, if there is one."""
+    planned = trials.plan_that_fits() if trials.can_tell_what_fits else None
+    if planned is None or planned.plan.refused is not None:
+        return
+    action = _recompute(planned.plan, f'GradientCheckpointing(memory_budget="{planned.budget}")')
+    yield compared(trials, planned.estimate, action, price=_price(planned.plan))
 
 
 def precision(trials: Trials) -> Iterator[Action]:
@@ -160,13 +173,28 @@ def growth(trials: Trials) -> Iterator[Action]:
 
 def compared(trials: Trials, estimate: MemoryEstimate, action: Action, *, price: str = "") -> Action:
     """By how much a changed step's peak is lower, and whether that is enough."""
-    saved = trials.saving(estimate)
+    fits = trials.fits_if_it_tells(estimate) if trials.saving(estimate.peak_allocated) else False
+    return said_of(trials, estimate.peak_allocated, action, fits=fits, price=price)
+
+
+def said_of(trials: Trials, peak: int, action: Action, *, fits: bool | None, price: str = "") -> Action:
+    """An action with what is known of the step's peak with it."""
+    saved = trials.saving(peak)
     if not saved:
         return replace(action, detail="no lower peak", checked=True, fits=False)
-    fits = trials.fits_if_it_tells(estimate)
     minus = f"minus {format_size(saved)}" + (f" at {price}" if price else "")
-    detail = f"{minus}{' ' if fits is None else ', '}{trials.whether(estimate, fits=fits)}"
+    detail = f"{minus}{' ' if fits is None else ', '}{trials.whether(peak, fits=fits)}"
     return replace(action, detail=detail, checked=True, fits=fits, saved=saved)
+
+
+def _recompute(plan: CheckpointPlan, code: str) -> Action:
+    names = ", ".join(f"`{chain.name or '(the model)'}`" for chain in plan.chains if chain.ranges)
+    return replace(RECOMPUTE, title=f"Recompute activations of {names}", code=code)
+
+
+def _price(plan: CheckpointPlan) -> str:
+    extra = plan.extra_operations
+    return f"{extra:.0%} more computation" if extra >= _LEAST_PRICE else "less than 1% more computation"
 
 
 def _loader(size: int) -> str:

@@ -7,7 +7,6 @@ from functools import cached_property, partial
 
 from lightning_memtools.checkpointing.options import Options
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, CheckpointPlan, make_plan
-from lightning_memtools.checkpointing.tracing import Step
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_size import Trial, largest_batch
 from lightning_memtools.estimate.continuing import run_on
@@ -42,17 +41,17 @@ class Largest:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A checkpoint plan for the step.
+    """A checkpoint plan with which the step fits.
 
     Attributes:
         plan: The plan.
-        estimate: What the step needs with it; None where the plan is to recompute nothing.
-        budget: The memory budget that it was made for, such as "110MiB"; None for "auto".
+        estimate: What the step needs with it.
+        budget: The memory budget that it was made for, such as "110MiB".
     """
 
     plan: CheckpointPlan
-    estimate: MemoryEstimate | None
-    budget: str | None = None
+    estimate: MemoryEstimate
+    budget: str
 
 
 class Trials:
@@ -175,20 +174,14 @@ class Trials:
             end = "a larger one may fit: there was no time to find out"
         return Largest(size, self.at(size), end.format(size + 1)) if size else Largest(0)
 
-    def plan(self) -> Planned:
-        """The plan of least recomputation that fits; where none is found in time, what "auto" takes."""
-        step = self.situation.step()
+    def auto_plan(self) -> CheckpointPlan:
+        """What GradientCheckpointing() takes by itself."""
         self._deadline.check()
-        auto = make_plan(step, Options.parse())
-        found = Planned(auto, None if auto.refused is not None else self.situation.estimate(plan=auto))
-        if not self.can_tell_what_fits:
-            return found
-        try:
-            return self._plan_that_fits(step) or found
-        except OutOfTimeError:
-            return found
+        return make_plan(self.situation.step(), Options.parse())
 
-    def _plan_that_fits(self, step: Step) -> Planned | None:
+    def plan_that_fits(self) -> Planned | None:
+        """The plan of least recomputation that fits; None where there is none."""
+        step = self.situation.step()
         budget = self.usable // MIB
         for _ in range(_BUDGET_STEPS):
             self._deadline.check()
@@ -196,8 +189,6 @@ class Trials:
                 plan = make_plan(step, Options.parse(memory_budget=f"{budget}MiB"))
             except BudgetTooSmallError:
                 return None
-            if plan.refused is not None:
-                return Planned(plan, None, f"{budget}MiB")
             estimate = self.situation.estimate(plan=plan)
             if self.fits(estimate):
                 return Planned(plan, estimate, f"{budget}MiB")
@@ -207,24 +198,24 @@ class Trials:
 
     # --- in words
 
-    def saving(self, estimate: MemoryEstimate) -> int:
-        """By how many bytes its peak is lower than the plain one; 0 where that is not worth a line."""
-        saved = self.plain.peak_allocated - estimate.peak_allocated
+    def saving(self, peak: int) -> int:
+        """By how many bytes a peak is lower than the plain one; 0 where that is not worth a line."""
+        saved = self.plain.peak_allocated - peak
         return saved if saved > _LEAST_SAVING * self.plain.peak_allocated else 0
 
-    def peak(self, estimate: MemoryEstimate) -> str:
-        """Its peak beside what there is."""
-        return f"{format_size(estimate.peak_allocated)} within {format_size(self.usable)}"
+    def beside(self, peak: int) -> str:
+        """A peak beside what there is."""
+        return f"{format_size(peak)} within {format_size(self.usable)}"
 
-    def whether(self, estimate: MemoryEstimate, *, fits: bool | None) -> str:
-        """Whether it fits, and by how much not."""
+    def whether(self, peak: int, *, fits: bool | None) -> str:
+        """Whether a step with that peak fits, and by how much not."""
         if fits is None:
-            return f"to a peak of {format_size(estimate.peak_allocated)}; whether that is enough is not known"
+            return f"to a peak of {format_size(peak)}; whether that is enough is not known"
         if fits:
-            return f"fits, with a peak of {self.peak(estimate)}"
-        over = estimate.peak_allocated - self.usable
+            return f"fits, with a peak of {self.beside(peak)}"
+        over = peak - self.usable
         how = f"{format_size(over)} too much" if over > 0 else f"too fragmented for {format_size(self.usable)}"
-        return f"not enough by itself: a peak of {format_size(estimate.peak_allocated)}, {how}"
+        return f"not enough by itself: a peak of {format_size(peak)}, {how}"
 
     # --- how it is done
 
