@@ -62,7 +62,8 @@ class BatchSizeResult:
         found = ", ".join(f"{stage} {size}" for stage, size in self.sizes.items())
         text = f"Batch size: {found} (in {len(self.trials)} trials, {self.seconds:.1f} s)"
         if "train" in self.sizes and (self.accumulate > 1 or self.n_ranks > 1):
-            text += f"; {self.accumulate} micro-batches x {self.n_ranks} ranks = {self.effective_batch_size} per step"
+            ranks = f" x {self.n_ranks} ranks" if self.n_ranks > 1 else ""
+            text += f"; {self.accumulate} micro-batches{ranks} = {self.effective_batch_size} samples per step"
         return f"{text}. {self.device}"
 
     def markdown(self) -> str:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
@@ -238,9 +237,9 @@ class TrialRunner:
         loop = loop_of(trainer, stage)
         forget_loaders(loop)
         self._switch(stage)
-        # Advice on the sizes of a trial is of no use to anybody.
+        # Advice on the sizes of a trial is of no use to anybody, and whatever holds for the fit as well is said there.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PossibleUserWarning)
+            warnings.simplefilter("ignore")
             # So that it does not ask for the validation loader or complain of a check interval.
             limit, interval = trainer.limit_val_batches, trainer.val_check_interval
             if stage == "train":
@@ -262,7 +261,7 @@ class TrialRunner:
         try:
             # What callbacks say of a trial is of no use to anybody, as of the sizes.
             with no_collectives(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-                warnings.simplefilter("ignore", PossibleUserWarning)
+                warnings.simplefilter("ignore")
                 if self._is_fitting:
                     self._run_fit()
                 else:
