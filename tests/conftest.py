@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
 # The models are small: a second thread would only wait, and slow down what runs beside it.
 torch.set_num_threads(1)
@@ -17,3 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _loaders_are_made_as_before() -> Iterator[None]:
+    """Fail the test that leaves Lightning's changes to loaders behind, and not those after it."""
+    before = {cls: cls.__init__ for cls in (DataLoader, BatchSampler)}
+    yield
+    assert before == {cls: cls.__init__ for cls in (DataLoader, BatchSampler)}

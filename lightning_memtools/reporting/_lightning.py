@@ -10,7 +10,9 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning_utilities.core.inheritance import get_all_subclasses
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
 
 
 def training_step(trainer: Trainer) -> int:
@@ -192,6 +194,20 @@ def source_of(loop: Any) -> Any:
 def set_source(loop: Any, source: Any) -> None:
     """Have a loop ask somebody else for its data loaders; the hooks cannot be replaced on a user's module or class."""
     loop._data_source = source  # noqa: SLF001, see above
+
+
+def put_loader_classes_back() -> None:
+    """Undo what Lightning changes on DataLoader and BatchSampler while a hook makes loaders.
+
+    Lightning does so itself, but not where the hook raises; loaders made later in the process then fail in strange ways
+    (those with a positional batch size in `Trainer.predict`, Lightning 2.6).
+    """
+    for base in (DataLoader, BatchSampler):
+        for one in {base, *get_all_subclasses(base)}:
+            for name in ("__init__", "__setattr__", "__delattr__"):
+                if f"__old{name}" in vars(one):
+                    setattr(one, name, getattr(one, f"__old{name}"))
+                    delattr(one, f"__old{name}")
 
 
 def forget_loaders(loop: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_memtools.batchsize.loaders import resize_loader
 from lightning_memtools.callbacks._batch_size.places import Places
 from lightning_memtools.memory.stages import Stage
-from lightning_memtools.reporting._lightning import loop_of, mode_of, set_source, source_of
+from lightning_memtools.reporting._lightning import loop_of, mode_of, put_loader_classes_back, set_source, source_of
 
 
 class SizedSource:
@@ -56,6 +56,13 @@ class SizedSource:
 
     def dataloader(self) -> Any:
         """The loaders, of the stage's size."""
+        try:
+            return self._dataloader()
+        except BaseException:
+            put_loader_classes_back()
+            raise
+
+    def _dataloader(self) -> Any:
         size = self._size_of(self._stage)
         if size is None:
             loaders = self.original.dataloader()
