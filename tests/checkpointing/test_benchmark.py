@@ -60,9 +60,9 @@ def test_the_lowest_peak_at_the_same_operations_is_lower_on_most_models():
     assert all(FRONTIER[name]["strictly_lower"] >= FRONTIER[name]["baselines"] // 3 for name in EIGHT)
 
 
-def test_planning_takes_less_than_five_seconds_of_the_processor():
+def test_planning_takes_less_than_five_seconds():
     assert set(RESULTS["planning_seconds"]) == {"chain of 100 layers", "ResNet-152"}
-    assert all(one["processor"] < 5 for one in RESULTS["planning_seconds"].values())
+    assert all(one["wall"] < 5 for one in RESULTS["planning_seconds"].values())
 
 
 def test_the_batch_gained_on_real_models_is_reported():

@@ -1,0 +1,24 @@
+"""How long a report takes, by the committed benchmark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "oom_report.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_a_report_takes_less_than_ten_seconds(case):
+    measured = MEASURED[case]["seconds"]
+    assert measured["runs"] >= 4
+    assert measured["three_quarters"] < 10
+
+
+def test_training_and_validation_of_large_models_were_measured():
+    assert {case.partition(",")[2].strip() for case in MEASURED} == {"training", "validation"}
+    # A smaller batch, a larger GPU, and in training checkpointing.
+    for case in MEASURED:
+        assert min(MEASURED[case]["actions"]) >= (3 if case.endswith("training") else 2)
