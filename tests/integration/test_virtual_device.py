@@ -183,6 +183,6 @@ def test_each_rank_has_its_device(strategy: str, tmp_path: Path) -> None:
         assert rank["peak"] == rank["at_peak"]
         assert rank["entered_here"] == (strategy == "ddp_spawn")
     assert ranks[0]["categories"] == ranks[1]["categories"]
-    # DDP broadcasts the batch norm's buffers as one tensor, and gloo's thread lets go of it when it gets to it: on one
-    # rank that may be after the peak. (Seen once in many runs, on a machine under load.)
-    assert abs(ranks[0]["peak"] - ranks[1]["peak"]) in (0, blocks(2 * 1000))
+    # DDP broadcasts the batch norm's buffers, those of one type as one tensor, and gloo's thread lets go of it when it
+    # gets to it: on one rank that may be after the peak. (Seen in one of ten runs on a machine under load.)
+    assert abs(ranks[0]["peak"] - ranks[1]["peak"]) <= blocks(2 * 1000) + blocks(1)
