@@ -291,15 +291,15 @@ def many_objects(monkeypatch):
     monkeypatch.setattr(ledger, "blocks_to_walk", lambda: 20_000_000)
 
 
-@pytest.mark.parametrize(
-    ("model", "holder"),
-    [
-        (KeepsValidationOutputs, "KeepsValidationOutputs.outputs (a list of 8;"),
-        (AddsUpLosses, "AddsUpLosses.total: 1 tensor"),
-        (HasAMetricThatKeepsItsGraph, "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12;"),
-        (CatchesTensorsInAClosure, "seen in the closure of recorder.<locals>.hook"),
-    ],
-)
+LEAKS = [
+    (KeepsValidationOutputs, "KeepsValidationOutputs.outputs (a list of 8;"),
+    (AddsUpLosses, "AddsUpLosses.total: 1 tensor"),
+    (HasAMetricThatKeepsItsGraph, "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12;"),
+    (CatchesTensorsInAClosure, "seen in the closure of recorder.<locals>.hook"),
+]
+
+
+@pytest.mark.parametrize(("model", "holder"), LEAKS)
 def test_with_many_objects_leaks_are_named_as_soon(model, holder, tmp_path, many_objects):
     (text,) = warnings_of(tmp_path, model())
     assert "in 3 epochs in a row" in text
@@ -344,15 +344,7 @@ def test_a_cycle_per_batch_is_collected_and_not_accused(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("model", "holder"),
-    [
-        (KeepsValidationOutputs, "KeepsValidationOutputs.outputs (a list of 8;"),
-        (AddsUpLosses, "AddsUpLosses.total: 1 tensor"),
-        (HasAMetricThatKeepsItsGraph, "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12;"),
-        (CatchesTensorsInAClosure, "seen in the closure of recorder.<locals>.hook"),
-    ],
-)
+@pytest.mark.parametrize(("model", "holder"), LEAKS)
 def test_leaks_on_cuda(model, holder, tmp_path):
     options = {"accelerator": "cuda", "devices": 1, "max_epochs": 3, "logger": False}
     with pytest.warns(UserWarning, match="in 3 epochs in a row") as said:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from lightning_memtools import replay
 from lightning_memtools.nonfinite.diagnose import Cause
 from tests.integration import halt_on_ranks
 from tests.integration.halt_on_ranks import BAD, SCENARIOS
+from tests.two_processes import run_ranks
 
 Seen = dict[str, list[dict[str, Any]]]
 
@@ -29,29 +26,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def seen(folder) -> Seen:
     """Scenario to what ranks 0 and 1 saw."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    root = Path(halt_on_ranks.__file__).parents[2]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"
-    }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, halt_on_ranks.__file__, str(folder)],
-            env=environment | {"LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    ranks = run_ranks(Path(halt_on_ranks.__file__), folder, timeout_s=240)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stdout + rank.stderr for rank in ranks)
     by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     return {one["scenario"]: [one, other] for one, other in zip(*by_rank, strict=True)}
 
