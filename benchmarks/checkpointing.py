@@ -25,9 +25,9 @@ from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_v
 from lightning_memtools.checkpointing.options import Options
 from lightning_memtools.checkpointing.planning import make_plan, plan_checkpoints
 from lightning_memtools.checkpointing.predict import predict
-from lightning_memtools.estimate.functions import CudaFunctions
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
 from tests.zoo import timm, torchvision_models
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -16,7 +16,7 @@ from lightning_memtools.checkpointing.apply import Applied
 from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
 from lightning_memtools.checkpointing.ranges import ChainPlan
 from lightning_memtools.checkpointing.tracing import Step
-from lightning_memtools.estimate.functions import CudaFunctions
+from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
 from tests.zoo import torchvision_models
 
 Plans = Sequence[ChainPlan]

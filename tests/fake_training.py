@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.batchsize.memento import RandomState
+from lightning_memtools.state.state_snapshot import RandomState
 
 
 class FakeLoader(DataLoader[Any]):

@@ -17,17 +17,20 @@ PACKAGE = Path(lightning_memtools.__file__).parent
 # A floor may import its own and those below it. What is not listed stands on the highest floor.
 FLOOR = {
     "memory": 1,
-    "reporting": 1,
-    "checkpointing": 2,
-    "nonfinite": 2,
-    "batchsize": 2,
-    "estimate": 2,
-    "oom": 2,
-    "doctor": 2,
-    "callbacks": 3,
-    "cli": 3,
+    "reporting": 2,
+    "simulation": 2,
+    "state": 2,
+    "null_cuda": 2,
+    "checkpointing": 3,
+    "nonfinite": 3,
+    "batch_size": 3,
+    "estimate": 3,
+    "doctor": 3,
+    "oom": 4,
+    "callbacks": 5,
+    "cli": 5,
 }
-MAY_IMPORT_LIGHTNING = {"callbacks", "cli", "reporting"}
+MAY_IMPORT_LIGHTNING = {"callbacks", "cli", "reporting", "batch_size/trainer"}
 APART = "tensorboard_plugin"
 
 

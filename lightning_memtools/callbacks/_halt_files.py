@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 
+from lightning_memtools._lightning import write_checkpoint
 from lightning_memtools.nonfinite.ranks import Ranks
-from lightning_memtools.reporting._lightning import write_checkpoint
 
 NO_FILES = "not written: this run keeps no files (fast_dev_run)"
 

@@ -13,10 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_memtools.callbacks._fake_training_step import forward_of
 from lightning_memtools.checkpointing.find import is_compiled
 from lightning_memtools.checkpointing.planning import CheckpointPlan
-from lightning_memtools.estimate.precision import PrecisionName
 from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
 from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
@@ -24,6 +22,8 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.facts import Facts
 from lightning_memtools.oom.fragmentation import History
 from lightning_memtools.oom.situation import Situation
+from lightning_memtools.simulation.fake_training_step import forward_of
+from lightning_memtools.simulation.precision import PrecisionName
 
 
 def situation_of(

@@ -10,6 +10,7 @@ import psutil
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_memtools._lightning import training_step
 from lightning_memtools.memory.oom import error_chain, requested_bytes
 from lightning_memtools.memory.owned import OnDevice, on_device_of
 from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
@@ -19,7 +20,6 @@ from lightning_memtools.oom.facts import Facts, Growth, Moment, running_module, 
 from lightning_memtools.oom.observer import observe
 from lightning_memtools.oom.recording import record
 from lightning_memtools.oom.split import Before, KnowsItsComposition, Split, split_by_device, split_by_walking
-from lightning_memtools.reporting._lightning import training_step
 
 # User code may catch errors and try again, and fail while it cleans up.
 _MOST_CAPTURED = 8

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 
+from lightning_memtools._lightning import training_step
 from lightning_memtools.callbacks._oom_situation import processes_of, situation_of
 from lightning_memtools.callbacks._oom_watch import Watch
 from lightning_memtools.memory.allocator import write_snapshot
@@ -21,7 +22,6 @@ from lightning_memtools.oom.culprit import Notice, NoticeBoard
 from lightning_memtools.oom.deadline import Deadline
 from lightning_memtools.oom.facts import Moment, line_of_user
 from lightning_memtools.oom.page import Page
-from lightning_memtools.reporting._lightning import training_step
 from lightning_memtools.reporting.loggers import log_text
 
 # Of the ten seconds that a report may take; what runs when this is over is a trace's backward pass, or a plan's search.

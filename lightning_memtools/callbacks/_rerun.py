@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_memtools._lightning import gradient_scaler
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.capsule.write import Capsule, write_capsule
 from lightning_memtools.nonfinite.cause.explain import explain
@@ -23,7 +24,6 @@ from lightning_memtools.nonfinite.rerun.doubts import digests_of, doubts_about, 
 from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Outcome, Rerun
 from lightning_memtools.nonfinite.rerun.start import SIMPLE
 from lightning_memtools.nonfinite.step import Evidence, Trip
-from lightning_memtools.reporting._lightning import gradient_scaler
 
 
 def conditions_of(trainer: Trainer, pl_module: LightningModule, trip: Trip) -> Conditions:

@@ -11,27 +11,27 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 
-from lightning_memtools.batchsize.loaders import WorstCase
-from lightning_memtools.batchsize.memento import RandomState
-from lightning_memtools.batchsize.result import BatchSizeResult
-from lightning_memtools.callbacks._batch_size.applying import forget_fit_loaders, renew_fit_loaders, write_sizes
-from lightning_memtools.callbacks._batch_size.building import Building
-from lightning_memtools.callbacks._batch_size.collectives import why_refused
-from lightning_memtools.callbacks._batch_size.places import Places
-from lightning_memtools.callbacks._batch_size.presence import left_out_of_counts, takes_part
-from lightning_memtools.callbacks._batch_size.room import Room
-from lightning_memtools.callbacks._batch_size.runner import limit_of
-from lightning_memtools.callbacks._batch_size.schedulers import renew_schedulers
-from lightning_memtools.callbacks._batch_size.sources import unwrap_sources, wrap_sources
-from lightning_memtools.callbacks._batch_size.tuning import Settings, Tuning, device_in_words, has_data, sizes_before
+from lightning_memtools._lightning import end_the_call, forget_loaders, loop_of, training_step
+from lightning_memtools.batch_size.loaders import WorstCase
+from lightning_memtools.batch_size.result import BatchSizeResult
+from lightning_memtools.batch_size.trainer.applying import forget_fit_loaders, renew_fit_loaders, write_sizes
+from lightning_memtools.batch_size.trainer.building import Building
+from lightning_memtools.batch_size.trainer.collectives import why_refused
+from lightning_memtools.batch_size.trainer.places import Places
+from lightning_memtools.batch_size.trainer.presence import left_out_of_counts, takes_part
+from lightning_memtools.batch_size.trainer.room import Room
+from lightning_memtools.batch_size.trainer.runner import limit_of
+from lightning_memtools.batch_size.trainer.schedulers import renew_schedulers
+from lightning_memtools.batch_size.trainer.sources import unwrap_sources, wrap_sources
+from lightning_memtools.batch_size.trainer.tuning import Settings, Tuning, device_in_words, has_data, sizes_before
 from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.stages import STAGES, Stage
 from lightning_memtools.memory.stats import MemoryReader
-from lightning_memtools.reporting._lightning import end_the_call, forget_loaders, loop_of, training_step
 from lightning_memtools.reporting.files import report_directory, write_report
 from lightning_memtools.reporting.loggers import log_text
+from lightning_memtools.state.state_snapshot import RandomState
 
 
 class BatchSizeTuner(Callback):

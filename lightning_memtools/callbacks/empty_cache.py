@@ -13,15 +13,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_memtools._lightning import training_step
 from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.boundaries import Boundaries, Retained
+from lightning_memtools.memory.leaks.ledger import Ledger, Surroundings
+from lightning_memtools.memory.leaks.referrers import names_of_modules
+from lightning_memtools.memory.leaks.wording import warning_text
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.reclaim import WorthReclaiming
-from lightning_memtools.memory.retained.ledger import Ledger, Surroundings
-from lightning_memtools.memory.retained.referrers import names_of_modules
-from lightning_memtools.memory.retained.wording import warning_text
-from lightning_memtools.reporting._lightning import training_step
 from lightning_memtools.reporting.charts import Charts, write_layout
 from lightning_memtools.reporting.loggers import log_scalars
 

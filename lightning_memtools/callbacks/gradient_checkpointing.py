@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 
-from lightning_memtools.callbacks._fake_training_step import forward_of
+from lightning_memtools._lightning import training_step
 from lightning_memtools.checkpointing.apply import Applied
 from lightning_memtools.checkpointing.find import is_compiled
 from lightning_memtools.checkpointing.options import BnDropout, Options
@@ -19,10 +19,10 @@ from lightning_memtools.checkpointing.table import HEADS, plan_figures, plan_row
 from lightning_memtools.checkpointing.tracing import Step, device_of
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.reporting._lightning import training_step
 from lightning_memtools.reporting.files import report_directory, write_report
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.tables import Table, console_table
+from lightning_memtools.simulation.fake_training_step import forward_of
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
 _MEASURED_STEP = 3

@@ -12,6 +12,17 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memtools._lightning import (
+    LoopMark,
+    forbid_saving_on_exception,
+    gradient_scaler,
+    guard_saving,
+    mark_loops,
+    saves_on_exception,
+    training_step,
+    turn_back,
+    values_logged_in_evaluation,
+)
 from lightning_memtools.callbacks._halt_files import NO_FILES, save_on_rank_zero, write_on_rank_zero
 from lightning_memtools.callbacks._rerun import Account, Aftermath, culprit_of
 from lightning_memtools.memory.sizes import parse_size
@@ -27,17 +38,6 @@ from lightning_memtools.nonfinite.rerun.offload import move_to_host
 from lightning_memtools.nonfinite.rerun.start import StartKeeper
 from lightning_memtools.nonfinite.step import Evidence, Trip
 from lightning_memtools.nonfinite.strategies import gradients_under
-from lightning_memtools.reporting._lightning import (
-    LoopMark,
-    forbid_saving_on_exception,
-    gradient_scaler,
-    guard_saving,
-    mark_loops,
-    saves_on_exception,
-    training_step,
-    turn_back,
-    values_logged_in_evaluation,
-)
 from lightning_memtools.reporting.files import report_directory
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_memtools.reporting._lightning import training_step, values_logged_in_evaluation, values_logged_in_step
+from lightning_memtools._lightning import training_step, values_logged_in_evaluation, values_logged_in_step
 from lightning_memtools.reporting.charts import Charts, write_layout
 from lightning_memtools.reporting.curves import Curves
 from lightning_memtools.reporting.intervals import checked_interval, is_due

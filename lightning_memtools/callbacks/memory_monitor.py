@@ -11,10 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch.optim import Optimizer
 
+from lightning_memtools._lightning import training_step
 from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stages import Phase, Stage
-from lightning_memtools.reporting._lightning import training_step
 from lightning_memtools.reporting.charts import Charts, write_layout
 from lightning_memtools.reporting.files import report_directory, write_report
 from lightning_memtools.reporting.intervals import checked_interval, is_due

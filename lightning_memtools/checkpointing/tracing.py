@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values, random_numbers_untouched
-from lightning_memtools.estimate.autocast import cuda_autocast
-from lightning_memtools.estimate.functions import CudaFunctions
-from lightning_memtools.estimate.kernel_mode import KernelMode
-from lightning_memtools.estimate.kernels import KERNELS, SIZED
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.ledger import Ledger
 from lightning_memtools.memory.virtual.names import ModuleNames
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.memory.virtual.substitutions import behave_like_cuda
+from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
+from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
+from lightning_memtools.simulation.cuda_ops.kernel_mode import KernelMode
+from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
 
 Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]

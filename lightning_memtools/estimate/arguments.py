@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.estimate.buckets import unwrapped
-from lightning_memtools.estimate.stand_in import has_step, is_lightning_module
-from lightning_memtools.estimate.step import STEP_NAMES
+from lightning_memtools.simulation.ddp_buckets import unwrapped
+from lightning_memtools.simulation.step import STEP_NAMES
+from lightning_memtools.simulation.trainer_stand_in import has_step, is_lightning_module
 
 
 def check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucket_mb: float | None) -> None:

@@ -10,16 +10,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools.estimate.arguments import check_model, check_numbers, check_optimizer, check_training
-from lightning_memtools.estimate.buckets import BucketSettings, unwrapped
 from lightning_memtools.estimate.fallback import estimate_on_cpu, explain
 from lightning_memtools.estimate.limits import Limit, cublas_workspace_of
-from lightning_memtools.estimate.precision import Precision, PrecisionName
 from lightning_memtools.estimate.reading import read_estimate
 from lightning_memtools.estimate.resizing import resized
 from lightning_memtools.estimate.result import MemoryEstimate
-from lightning_memtools.estimate.step import Recipe, Stage
-from lightning_memtools.estimate.tracing import Settings, Subject, trace
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
+from lightning_memtools.simulation.precision import Precision, PrecisionName
+from lightning_memtools.simulation.step import Recipe, Stage
+from lightning_memtools.simulation.tracer import Settings, Subject, trace
 
 _EAGER = "torch.compile is left out: these are the figures of the eager step."
 

@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_memtools.estimate.reading import read_estimate
 from lightning_memtools.estimate.resizing import first_rows
 from lightning_memtools.estimate.result import MemoryEstimate
-from lightning_memtools.estimate.step import Recipe, batch_size_of
-from lightning_memtools.estimate.tracing import Settings, Subject, trace
 from lightning_memtools.memory.virtual.parts import tensors_in
+from lightning_memtools.simulation.step import Recipe, batch_size_of
+from lightning_memtools.simulation.tracer import Settings, Subject, trace
 
 _SMALL = (4, 16)
 """The batch sizes of the fallback: small, and far enough apart that blocks of 512 bytes hide little of a sample."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from lightning_memtools.estimate.recording import Allocation, Recorder
 from lightning_memtools.estimate.result import MemoryEstimate, ModuleMemory, PeakPlace
-from lightning_memtools.estimate.step import batch_size_of
 from lightning_memtools.estimate.timeline import Timeline, part_of, timeline_of
-from lightning_memtools.estimate.tracing import Settings, Traced
 from lightning_memtools.memory.virtual.place import BACKWARD, OPTIMIZER, OUTSIDE
+from lightning_memtools.simulation.recording import Allocation, Recorder
+from lightning_memtools.simulation.step import batch_size_of
+from lightning_memtools.simulation.tracer import Settings, Traced
 
 
 def read_estimate(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_memtools.estimate.nesting import map_tensors
-from lightning_memtools.estimate.step import batch_size_of
+from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.simulation.step import batch_size_of
 
 
 def resized(batch: Any, size: int) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_memtools.estimate.recording import WORKSPACE, Allocation, Recorder, is_passing
 from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.simulation.recording import WORKSPACE, Allocation, Recorder, is_passing
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "workspace", "other")
 """What an estimate distinguishes."""

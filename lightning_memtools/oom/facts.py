@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memtools.estimate.nesting import map_tensors
+from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.stats import MemoryStats

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from lightning_memtools.checkpointing.planning import CheckpointPlan
 from lightning_memtools.checkpointing.tracing import Forward, Step
 from lightning_memtools.estimate import MemoryEstimate, estimate_memory
-from lightning_memtools.estimate.precision import PrecisionName
 from lightning_memtools.estimate.resizing import resized
-from lightning_memtools.estimate.step import Stage
 from lightning_memtools.memory.allocator import AllocatorConfig
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.oom.facts import Facts
 from lightning_memtools.oom.fragmentation import History
+from lightning_memtools.simulation.precision import PrecisionName
+from lightning_memtools.simulation.step import Stage
 
 _STAGES: dict[str, Stage] = {
     "train": "train",

@@ -10,11 +10,11 @@ import torch
 from lightning_memtools.checkpointing.planning import CheckpointPlan
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.limits import Limit
-from lightning_memtools.estimate.precision import PrecisionName
 from lightning_memtools.memory.capacity import known_gpus
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.oom.actions import Action, Kind
 from lightning_memtools.oom.trials import NotFoundError, Trials
+from lightning_memtools.simulation.precision import PrecisionName
 
 _BF16: PrecisionName = "bf16-mixed"
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from lightning_memtools.reporting._lightning import is_accumulating, training_step
+from lightning_memtools._lightning import is_accumulating, training_step
 
 
 def checked_interval(every_n_steps: int | None) -> int | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
-from lightning_memtools.memory.retained import ledger
+from lightning_memtools.memory.leaks import ledger
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 from tests.quick_gc import only_new_objects
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memtools.estimate.precision import Precision
-from lightning_memtools.estimate.step import Recipe
-from lightning_memtools.estimate.tracing import Settings, Subject, trace
+from lightning_memtools.simulation.precision import Precision
+from lightning_memtools.simulation.step import Recipe
+from lightning_memtools.simulation.tracer import Settings, Subject, trace
 from tests.estimate.networks import classify
 from tests.zoo import torchvision_models
 

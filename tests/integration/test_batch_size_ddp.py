@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import nn
 
-from lightning_memtools.callbacks._batch_size.collectives import why_refused
+from lightning_memtools.batch_size.trainer.collectives import why_refused
 from lightning_memtools.memory.sizes import MIB
 from tests.two_processes import run_script
 

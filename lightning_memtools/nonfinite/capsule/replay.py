@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memtools.batchsize.memento import RandomState
-from lightning_memtools.estimate.nesting import map_tensors
-from lightning_memtools.estimate.stand_in import configured_optimizers, is_lightning_module
+from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.batches import MicroBatch
 from lightning_memtools.nonfinite.capsule.machine import differences, machine_now, switched
 from lightning_memtools.nonfinite.capsule.origin import changed_since, importing_from
@@ -29,6 +27,8 @@ from lightning_memtools.nonfinite.rerun.conditions import Conditions
 from lightning_memtools.nonfinite.rerun.doubts import mismatches
 from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Rerun
 from lightning_memtools.nonfinite.rerun.start import Start
+from lightning_memtools.simulation.trainer_stand_in import configured_optimizers, is_lightning_module
+from lightning_memtools.state.state_snapshot import RandomState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_memtools.estimate.nesting import map_tensors
+from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.virtual.parts import tensors_in
 from lightning_memtools.nonfinite.batches import list_samples, named_tensors
 from lightning_memtools.nonfinite.cause.graph import in_backward, newest_node, node_in_backward

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from lightning_memtools.estimate.nesting import map_tensors
+from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.batches import MicroBatch
 from lightning_memtools.nonfinite.rerun.start import Start, changed_in_place

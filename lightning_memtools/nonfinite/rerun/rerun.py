@@ -18,9 +18,7 @@ from torch.nn import Module
 from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memtools.batchsize.memento import Memento
-from lightning_memtools.estimate.nesting import map_tensors
-from lightning_memtools.estimate.stand_in import attach, is_lightning_module
+from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.batches import MicroBatch
 from lightning_memtools.nonfinite.confirm import find_bad
 from lightning_memtools.nonfinite.losses import noted
@@ -28,6 +26,8 @@ from lightning_memtools.nonfinite.names import plain_name
 from lightning_memtools.nonfinite.rerun.conditions import Conditions
 from lightning_memtools.nonfinite.rerun.start import put_attributes_back
 from lightning_memtools.nonfinite.rerun.trainer import RerunTrainer
+from lightning_memtools.simulation.trainer_stand_in import attach, is_lightning_module
+from lightning_memtools.state.state_snapshot import Memento
 
 
 class CannotRerunError(Exception):

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_memtools.batchsize.memento import RandomState
 from lightning_memtools.nonfinite.batches import named_tensors
+from lightning_memtools.state.state_snapshot import RandomState
 
 SIMPLE = frozenset({bool, int, float, str, type(None)})
 # A module's own business, which changes with every call or is put there by Lightning.

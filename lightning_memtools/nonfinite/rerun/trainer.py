@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_memtools.estimate.stand_in import OptimizerStandIn, TrainerStandIn
+from lightning_memtools.simulation.trainer_stand_in import OptimizerStandIn, TrainerStandIn
 
 _ASKED_OF_THE_ORIGINAL = ("callback_metrics", "logged_metrics", "progress_bar_metrics", "datamodule", "callbacks")
 

@@ -1,0 +1,1 @@
+"""CUDA's kernels where a CPU would take another path."""

@@ -1,0 +1,193 @@
+"""Functions that choose their kernels by device: while entered they choose as for CUDA."""
+
+# ruff: noqa: SLF001, attention's kernels have no public names
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.simulation.cuda_ops.recurrent import RECURRENT
+
+aten = torch.ops.aten
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_FLASH_MAX_HEAD = 256
+
+
+class CudaFunctions(TorchFunctionMode):
+    """Attention takes the kernel that CUDA would (compute capability 8.0 or later), recurrent layers take cuDNN's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patches = Patches()
+
+    def __enter__(self) -> Self:
+        """Also replace attention by its name: torch hides from a mode what its own functions call.
+
+        Such a function is multi_head_attention_forward, of nn.MultiheadAttention.
+        """
+        # In a function of its own: what replaces is given the original's name.
+        self._patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attention))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Put it back."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.undo()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, or what CUDA calls in its place."""
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        return replacement(*args, **(kwargs or {}))
+
+
+def attention_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> str:
+    """Which kernel scaled_dot_product_attention takes on CUDA: "flash", "efficient" or "math".
+
+    The conditions of use_flash_attention and use_mem_efficient_attention in transformers/cuda/sdp_utils.cpp, in their
+    order of priority, with what the user has switched off in torch.backends.cuda. cuDNN's kernel, which newer versions
+    prefer on Hopper, takes the memory of "flash".
+    """
+    backends = torch.backends.cuda
+    if any(tensor.dim() != 4 for tensor in (query, key, value)):  # noqa: PLR2004, batch, heads, length, head
+        return "math"
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    same_batch = query.shape[0] == key.shape[0] == value.shape[0]
+    # Causal attention of different lengths aligns its mask otherwise than flash does.
+    square = not is_causal or query.shape[2] == key.shape[2]
+    if (
+        backends.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and mask is None
+        and query.dtype in _HALF
+        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD
+        and same_batch
+        and (same_heads or enable_gqa)
+        and square
+        and _last_is_dense(query, key, value)
+    ):
+        return "flash"
+    aligned = 8 if query.dtype in _HALF else 4
+    if (
+        backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        and query.dtype in {*_HALF, torch.float32}
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] % aligned == 0
+        and value.shape[-1] % aligned == 0
+        and same_batch
+        and same_heads
+        and _last_is_dense(query, key, value)
+    ):
+        return "efficient"
+    return "math"
+
+
+def attention(  # noqa: PLR0917, the arguments are those of torch
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """scaled_dot_product_attention by the kernel that CUDA takes."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (
+            tensor.to(dtype) if tensor.dtype is torch.float32 else tensor for tensor in (query, key, value)
+        )
+        if attn_mask is not None and attn_mask.dtype is torch.float32:
+            attn_mask = attn_mask.to(dtype)
+    backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+    if backend == "flash":
+        return _flash(query, key, value, dropout_p, is_causal, scale)
+    if backend == "efficient":
+        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    out: torch.Tensor = aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return out
+
+
+def _flash(  # noqa: PLR0917, as torch's
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    head = query.shape[-1]
+    padding = -head % 8
+    if padding:
+        query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
+        scale = head**-0.5 if scale is None else scale
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[
+        0
+    ]
+    return out[..., :head] if padding else out
+
+
+def _efficient(  # noqa: PLR0917, as torch's
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            # 0 where attended, -inf elsewhere
+            mask = torch.where(mask, torch.zeros((), dtype=query.dtype), float("-inf")).to(query.dtype)
+        if not _is_aligned(mask, 8):
+            # Kept with rows of a multiple of 8, of which a part is used (pad_bias: 8 more even where none is missing).
+            length = mask.shape[-1]
+            mask = F.pad(mask, (0, 8 - length % 8))[..., :length]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+def _is_aligned(tensor: torch.Tensor, n: int) -> bool:
+    return tensor.stride(-1) == 1 and all(stride % n == 0 for stride in tensor.stride()[:-1])
+
+
+def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:
+    """From float16, and from that alone, CUDA makes float32 without a copy of the input (ATen/native/SoftMax.cpp)."""
+
+    def softmax(source: torch.Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        if dtype is torch.float32 and source.dtype is torch.float16 and not (args or kwargs):
+            return fused(source, dim, True)  # noqa: FBT003, torch's half_to_float
+        return original(source, dim, *args, dtype=dtype, **kwargs)
+
+    return softmax
+
+
+def _last_is_dense(*tensors: torch.Tensor) -> bool:
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention,
+    **{one: _softmax_in_float(one, aten._softmax) for one in (torch.softmax, torch.Tensor.softmax)},
+    **{one: _softmax_in_float(one, aten._log_softmax) for one in (torch.log_softmax, torch.Tensor.log_softmax)},
+    **RECURRENT,
+}

@@ -1,0 +1,1 @@
+"""Snapshot and restore: the state of objects, models, optimizers and every random stream."""

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memtools.batch_size.limits import (
+    Limits,
+    normalizes_batches,
+    samples_in_shared_memory,
+    samples_per_rank,
+)
+
+
+def brute(limits, size, admitted):
+    return max((n for n in range(1, size + 1) if admitted(n)), default=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 17, 33, 64, 100, 1000])
+def test_rounding_down_is_the_largest_admitted_size(size):
+    cases = [
+        (Limits(multiple_of=8), lambda n: n % 8 == 0),
+        (Limits(max_val=50), lambda n: n <= 50),
+        (Limits(per_rank=96), lambda n: 96 % n == 0),
+        (Limits(per_rank=96, multiple_of=16), lambda n: 96 % n == 0 and n % 16 == 0),
+        (Limits(n_samples=33), lambda n: n <= 33),
+        (Limits(n_samples=100, min_batches=4), lambda n: n <= 25),
+        (Limits(n_samples=65, avoid_single=True), lambda n: n <= 65 and n > 1 and 65 % n != 1),
+        (Limits(n_samples=65, avoid_single=True, drop_last=True), lambda n: 1 < n <= 65),
+        (Limits(shm=40, multiple_of=3), lambda n: n <= 40 and n % 3 == 0),
+    ]
+    for limits, admitted in cases:
+        assert limits.round_down(size) == brute(limits, size, admitted), limits
+
+
+def test_what_cut_a_size_is_said():
+    limits = Limits(n_samples=65, avoid_single=True)
+    assert limits.round_down(64) == 63  # 65 = 1 * 64 + 1
+    assert limits.cut == {"a last batch of one sample in front of BatchNorm"}
+    limits = Limits(n_samples=10)
+    assert limits.round_down(math.inf) == 10
+    assert limits.cut == {"the number of samples"}
+
+
+def test_no_size_at_all_is_an_error_with_the_facts():
+    with pytest.raises(ValueError, match="multiple_of=8, max_val=None, effective batch size per rank 12"):
+        Limits(per_rank=12, multiple_of=8).smallest()
+
+
+def test_ranks_share_an_effective_batch_evenly():
+    assert samples_per_rank(96, 3) == 32
+    with pytest.raises(ValueError, match=r"effective_batch_size=100 cannot be shared evenly by 3 ranks.*such as 99"):
+        samples_per_rank(100, 3)
+
+
+def test_batchnorm_counts_only_while_it_learns():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert normalizes_batches(model)
+    assert not normalizes_batches(model.eval())
+    assert not normalizes_batches(nn.Sequential(nn.LayerNorm(2)))
+
+
+def test_shared_memory_holds_what_workers_prefetch():
+    data = TensorDataset(torch.zeros(8, 2))
+    loaders = [DataLoader(data, 2, num_workers=2, prefetch_factor=3)]
+    # Six batches ahead and one in work: 7 * size * 1000 bytes have to fit in 70 000.
+    assert samples_in_shared_memory(1000, loaders, lambda: 70_000) == 10
+    assert samples_in_shared_memory(1000, [DataLoader(data, 2)], lambda: 70_000) is None
+    assert samples_in_shared_memory(1000, loaders, lambda: None) is None

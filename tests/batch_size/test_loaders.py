@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from lightning_memtools.batch_size.loaders import (
+    CannotResize,
+    batch_size_of,
+    drops_last,
+    n_samples_of,
+    resize_loader,
+    worst_first,
+)
+
+DATA = TensorDataset(torch.arange(20.0))
+
+
+def sizes(loader):
+    return [len(batch[0]) if isinstance(batch, (list, tuple)) else len(batch) for batch in loader]
+
+
+def test_only_the_size_changes():
+    def collate(samples):
+        return torch.stack([sample[0] for sample in samples])
+
+    def start(worker):
+        pass
+
+    generator = torch.Generator().manual_seed(3)
+    old = DataLoader(
+        DATA, 4, shuffle=True, num_workers=2, collate_fn=collate, pin_memory=False, drop_last=True, timeout=7,
+        worker_init_fn=start, generator=generator, prefetch_factor=5, persistent_workers=True,
+    )  # fmt: skip
+    new = resize_loader(old, 6)
+    assert (old.batch_size, new.batch_size, new.batch_sampler.batch_size) == (4, 6, 6)
+    for name in ("dataset", "sampler", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "generator",
+                 "worker_init_fn", "prefetch_factor", "persistent_workers", "multiprocessing_context"):  # fmt: skip
+        assert getattr(new, name) is getattr(old, name), name
+    assert new.sampler.generator is generator
+
+
+def test_the_same_order_as_a_loader_made_with_that_size():
+    for seed in range(3):
+        made = DataLoader(DATA, 6, shuffle=True, generator=torch.Generator().manual_seed(seed))
+        old = DataLoader(DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(seed))
+        new = resize_loader(old, 6)
+        for _ in range(2):  # two epochs
+            for one, other in zip(made, new, strict=True):
+                assert torch.equal(one[0], other[0])
+
+
+def test_a_sampler_of_ones_own_and_a_subclass_are_kept():
+    class Mine(DataLoader):
+        def __init__(self, path):
+            super().__init__(DATA, 4, sampler=WeightedRandomSampler(torch.ones(20), 12))
+            self.path = path
+
+    new = resize_loader(Mine("here"), 5)
+    assert isinstance(new, Mine)
+    assert new.path == "here"
+    assert isinstance(new.sampler, WeightedRandomSampler)
+    assert sizes(new) == [5, 5, 2]
+    assert n_samples_of(new) == 12
+
+
+def test_an_iterable_dataset():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(10.0))
+
+    new = resize_loader(DataLoader(Stream(), 3), 4)
+    assert sizes(new) == [4, 4, 2]
+    assert n_samples_of(new) is None
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler of one's own that reads its size when asked."""
+
+    def __init__(self, sampler, batch_size, extra=1):
+        self.sampler, self.batch_size, self.extra = sampler, batch_size, extra
+
+    def __iter__(self):
+        return iter(BatchSampler(self.sampler, self.batch_size, drop_last=False))
+
+    def __len__(self):
+        return math.ceil(len(self.sampler) / self.batch_size)
+
+
+class Fixed(Sampler[list[int]]):
+    """Makes up its batches in the constructor, from data that it does not keep."""
+
+    def __init__(self, n, batch_size):
+        self.batch_size = batch_size
+        self.batches = [list(range(i, min(i + batch_size, n))) for i in range(0, n, batch_size)]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def test_a_batch_sampler_with_a_batch_size():
+    old = DataLoader(DATA, batch_sampler=Pairs(SequentialSampler(DATA), 4, extra=9))
+    new = resize_loader(old, 8)
+    assert sizes(new) == [8, 8, 4]
+    assert new.batch_sampler.extra == 9
+    assert batch_size_of(new) == 8
+    assert sizes(old) == [4] * 5
+
+
+def test_asking_a_batch_sampler_costs_no_random_numbers():
+    generator = torch.Generator().manual_seed(0)
+    old = DataLoader(DATA, batch_sampler=Pairs(RandomSampler(DATA, generator=generator), 4))
+    before, of_all = generator.get_state(), torch.get_rng_state()
+    resize_loader(old, 8)
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), of_all)
+
+
+class Whole(Dataset[torch.Tensor]):
+    def __getitem__(self, index):
+        return torch.zeros(4)
+
+    def __len__(self):
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        ([torch.zeros(3)], "batch size of a list cannot be set: it is no torch.utils.data.DataLoader"),
+        (DataLoader(Whole(), batch_size=None), "over Whole cannot be set: it has batch_size=None"),
+        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "its batch_sampler list has no batch_size"),
+        (DataLoader(DATA, batch_sampler=Fixed(20, 4)), "Fixed still gives 4 samples with batch_size=8"),
+    ],
+    ids=["no loader", "data set makes batches", "no batch_size", "made up before"],
+)
+def test_why_a_loader_cannot_be_resized(loader, reason):
+    with pytest.raises(CannotResize, match=reason) as caught:
+        resize_loader(loader, 8)
+    assert any(word in str(caught.value) for word in ("Pass ", "Let ", "Give "))  # what to change
+
+
+def test_what_loaders_tell():
+    assert n_samples_of(DataLoader(DATA, 3)) == 20
+    assert drops_last(DataLoader(DATA, 3, drop_last=True))
+    assert not drops_last(DataLoader(DATA, 3))
+
+
+class Lengths(Dataset[torch.Tensor]):
+    lengths = (3, 9, 1, 7, 5)
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return torch.tensor(self.lengths[index])
+
+
+def test_the_largest_samples_come_first():
+    loader = DataLoader(Lengths(), 2, shuffle=True)
+    assert [batch.tolist() for batch in worst_first(loader, 2, None)] == [[9, 7], [9, 7], [9]]
+    by_hook = worst_first(loader, 2, lambda dataset, n: [2, 0][:n])
+    assert next(iter(by_hook)).tolist() == [1, 3]
+    assert worst_first(DataLoader(DATA, 2), 2, None).sampler is not None
+
+
+def test_a_dataset_can_tell_its_worst_itself():
+    class Knows(Lengths):
+        def worst_case(self, n):
+            return [4, 3][:n]
+
+    assert next(iter(worst_first(DataLoader(Knows(), 2), 2, None))).tolist() == [5, 7]
+
+
+def test_a_loader_that_nobody_can_tell_of_stays():
+    loader = DataLoader(DATA, 2)
+    assert worst_first(loader, 2, None) is loader

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memtools.batch_size.limits import Limits
+from lightning_memtools.batch_size.search import best, find_largest
+from lightning_memtools.batch_size.trials import Reading, Trial
+
+MIB = 1 << 20
+
+
+class Device:
+    """Runs sizes on a formula: allocated bytes by size, a capacity, and what is reserved beyond."""
+
+    def __init__(self, allocated, capacity, *, margin=0.05, slack=lambda n: 0, base=0, ranks=1, tells=True):
+        self.allocated, self.capacity, self.margin, self.slack = allocated, capacity, margin, slack
+        self.base, self.ranks, self.tells = base, ranks, tells
+        self.ran: list[int] = []
+
+    def reading(self, size, capacity):
+        allocated = int(self.allocated(size))
+        peak = allocated + int(self.slack(size))
+        limit = int(capacity * (1 - self.margin))
+        failure = "out of memory" if peak > capacity else ""
+        if not self.tells:
+            return Reading(failure=failure)
+        return Reading(peak=min(peak, capacity), limit=limit, peak_allocated=allocated, batch_allocated=allocated,
+                       base_allocated=self.base, failure=failure)  # fmt: skip
+
+    def run(self, size):
+        self.ran.append(size)
+        capacities = [self.capacity, self.capacity // 2][: self.ranks]
+        return Trial(stage="train", size=size, readings=[self.reading(size, capacity) for capacity in capacities])
+
+    def truth(self, limits):
+        size = fits = 0
+        while size < 20_000:
+            size += 1
+            if limits.round_down(size) == size and self.run(size).fits:
+                fits = size
+        self.ran.clear()
+        return fits
+
+    def search(self, limits=None, start=2, max_trials=8):
+        limits = limits or Limits()
+        trials = find_largest(
+            self.run, start=start, round_down=limits.round_down, smallest=limits.smallest, max_trials=max_trials
+        )
+        found = best(trials)
+        return 0 if found is None else found.size
+
+
+def test_a_straight_line_takes_three_trials():
+    device = Device(lambda n: 100 * MIB + n * MIB, 4000 * MIB, base=100 * MIB)
+    found = device.search()
+    assert len(device.ran) == 3
+    assert 0.97 * 3700 <= found <= 3700
+    assert found in device.ran
+
+
+def test_on_a_device_as_small_as_a_few_segments_a_prediction_decides_nothing():
+    device = Device(lambda n: 100 * MIB + n * MIB, 900 * MIB, base=100 * MIB)
+    found = device.search()
+    assert 0.97 * 755 <= found <= 755
+    assert any(not device.run(size).fits for size in list(device.ran))
+
+
+def test_small_maxima_are_found_exactly():
+    for maximum in range(3, 33):
+        device = Device(lambda n: 100 * MIB + n * 20 * MIB, (100 + maximum * 20 + 10) * MIB, margin=0, base=100 * MIB)
+        assert device.search() == maximum
+        assert len(device.ran) <= 4
+
+
+def test_a_parabola_is_bent_to_after_a_third_point():
+    device = Device(lambda n: 100 * MIB + n * MIB / 4 + n * n * 1000, 4000 * MIB, base=100 * MIB)
+    truth = device.truth(Limits())
+    found = device.search()
+    assert 0.97 * truth <= found <= truth
+    assert len(device.ran) <= 8
+
+
+def test_slack_that_grows_is_foreseen():
+    device = Device(lambda n: n * MIB, 4000 * MIB, slack=lambda n: n * MIB / 10, base=0)
+    truth = device.truth(Limits())
+    found = device.search()
+    assert 0.97 * truth <= found <= truth
+    assert len(device.ran) == 3
+
+
+def test_of_several_ranks_the_tightest_decides():
+    device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB, ranks=2)
+    found = device.search()
+    assert 0.97 * 465 <= found <= 465
+
+
+def test_a_device_that_tells_no_peaks_is_searched_by_doubling_and_halving():
+    device = Device(lambda n: n * MIB, 100 * MIB, tells=False)
+    assert device.search(max_trials=30) >= 97
+    assert device.ran[:4] == [2, 4, 8, 16]
+
+
+def test_nothing_fits():
+    device = Device(lambda n: 200 * MIB + n * MIB, 100 * MIB)
+    assert device.search() == 0
+    assert 1 in device.ran
+    assert len(device.ran) <= 3
+
+
+def test_only_the_smallest_fits():
+    device = Device(lambda n: n * 70 * MIB, 100 * MIB)
+    assert device.search() == 1
+
+
+def test_a_first_size_that_is_too_large_is_come_back_from():
+    device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB)
+    found = device.search(start=5000)
+    assert 0.9 * 940 <= found <= 940
+
+
+@pytest.mark.parametrize("max_val", [1, 2, 10, 64])
+def test_max_val_is_kept_and_reached(max_val):
+    device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB)
+    assert device.search(Limits(max_val=max_val)) == max_val
+    assert max(device.ran) == max_val
+
+
+def test_no_limit_goes_straight_to_the_largest():
+    device = Device(lambda n: n * MIB, 1 << 60)
+    assert device.search(Limits(n_samples=1000)) == 1000
+    assert len(device.ran) == 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    base=st.integers(0, 500),
+    per_sample=st.floats(0.01, 60),
+    bend=st.floats(0, 0.05),
+    lumps=st.integers(0, 12),
+    multiple=st.integers(1, 8),
+    start=st.integers(1, 64),
+    max_trials=st.integers(1, 12),
+)
+def test_what_is_returned_was_run_and_fits(  # noqa: PLR0917, hypothesis names them
+    base, per_sample, bend, lumps, multiple, start, max_trials
+):
+    device = Device(
+        lambda n: (base + per_sample * n + bend * n * n) * MIB,
+        1000 * MIB,
+        slack=lambda n: (n * 7919 % (lumps + 1)) * MIB,
+        base=base * MIB,
+    )
+    limits = Limits(multiple_of=multiple, n_samples=100_000)
+    found = device.search(limits, start, max_trials)
+    assert len(device.ran) <= max_trials
+    assert len(set(device.ran)) == len(device.ran), "no size is run twice"
+    assert all(size % multiple == 0 for size in device.ran)
+    if found:
+        assert found in device.ran
+        assert device.run(found).fits
+
+
+@settings(max_examples=200, deadline=None)
+@given(base=st.integers(0, 500), per_sample=st.floats(0.05, 60), bend=st.sampled_from([0.0, 0.0, 0.0, 0.01]))
+def test_the_share_of_the_true_maximum(base, per_sample, bend):
+    device = Device(lambda n: (base + per_sample * n + bend * n * n) * MIB, 8000 * MIB, base=base * MIB)
+    limit = 7600 - base
+    root = limit / per_sample if not bend else (-per_sample + math.sqrt(per_sample**2 + 4 * bend * limit)) / (2 * bend)
+    found = device.search()
+    assert 0.97 * math.floor(root) <= found + 1e-9
+    assert found <= root
+    if not bend:
+        assert len(device.ran) <= 4

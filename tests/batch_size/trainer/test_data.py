@@ -1,0 +1,157 @@
+"""Where the batch size is found, and what the data have to say to it."""
+
+from __future__ import annotations
+
+import math
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+
+from lightning_memtools.memory.sizes import MIB
+from tests.tuner_runs import WIDTH, Constant, Data, N, Small, Tuner, assert_same, everything_of, fit
+
+
+class Module(L.LightningDataModule):
+    def __init__(self, per_step=4, val_per_step=4):
+        super().__init__()
+        self.per_step, self.val_per_step = per_step, val_per_step
+
+    def train_dataloader(self):
+        return DataLoader(Data(), self.per_step)
+
+    def val_dataloader(self):
+        return DataLoader(Data(), self.val_per_step)
+
+
+def test_an_attribute_of_the_data_module_and_several_names(tmp_path):
+    data = Module()
+    tuner = Tuner(batch_arg_name=["per_step", "val_per_step"])
+    model, _ = fit(tmp_path, tuner, datamodule=data)
+    assert data.per_step == tuner.result.sizes["train"]
+    assert data.val_per_step == tuner.result.sizes["val"]
+    assert set(model.seen) == {data.per_step, N % data.per_step}
+
+
+def test_loaders_passed_to_fit_are_rebuilt_in_the_same_order(tmp_path):
+    def loader(size):
+        return DataLoader(Data(), size, shuffle=True, generator=torch.Generator().manual_seed(7))
+
+    tuner = Tuner()
+    tuned, run = fit(tmp_path, tuner, loaders=loader(4), val_loaders=DataLoader(Data(), 4))
+    size = tuner.result.sizes["train"]
+    by_hand, other = fit(tmp_path, None, Small(batch_size=size), loaders=loader(size),
+                         val_loaders=DataLoader(Data(), 4))  # fmt: skip
+    assert tuned.seen == by_hand.seen
+    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
+
+
+class Backwards(Sampler[list[int]]):
+    """Batches of one's own, from the last sample to the first."""
+
+    def __init__(self, data_source, batch_size):
+        self.data_source, self.batch_size = data_source, batch_size
+
+    def __len__(self):
+        return math.ceil(len(self.data_source) / self.batch_size)
+
+    def __iter__(self):
+        indices = range(len(self.data_source) - 1, -1, -1)
+        return (list(indices[i : i + self.batch_size]) for i in range(0, len(indices), self.batch_size))
+
+
+def test_a_batch_sampler_of_ones_own_makes_batches_of_the_size_that_was_found(tmp_path):
+    tuner = Tuner(stages=("train",))
+    model, _ = fit(tmp_path, tuner, loaders=DataLoader(Data(), batch_sampler=Backwards(Data(), 4)))
+    size = tuner.result.sizes["train"]
+    assert size > 30
+    assert model.seen == [size] * (N // size) + [N % size] * (N % size > 0)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, n=100):
+        self.n = n
+
+    def __iter__(self):
+        return (torch.full((WIDTH,), i / self.n) for i in range(self.n))
+
+
+def test_an_iterable_dataset_and_one_smaller_than_the_batch(tmp_path):
+    for n, expected in ((1000, None), (23, 23)):
+        tuner = Tuner(stages=("train",))
+        fit(tmp_path, tuner, Constant(), loaders=DataLoader(Stream(n), 4, drop_last=n == 1000),
+            limit_val_batches=0)  # fmt: skip
+        size = tuner.result.sizes["train"]
+        assert size == expected if expected else size > 30
+
+
+def test_a_dataset_smaller_than_the_batch_gives_one_batch(tmp_path):
+    tuner = Tuner()
+    _, run = fit(tmp_path, tuner, Small(n=20))
+    assert tuner.result.sizes == {"train": 20, "val": 20}
+    assert run.global_step == 1
+    assert any("number of samples" in note for note in tuner.result.notes)
+
+
+def test_no_last_batch_of_one_sample_in_front_of_batchnorm(tmp_path):
+    tuner = Tuner(max_val=24, stages=("train",))
+    model, _ = fit(tmp_path, tuner, Small(n=49))  # 49 = 2 * 24 + 1
+    assert tuner.result.sizes == {"train": 23}
+    assert 1 not in model.seen
+    assert any("BatchNorm" in note for note in tuner.result.notes)
+
+
+def test_an_interval_of_validation_in_batches_still_works(tmp_path):
+    tuner = Tuner()
+    _, run = fit(tmp_path, tuner, Small(n=100), val_check_interval=5)
+    assert run.num_training_batches >= 5
+
+
+def test_workers_shared_memory_caps_the_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_memtools.batch_size.limits.free_shared_memory", lambda: 10 * MIB)
+    tuner = Tuner(stages=("train",))
+    fit(tmp_path, tuner, loaders=DataLoader(Data(), 2, num_workers=1, prefetch_factor=2), limit_val_batches=0)
+    assert tuner.result.sizes["train"] <= 13  # 10 MiB / 3 batches / 256 KiB
+    assert any("shared memory" in note for note in tuner.result.notes)
+
+
+def test_no_such_attribute(tmp_path):
+    class Other(Small):
+        def __init__(self):
+            super().__init__()
+            self.batchsize = 4
+            del self.hparams["batch_size"]
+
+        def train_dataloader(self):
+            return DataLoader(Data(), self.batchsize)
+
+    with pytest.raises(ValueError, match=r"No 'batch_size' in model, model.hparams. Similar names there: batchsize"):
+        fit(tmp_path, Tuner(), Other())
+
+
+def test_a_loader_that_does_not_follow_the_attribute(tmp_path):
+    class Stubborn(Small):
+        def train_dataloader(self):
+            return DataLoader(Data(), 8)
+
+    with pytest.raises(ValueError, match="train_dataloader gives batches of 8 whatever batch_size is"):
+        fit(tmp_path, Tuner(), Stubborn())
+
+
+def test_a_passed_loader_that_cannot_be_resized(tmp_path):
+    with pytest.raises(ValueError, match="it has batch_size=None"):
+        fit(tmp_path, Tuner(), loaders=DataLoader(Data(), batch_size=None))
+
+
+def test_tensors_in_datasets_stay(tmp_path):
+    data = TensorDataset(torch.ones(60, WIDTH))
+
+    class Pairs(Small):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch[0], batch_idx)
+
+    tuner = Tuner(stages=("train",))
+    fit(tmp_path, tuner, Pairs(), loaders=DataLoader(data, 4))
+    assert 30 < tuner.result.sizes["train"] <= 60

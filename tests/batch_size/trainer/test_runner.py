@@ -1,0 +1,269 @@
+"""What a trial runs, and what counts as a failure."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
+from lightning_memtools.batch_size.trainer.probe import Probe
+from lightning_memtools.memory.sizes import MIB
+from tests.lightning_models import trainer
+from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, assert_same, everything_of, fit
+
+
+def test_callbacks_take_part_but_those_that_watch(tmp_path):
+    present = []
+
+    class Looks(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            present.append([type(callback).__name__ for callback in trainer.callbacks])
+
+    average = WeightAveraging(avg_fn=lambda old, new, n: old)
+    fit(tmp_path, Tuner(), None, average, Looks(), EarlyStopping("val_loss"), MemoryMonitor())
+    in_trials = [names for names in present if "Probe" in names]
+    assert in_trials
+    assert all(set(names) == {"WeightAveraging", "Looks", "Room", "Probe"} for names in in_trials)
+    assert "Probe" not in present[-1]
+    assert {"BatchSizeTuner", "EarlyStopping", "MemoryMonitor"} <= set(present[-1])
+
+
+def test_a_callbacks_memory_counts(tmp_path):
+    class Holds(L.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            self.kept = torch.empty(50 * MIB, dtype=torch.uint8)
+
+    sizes = []
+    for callbacks in ((), (Holds(),)):
+        tuner = Tuner(stages=("train",))
+        fit(tmp_path, tuner, None, *callbacks)
+        sizes.append(tuner.result.sizes["train"])
+    assert sizes[1] < 0.75 * sizes[0]
+
+
+def test_accumulation_does_not_multiply_the_work(tmp_path):
+    n_batches = []
+
+    class Counts(Small):
+        def training_step(self, batch, batch_idx):
+            if any(isinstance(c, Probe) for c in self.trainer.callbacks):
+                n_batches.append(len(batch))
+            return super().training_step(batch, batch_idx)
+
+    tuner = Tuner(stages=("train",))
+    _, run = fit(tmp_path, tuner, Counts(), accumulate_grad_batches=50)
+    assert run.accumulate_grad_batches == 50
+    assert len(n_batches) <= 4 * len(tuner.result.trials), "two steps of two micro-batches"
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("kind", ["raised from", "swallowed", "MemoryError", "cuBLAS"])
+def test_every_way_to_run_out_of_memory_is_a_failed_trial(tmp_path, kind):
+    class Fails(Small):
+        def training_step(self, batch, batch_idx):
+            try:
+                if len(batch) > 20 and kind == "MemoryError":
+                    raise MemoryError
+                if len(batch) > 20 and kind == "cuBLAS":
+                    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+                return super().training_step(batch, batch_idx)
+            except torch.OutOfMemoryError as error:
+                if kind == "swallowed":
+                    return None
+                raise ValueError("forward failed") from error
+
+    tuner = Tuner(stages=("train",), init_val=200, max_trials=6)
+    fit(tmp_path, tuner, Fails())
+    assert tuner.result.trials[0].outcome == "out of memory"
+    size = tuner.result.sizes["train"]
+    assert size <= 20 if kind in {"MemoryError", "cuBLAS"} else size > 30
+
+
+class Killer(Dataset[Tensor]):
+    """Its workers are killed when a batch would be larger than 10, as the kernel does when the host has no memory."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.ones(WIDTH)
+
+
+def kill(samples):
+    if len(samples) > 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.stack(samples)
+
+
+@pytest.mark.filterwarnings("ignore:.*os.fork.*:DeprecationWarning")
+def test_a_killed_worker_is_a_failed_trial(tmp_path):
+    loader = DataLoader(Killer(), 2, num_workers=1, collate_fn=kill)
+    tuner = Tuner(stages=("train",), max_trials=5)
+    fit(tmp_path, tuner, None, loaders=loader)
+    assert "a data-loader worker was killed" in {trial.outcome for trial in tuner.result.trials}
+    assert tuner.result.sizes["train"] <= 10
+
+
+@pytest.mark.parametrize("who", ["the data set", "a function"])
+def test_the_largest_samples_are_used_in_trials(tmp_path, who):
+    class Longer(Dataset):
+        def __init__(self):
+            if who == "the data set":
+                self.lengths = [1 + (i % 50) for i in range(500)]
+
+        def __len__(self):
+            return 500
+
+        def __getitem__(self, index):
+            return torch.ones((1 + index % 50) * 1311)
+
+    longest = []
+
+    class Watching(Small):
+        def training_step(self, batch, batch_idx):
+            if any(isinstance(c, Probe) for c in self.trainer.callbacks):
+                longest.append((len(batch), batch.shape[1]))
+            return super().training_step(nn.functional.pad(batch, (0, WIDTH - batch.shape[1])), batch_idx)
+
+    def collate(samples):
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    tuner = Tuner(stages=("train",))
+    if who == "a function":
+        tuner.worst_case = lambda data, n: [49 + 50 * (i % 10) for i in range(n)]
+    fit(tmp_path, tuner, Watching(), loaders=DataLoader(Longer(), 2, collate_fn=collate))
+    assert {length for _, length in longest} == {50 * 1311}
+
+
+class Layers(Constant):
+    """A Sequential that checkpointing can cut."""
+
+    def __init__(self, batch_size=4, n=N):
+        super().__init__(batch_size, n)
+        self.body = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Tanh(), nn.Sigmoid())))
+
+    def loss(self, x):
+        return super().loss(self.body(x * self.scale))
+
+
+def test_a_trial_is_what_a_fit_is(tmp_path):
+    seen: list[tuple[str, int]] = []
+    found = []
+
+    class Counts(Constant):
+        def is_trial(self):
+            return any(isinstance(c, Probe) for c in self.trainer.callbacks)
+
+        def training_step(self, batch, batch_idx):
+            if self.is_trial():
+                found.append((torch.is_autocast_enabled("cpu"), self.trainer.strategy.model is self, self.training))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            if self.is_trial():
+                found.append((torch.is_autocast_enabled("cpu"), self.trainer.strategy.model is self, not self.training))
+                seen.append(("val", len(batch)))
+
+        def on_before_optimizer_step(self, optimizer):
+            if self.is_trial():
+                assert type(optimizer) is torch.optim.AdamW
+                seen.append(("step", len(optimizer.state)))
+
+    tuner = Tuner(init_val=4, max_trials=2, max_val=20)
+    fit(tmp_path, tuner, Counts(), precision="bf16-mixed")
+    assert set(found) == {(True, True, True)}
+    trials = tuner.result.trials
+    assert all(trial.fits for trial in trials)
+    # The sanity check, two steps (the second finds the optimizer's state), validation, two steps.
+    n_states = 3
+    expected = []
+    for trial in trials:
+        val = trial.size if trial.stage == "val" else 4
+        sanity, evaluation = [("val", val)], [("val", val), ("val", val)]
+        expected += [*sanity, ("step", 0), ("step", n_states), *evaluation, ("step", n_states), ("step", n_states)]
+    assert seen == expected
+
+
+def test_an_allocation_retry_is_a_failure(tmp_path):
+    class Thrashes(Constant):
+        def loss(self, x):
+            if len(x) > 20:  # what is cached in small pieces has to be given back for the large one
+                pieces = [torch.empty(15 * MIB, dtype=torch.uint8) for _ in range(5)]
+                del pieces
+                torch.empty(90 * MIB, dtype=torch.uint8)
+            return super().loss(x)
+
+    tuner = Tuner(stages=("train",), init_val=32, max_trials=4)
+    fit(tmp_path, tuner, Thrashes())
+    assert tuner.result.trials[0].outcome == "allocation retry"
+    assert 0 < tuner.result.sizes["train"] <= 20
+
+
+def test_checkpointing_is_in_place_in_trials(tmp_path, capsys):
+    tuner = Tuner(stages=("train",), max_trials=5)
+    tuned, run = fit(tmp_path, tuner, Layers(n=100), GradientCheckpointing())
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("predicted peak (simulated)") == 1, "said of the fit, and not of each trial"
+    size = tuner.result.sizes["train"]
+    by_hand, other = fit(tmp_path, None, Layers(size, n=100), GradientCheckpointing(), limit_val_batches=0)
+    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, None, Layers(size, n=100), limit_val_batches=0)
+
+
+def watching():
+    # LossCurves holds losses until the device has them ready: a few hundred bytes more or less, by the clock.
+    return [callback for callback in default_callbacks() if not isinstance(callback, LossCurves)]
+
+
+def test_those_that_watch_a_run_take_no_notice_of_trials(tmp_path, capsys):
+    tuner = Tuner(init_val=150, stages=("train",), max_trials=6)
+    roots = tmp_path / "tuned", tmp_path / "hand"
+    tuned, run = fit(roots[0], tuner, None, *watching(), logger=CSVLogger(roots[0]))
+    assert tuner.result.trials[0].outcome == "out of memory"
+    size = tuner.result.sizes["train"]
+    assert size > 30
+    assert not [*tmp_path.rglob("oom*")]
+    assert "OOMReport" not in capsys.readouterr().out
+    by_hand, other = fit(roots[1], None, Small(batch_size=size), *watching(), logger=CSVLogger(roots[1]),
+                         limit_val_batches=0)  # fmt: skip
+    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
+    for one, wanted in zip(*map(logged, roots), strict=True):
+        assert one == wanted
+
+
+@pytest.mark.parametrize("when", ["validate", "the second epoch"])
+def test_peaks_of_trials_are_no_peaks_of_the_run(tmp_path, when):
+    tuner = Tuner(init_val=150, max_trials=6, at_epochs=(1,), stages=("val" if when == "validate" else "train",))
+    options = {"logger": CSVLogger(tmp_path), "max_epochs": 2}
+    if when == "validate":
+        with VirtualDevice("32MiB"):
+            trainer(tmp_path, MemoryMonitor(), tuner, **options).validate(Constant(), verbose=False)
+    else:
+        fit(tmp_path, tuner, Constant(), MemoryMonitor(), **options)
+    ((stage, peak),) = tuner.result.peaks.items()
+    assert any(not trial.fits for trial in tuner.result.trials)
+    peaks = [float(row[f"memory/{stage}/peak_reserved_gib"] or 0) for row in logged(tmp_path, stage)]
+    assert 0 < max(peaks) * 2**30 <= peak
+
+
+def logged(folder, stage="train"):
+    """All that is no time and no memory of the host."""
+    with next(folder.rglob("metrics.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        for name in [name for name in row if name.startswith(("time/", "memory/host", "memory/cache/ms"))]:
+            del row[name]
+    assert any(row[f"memory/{stage}/peak_reserved_gib"] for row in rows)
+    assert any(row["memory/ooms"] for row in rows)
+    return rows

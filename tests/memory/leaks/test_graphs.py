@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools.memory.leaks.graphs import graph_clock, spans, tensors_with_graph
+
+
+def loss_of(weight: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.randn(3, 4) @ weight).square().mean()
+
+
+def weight() -> torch.Tensor:
+    return torch.randn(4, 4, requires_grad=True)
+
+
+def test_the_clock_goes_on_with_every_node_and_leaves_no_trace():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with VirtualDevice() as device, torch.inference_mode():
+        before = graph_clock()
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            node = (torch.ones(1, requires_grad=True) * 2).grad_fn
+        assert before < node._sequence_nr() < graph_clock()
+        device.reset_peaks()
+        graph_clock()
+        assert device.stats().peak_allocated == device.stats().allocated
+        assert torch.is_inference_mode_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_sum_over_all_steps_spans_all_epochs():
+    w = weight()
+    total = 0.0
+    clocks = [graph_clock()]
+    for _ in range(3):
+        for _ in range(5):
+            loss = loss_of(w)
+            total += loss
+            loss.backward()
+        clocks.append(graph_clock())
+    assert isinstance(total, torch.Tensor)
+    assert spans(total, clocks)
+    assert not spans(loss, clocks)
+    assert not spans(total.detach(), clocks)
+    assert not spans(w, clocks)
+    assert not spans(total, [*clocks, graph_clock()])  # it did not grow since
+
+
+def test_an_average_that_keeps_its_graph_spans_all_epochs_too():
+    w = weight()
+    average = loss_of(w)
+    clocks = [graph_clock()]
+    for _ in range(3):
+        average = 0.9 * average + 0.1 * loss_of(w)
+        clocks.append(graph_clock())
+    assert spans(average, clocks)
+
+
+def test_the_latest_step_with_something_from_long_ago_does_not_span_what_lies_between():
+    w = weight()
+    clocks = [graph_clock()]
+    prior = w.square().sum()
+    clocks.append(graph_clock())
+    for _ in range(2):
+        loss = loss_of(w) + prior
+        clocks.append(graph_clock())
+    assert not spans(loss, clocks)
+
+
+def test_a_graph_of_many_nodes_is_walked_without_recursion():
+    w = weight()
+    total = w.sum()
+    clocks = [graph_clock()]
+    for _ in range(3):
+        for _ in range(3000):
+            total = total + w.sum()
+        clocks.append(graph_clock())
+    assert spans(total, clocks)
+
+
+class Holder:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def test_tensors_with_a_graph_are_found_wherever_an_attribute_leads():
+    w = weight()
+    kept = {name: loss_of(w) for name in "abcdefg"}
+
+    def hook(module, args, output, default=kept["b"]):
+        return kept_in_closure
+
+    kept_in_closure = [kept["a"]]
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].total = kept["c"]
+    model.register_forward_hook(hook)
+    model.plain = Holder(history=[{"x": (kept["d"],)}])
+    model.call = partial(hook, kept["e"])
+    model.method = Holder(f=kept["f"]).__init__
+    model.detached = loss_of(w).detach()
+    model.leaf = w
+    left_out = Holder(g=kept["g"])
+    model.left_out = left_out
+    found = {id(t) for t in tensors_with_graph([model], stop_at=[left_out])}
+    assert found == {id(kept[name]) for name in "abcdef"}
+
+
+def test_long_containers_are_looked_into_only_so_far():
+    holder = Holder(data=list(range(5000)), total=loss_of(weight()))
+    holder.data.append(loss_of(weight()))
+    assert [id(t) for t in tensors_with_graph([holder])] == [id(holder.total)]

@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools.memory.leaks import ledger as ledger_module
+from lightning_memtools.memory.leaks.census import Census
+from lightning_memtools.memory.leaks.ledger import Ledger, Surroundings
+from lightning_memtools.memory.leaks.referrers import names_of_modules
+from lightning_memtools.memory.leaks.wording import warning_text
+from lightning_memtools.memory.owned import owned_by
+from tests.quick_gc import only_new_objects
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kept: list[torch.Tensor] = []
+
+
+@pytest.fixture
+def device():
+    with only_new_objects(), VirtualDevice("1GiB") as device:
+        yield device
+
+
+def new(n: int = 128) -> torch.Tensor:
+    return torch.zeros(n)  # float32: 512 bytes each for n = 128
+
+
+def epochs(device, model, *steps, warn_after=3):
+    """Let the ledger read after each step, and once before; what it says, and after which step."""
+    surroundings = Surroundings([model], names_of_modules(model))
+    ledger = Ledger(device.holds, warn_after=warn_after, find_surroundings=lambda: surroundings)
+    said = []
+    for i, step in enumerate([lambda: None, *steps]):
+        step()
+        owned = owned_by(model, [], device.holds)
+        accusation = ledger.read(device.stats().allocated - owned.total_bytes, owned)
+        if accusation is not None:
+            said.append((i, accusation))
+    return said
+
+
+def test_tensors_that_pile_up_are_accused_once_after_as_many_epochs_as_asked_for(device):
+    model = Model()
+    ((after, accusation),) = epochs(device, model, *[lambda: model.kept.extend([new(), new(7)])] * 8)
+    assert after == 3
+    assert accusation.in_a_row == 3
+    assert accusation.grown_bytes == 6 * 512
+    (finding,) = accusation.findings
+    assert finding.holder is not None
+    assert finding.holder.container_path == "Model.kept"
+    assert finding.tensors == {((128,), "float32"): 3, ((7,), "float32"): 3}
+    assert finding.n_bytes == 3 * (512 + 512)
+    assert finding.with_graph == 0
+    assert not finding.graph_grows
+
+
+def test_one_epoch_can_be_enough_and_more_can_be_asked_for(device):
+    for warn_after in (1, 2, 5):
+        model = Model()
+        said = epochs(device, model, *[lambda m=model: m.kept.append(new())] * 6, warn_after=warn_after)
+        assert [after for after, _ in said] == [warn_after]
+
+
+def test_growth_must_go_on_without_a_break(device):
+    model = Model()
+
+    def grow():
+        model.kept.append(new())
+
+    assert not epochs(device, model, grow, grow, lambda: None, grow, grow, lambda: None, grow)
+
+
+def test_a_cache_that_reaches_its_size_is_not_accused(device):
+    model = Model()
+
+    def fill(limit=20):
+        while len(model.kept) < limit and len(model.kept) % 10 != 9:
+            model.kept.append(new())
+        if len(model.kept) < limit:
+            model.kept.append(new())
+
+    assert not epochs(device, model, *[fill] * 8)
+    assert len(model.kept) == 20
+
+
+def test_what_is_replaced_is_not_accused_even_if_it_happens_to_grow(device):
+    model = Model()
+
+    def last(n):
+        model.kept[:] = [new(128 * n)]
+
+    assert not epochs(device, model, *[lambda n=n: last(n) for n in (1, 2, 3, 4, 5, 4, 9, 10, 11)])
+
+
+def test_a_tensor_that_is_replaced_by_a_larger_one_every_time_is_accused_after_twice_as_many(device):
+    model = Model()
+
+    def concatenate():
+        model.kept[:] = [torch.cat([*model.kept, new()])]
+
+    ((after, accusation),) = epochs(device, model, *[concatenate] * 8)
+    assert after == 6
+    (finding,) = accusation.findings
+    assert finding.holder is not None
+    assert finding.holder.path == "Model.kept[0]"
+    assert finding.tensors == {((768,), "float32"): 1}
+
+
+def test_what_the_model_owns_is_not_accused(device):
+    model = nn.Sequential(Model())
+
+    def grow():
+        model.append(nn.Linear(64, 64))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    assert not epochs(device, model, *[grow] * 8)
+
+
+def test_containers_with_a_limit_are_not_accused_while_they_fill(device):
+    model = Model()
+    model.recent = deque(maxlen=100)
+
+    @functools.lru_cache(maxsize=50)
+    def embedding(i):
+        return new()
+
+    def fill():
+        model.recent.extend([new(), new()])
+        embedding(len(model.recent))
+
+    assert not epochs(device, model, *[fill] * 14)
+
+
+def test_memory_of_the_host_does_not_count(device):
+    model = Model()
+
+    def remember():
+        with device.host():
+            model.kept.append(new())
+
+    assert not epochs(device, model, *[remember] * 8)
+
+
+def test_several_places_are_told_with_the_largest_first(device):
+    model = Model()
+    model.other = {}
+
+    def grow():
+        model.kept.append(new())
+        model.other[len(model.other)] = new(1000)
+
+    ((_, accusation),) = epochs(device, model, *[grow] * 3)
+    assert [f.holder.container_path for f in accusation.findings] == ["Model.other", "Model.kept"]
+
+
+def test_what_is_next_to_nothing_beside_a_leak_is_not_looked_for(device, monkeypatch):
+    looked_for = []
+    find = ledger_module.find_holder
+    monkeypatch.setattr(
+        ledger_module, "find_holder", lambda one, *a, **kw: looked_for.append(one.numel()) or find(one, *a, **kw)
+    )
+    model = Model()
+    model.other = []
+
+    def grow():
+        model.kept.append(new(128 * 200))
+        model.other.append(new())
+
+    ((_, accusation),) = epochs(device, model, *[grow] * 3)
+    assert [f.holder.container_path for f in accusation.findings] == ["Model.kept"]
+    assert looked_for == [128 * 200]
+
+
+def test_tensors_with_a_graph_say_so(device):
+    model = Model()
+
+    def grow():
+        loss = model.linear(torch.ones(2, 8)).sum()
+        model.kept.append(loss)
+        model.kept.append(loss.detach() * 1)
+        loss.backward()
+
+    ((after, accusation),) = epochs(device, model, *[grow] * 3)
+    assert after == 3
+    (finding,) = accusation.findings
+    assert (sum(finding.tensors.values()), finding.with_graph) == (6, 3)
+
+
+def test_a_sum_with_its_graph_is_accused_though_memory_stands_still(device):
+    model = Model()
+    model.total = 0.0
+
+    def grow():
+        for _ in range(3):
+            loss = model.linear(torch.ones(2, 8)).sum()
+            model.total += loss
+            loss.backward()
+        model.zero_grad()
+
+    ((after, accusation),) = epochs(device, model, *[grow] * 5)
+    assert after == 3
+    assert accusation.grown_bytes <= 512
+    (finding,) = accusation.findings
+    assert finding.holder is not None
+    assert finding.holder.path == "Model.total"
+    assert finding.graph_grows
+
+
+def test_the_graph_of_the_latest_step_is_not_accused(device):
+    model = Model()
+
+    def step():
+        model.last_loss = model.linear(torch.ones(2, 8)).sum()
+
+    assert not epochs(device, model, *[step] * 8)
+
+
+@pytest.fixture
+def slow_census(monkeypatch):
+    """As with many millions of objects; counts the censuses."""
+    taken = []
+    take = Census.take
+    monkeypatch.setattr(ledger_module, "blocks_to_walk", lambda: 20_000_000)
+    monkeypatch.setattr(Census, "take", lambda *args: taken.append(1) or take(*args))
+    return taken
+
+
+def test_growth_that_does_not_go_on_is_not_worth_a_slow_census(device, slow_census):
+    model = Model()
+    assert not epochs(device, model, *[lambda: model.kept.append(new()), lambda: None] * 3)
+    assert not slow_census
+    assert not epochs(device, model, *[lambda: model.kept.append(new())] * 2)
+    assert len(slow_census) == 1
+
+
+def test_where_a_census_is_slow_a_leak_is_named_as_soon(device, slow_census):
+    for warn_after in (1, 2, 3, 5):
+        slow_census.clear()
+        model = Model()
+        said = epochs(device, model, *[lambda m=model: m.kept.append(new())] * 6, warn_after=warn_after)
+        ((after, accusation),) = said
+        assert after == warn_after
+        assert accusation.findings[0].holder.container_path == "Model.kept"
+        assert len(slow_census) == min(warn_after, 2)
+
+
+def test_where_a_census_is_slow_a_leak_that_grows_faster_is_named_an_epoch_later(device, slow_census):
+    model = Model()
+    steps = [lambda n=n: model.kept.extend(new() for _ in range(n)) for n in (1, 2, 4, 8, 16)]
+    ((after, accusation),) = epochs(device, model, *steps)
+    assert after == 4
+    assert accusation.findings[0].holder.container_path == "Model.kept"
+
+
+def test_where_a_census_is_slow_a_cache_that_reaches_its_size_is_not_accused(device, slow_census):
+    """Though something else grows at the time: what the first steps leave behind, and outputs of chance sizes."""
+    model = Model()
+    model.last = []
+
+    def step(n_cached, n_last):
+        model.kept.extend(new() for _ in range(n_cached))
+        model.last[:] = [new(128 * n_last)]
+
+    cached = (0, 5, 5, 0, 0, 0, 0)
+    assert not epochs(device, model, *[lambda n=n, i=i: step(n, i) for i, n in enumerate(cached, start=1)])
+    assert len(slow_census) > 2
+
+
+def test_nobody_is_accused_without_a_collection(device):
+    model = Model()
+    ledger = Ledger(device.holds, warn_after=3)
+    collections = []
+
+    def read(level, after_collection):
+        owned = owned_by(model, [], device.holds)
+        model.kept.append(new())
+        return ledger.read(level, owned, collect=lambda: collections.append(level) or after_collection)
+
+    # Garbage grows; the real level stands still.
+    assert [read(level, 1000) for level in (1000, 2000, 3000, 4000)] == [None] * 4
+    assert collections == [4000]
+    # It all begins anew, from 1000; now the growth is real.
+    assert [read(level, level) for level in (1100, 1200)] == [None] * 2
+    assert read(1300, 1300) is not None
+    assert collections == [4000, 1300]
+
+
+def test_the_ledger_keeps_nothing_alive(device):
+    model = Model()
+    ledger = Ledger(device.holds, warn_after=3)
+    for _ in range(3):
+        owned = owned_by(model, [], device.holds)
+        assert ledger.read(device.stats().allocated - owned.total_bytes, owned) is None
+        model.kept.append(new())
+    watched = [weakref.ref(tensor) for tensor in model.kept]
+    model.kept.clear()
+    assert [reference() for reference in watched] == [None, None, None]
+
+
+def test_a_census_knows_who_was_there_before(device):
+    census = Census(device.holds)
+    old = new()
+    assert [s.born for s in census.take() if s.tensor is old] == [1]
+    young = new(999)
+    gone = [new()]
+    born = {id(s.tensor): s.born for s in census.take()}
+    assert (born[id(old)], born[id(young)], born[id(gone[0])]) == (1, 2, 2)
+    gone.clear()
+    again = new()  # may well have the address of the one that is gone
+    born = {id(s.tensor): s.born for s in census.take()}
+    assert (born[id(old)], born[id(young)], born[id(again)]) == (1, 2, 3)
+
+
+def test_a_census_counts_a_storage_once_and_leaves_out_what_it_is_told_to(device):
+    model = nn.Linear(4, 4)
+    whole = new(64)
+    views = [whole[:2], whole.view(8, 8)]
+    owned = owned_by(model, [], device.holds)
+    found = Census(device.holds).take(owned.storages)
+    assert [(s.n_bytes, s.tensor.untyped_storage().data_ptr()) for s in found] == [(512, whole.data_ptr())]
+    del views
+
+
+def text_of(device, model, *steps):
+    ((_, accusation),) = epochs(device, model, *steps)
+    return warning_text(accusation, device=device.name, readings="epochs")
+
+
+def test_the_warning_names_growth_tensors_holder_and_fix(device):
+    model = Model()
+    text = text_of(device, model, *[lambda: model.kept.extend([new(), new()])] * 3)
+    assert text == (
+        "Memory in use on virtual device (1GiB, simulated) after garbage collection has grown by 3.00 KiB, not "
+        "counting parameters, gradients and optimizer state, in 3 epochs in a row. What piles up:\n"
+        f"  - Model.kept (a list of 6; one is {one_of(text)}): 6 tensors of shape (128,) float32, 3.00 KiB, without "
+        "autograd graphs.\n"
+        "    Clear Model.kept when the epoch ends, or keep only what is needed, off the device: `.cpu()` or "
+        "`.item()`.\n"
+        "This is said once."
+    )
+
+
+def one_of(text: str) -> str:
+    return text.split("one is ")[1].split(")", maxsplit=1)[0]
+
+
+def test_the_warning_of_a_growing_graph(device):
+    model = Model()
+    model.total = torch.zeros(())
+
+    def grow():
+        model.total = model.total + model.linear(torch.ones(2, 8)).sum()
+        model.total.detach()
+
+    text = text_of(device, model, *[grow] * 3)
+    assert "Model.total: 1 tensor of shape () float32" in text
+    assert "whose autograd graph keeps growing" in text
+    assert "`self.total += loss.detach()`" in text
+
+
+def test_the_warning_of_a_closure(device):
+    kept = []
+
+    def hook(module, args, output):
+        kept.append(output)
+
+    model = Model()
+    model.linear.register_forward_hook(hook)
+    text = text_of(device, model, *[lambda: model.linear(torch.ones(2, 8))] * 3)
+    assert "kept in the closure of test_the_warning_of_a_closure.<locals>.hook (test_ledger.py:" in text
+    assert "3 tensors of shape (2, 8) float32, 1.50 KiB, 3 of them with an autograd graph" in text
+    assert "Clear kept when the epoch ends" in text
+    assert "`.detach().cpu()`" in text
+
+
+def test_places_that_hold_tensors_of_one_shape_are_told_apart(device):
+    model = Model()
+    model.recent = deque(maxlen=100)
+    model.last = None
+    model.others = []
+
+    def grow():
+        model.kept.append(new())
+        model.recent.append(new())
+        model.others.append([new()])
+        model.last = new()
+
+    ((_, accusation),) = epochs(device, model, *[grow] * 3)
+    assert {f.holder.container_path for f in accusation.findings} == {"Model.kept", "Model.others"}
+    assert [f.tensors for f in accusation.findings] == [{((128,), "float32"): 3}] * 2

@@ -1,0 +1,70 @@
+"""Batches as users build them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, deque
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.virtual.parts import tensors_in
+
+
+class Pair(NamedTuple):
+    rows: torch.Tensor
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    rows: torch.Tensor
+
+
+class Plain:
+    def __init__(self, rows):
+        self.rows = rows
+        self.name = "plain"
+
+
+ROWS, MORE = torch.zeros(3), torch.ones(4)
+NESTED = {
+    "tensor": ROWS,
+    "list": [ROWS, 1, None],
+    "deep": {"a": [(ROWS, {"b": ROWS * 2})], "c": "word"},
+    "named tuple": Pair(ROWS, "name"),
+    "dataclass": Slotted(ROWS),
+    "plain object": Plain(ROWS),
+    "user dict": UserDict({"rows": ROWS}),
+    "ordered": OrderedDict(first=ROWS, second=MORE),
+    "proxy": MappingProxyType({"rows": ROWS}),
+    "set": {ROWS},
+    "deque": deque([ROWS, MORE]),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_every_tensor_that_is_found_is_replaced_and_the_original_stays(kind):
+    thing = NESTED[kind]
+    before = list(tensors_in(thing))
+    assert before
+    made = map_tensors(thing, lambda tensor: tensor.to("meta"))
+    after = list(tensors_in(made))
+    assert [tensor.shape for tensor in after] == [tensor.shape for tensor in before]
+    assert all(tensor.is_meta for tensor in after)
+    assert all(one is other for one, other in zip(before, tensors_in(thing), strict=True))
+    assert kind == "proxy" or type(made) is type(thing)
+
+
+def test_tensors_come_in_the_order_in_which_they_stand():
+    thing = {"deep": [[[ROWS]]], "shallow": MORE, "again": ROWS}
+    assert [id(tensor) for tensor in tensors_in(thing)] == [id(ROWS), id(MORE)]
+
+
+def test_what_holds_no_tensor_is_the_same_object():
+    word = {"a": [1, "b"]}
+    made = map_tensors({"tensor": ROWS, "word": word}, torch.clone)
+    assert made["word"] is word

@@ -1,0 +1,152 @@
+"""The user's objects, before and after."""
+
+from __future__ import annotations
+
+import collections
+import random
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed
+from tests.estimate.networks import Classifier, mlp, total
+
+
+class Keeps(nn.Module):
+    """Changes itself at every call, in every way that a user might."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.other = self.layer.weight  # one parameter under two names
+        self.constant = torch.arange(8.0)  # no buffer
+        self.seen = []
+        self.by_name = {"last": torch.zeros(2), "deep": [{"er": 1}]}
+        self.queue = collections.deque([torch.ones(3)], maxlen=2)
+        self.pair = (torch.zeros(1), "word")
+        self.names = {"a"}
+        self.helper = Helper()
+        self.metric = torchmetrics.MeanMetric()
+
+    def forward(self, rows):
+        hidden = self.norm(self.layer(rows)) + self.constant
+        self.seen.append(hidden)
+        self.by_name["last"] = hidden
+        self.by_name["deep"][0]["er"] += 1
+        self.queue.append(hidden)
+        self.pair = (hidden, "other")
+        self.names.add("b")
+        self.helper.count += 1
+        self.helper.total = self.helper.total + hidden.sum().detach()
+        self.metric.update(hidden.detach().mean())
+        self.new = 1
+        if hasattr(self, "gone"):
+            del self.gone
+        return hidden
+
+
+class Helper:
+    def __init__(self):
+        self.count = 0
+        self.total = torch.zeros(())
+
+
+def everything(model):
+    """What a module refers to, by identity; and the values of its tensors."""
+    found = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            found.append((name, id(value)))
+            if isinstance(value, dict):
+                found += [(key, id(item)) for key, item in value.items()]
+            elif isinstance(value, (list, tuple, collections.deque)):
+                found += [(name, id(item)) for item in value]
+    return found
+
+
+def test_the_module_is_left_exactly_as_it_was():
+    model = Keeps()
+    model.gone = "still here"
+    model.layer.weight.grad = torch.ones(8, 8)
+    before, bits = everything(model), {key: value.clone() for key, value in model.state_dict().items()}
+    rows = torch.randn(4, 8)
+    rng, python_rng = torch.get_rng_state(), random.getstate()
+    estimate_memory(model, rows, step=total, optimizer=torch.optim.Adam, precision="bf16-mixed")
+    assert everything(model) == before
+    assert model.gone == "still here"
+    assert model.helper.count == 0
+    assert model.by_name["deep"] == [{"er": 1}]
+    assert model.names == {"a"}
+    assert all(torch.equal(value, bits[key]) for key, value in model.state_dict().items())
+    assert torch.equal(model.layer.weight.grad, torch.ones(8, 8))
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert random.getstate() == python_rng
+    # and it trains
+    model(torch.randn(4, 8)).sum().backward()
+
+
+def test_evaluation_mode_stays_what_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval()
+    model[0].train()
+    estimate_memory(model, torch.zeros(1, 4), step=total)
+    assert [module.training for module in model.modules()] == [False, True, False]
+
+
+def test_an_optimizer_with_state_is_left_as_it_was_and_its_state_counts():
+    model = mlp(64, 64)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    state = {key: value.clone() for key, value in optimizer.state[model[0].weight].items()}
+    made = estimate_memory(model, torch.zeros(1, 64), step=total, optimizer=optimizer, steps=1, device="cpu")
+    assert made.composition["optimizer"] == 2 * (64 * 64 * 4 + 512) + 2 * 512
+    after = optimizer.state[model[0].weight]
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert all(torch.equal(after[key], value) for key, value in state.items())
+
+
+def test_a_lightning_module_has_no_trainer_afterwards():
+    module = Classifier()
+    before = everything(module)
+    estimate_memory(module, (torch.zeros(4, 32), torch.zeros(4, dtype=torch.long)))
+    assert everything(module) == before
+    assert module._trainer is None
+    assert module.n_steps == 0
+    assert "log" not in vars(module)
+
+
+def test_tensors_that_share_memory_share_it_as_fakes():
+    model = nn.Module()
+    flat = torch.zeros(100)
+    model.first, model.second = nn.Parameter(flat[:60]), nn.Parameter(flat[60:])
+    model.plain = nn.Parameter(torch.zeros(3, 5).t())
+    from torch._subclasses import FakeTensorMode  # noqa: PLC0415, its one use
+
+    with FakeTensorMode(), borrowed([model], TensorExchange()):
+        first, second = model.first.untyped_storage(), model.second.untyped_storage()
+        assert first._cdata == second._cdata
+        assert first.nbytes() == 400
+        assert model.second.storage_offset() == 60
+        assert model.plain.stride() == (1, 5)
+        assert isinstance(model.first, nn.Parameter)
+    assert model.first.untyped_storage().data_ptr() == flat.data_ptr()
+
+
+def test_parameters_of_a_model_on_meta_are_never_made_real():
+    with torch.device("meta"):
+        model = mlp(*[32768] * 18)  # 68 GiB
+    made = estimate_memory(model, torch.zeros(1, 32768, device="meta"), step=total, optimizer=torch.optim.SGD)
+    assert made.parameter_count == 17 * (32768**2 + 32768)
+    assert made.peak_allocated > 2 * 4 * made.parameter_count
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, lambda p: torch.optim.SGD(p, lr=0.1)])
+def test_an_optimizer_can_be_a_class_or_a_function(optimizer):
+    made = estimate_memory(mlp(64, 64), torch.zeros(1, 64), step=total, optimizer=optimizer, device="cpu")
+    assert made.composition["optimizer"] == 0

@@ -1,0 +1,462 @@
+"""What CUDA does otherwise than the CPU: each entry of the table in docs/estimate-memory.md on its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
+from lightning_memtools.simulation.cuda_ops.functions import attention_backend
+from tests.estimate.networks import Recurrent, mlp, total
+
+KIB, MIB = 2**10, 2**20
+
+
+def saved(model, batch, *, device="cuda", step=total, **options):
+    """Activation bytes that each module leaves for backward."""
+    made = estimate_memory(model, batch, step=step, device=device, **options)
+    return {module.name: module.saved_bytes for module in made.modules}
+
+
+def squares(model, batch):
+    """A loss whose gradient is dense; that of a sum is one number, expanded."""
+    return model(batch).square().sum()
+
+
+class Alone(nn.Module):
+    """One module behind a parameter that makes its input require a gradient."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.module = module
+
+    def forward(self, *inputs):
+        return self.module(*(tensor * self.weight for tensor in inputs))
+
+
+def test_dropout_keeps_a_mask_of_bytes_on_cuda_and_of_floats_on_the_cpu():
+    model, rows = Alone(nn.Dropout(0.5)), torch.zeros(256, 1024)
+    out = MIB
+    assert saved(model, rows)["module"] == out // 4
+    assert saved(model, rows, device="cpu")["module"] == out
+    # The output itself goes: sum keeps no values.
+
+
+def test_layer_norm_keeps_float_statistics_of_half_inputs():
+    model, rows = Alone(nn.LayerNorm(64)), torch.zeros(4096, 64)
+    # Output 4096 x 64 halves; mean and 1/deviation 4096 each.
+    on_cuda, on_cpu = (
+        saved(model, rows, precision="bf16-true", step=squares, device=device)["module"] for device in ("cuda", "cpu")
+    )
+    assert on_cuda == 512 * KIB + 2 * 16 * KIB
+    assert on_cpu == 512 * KIB + 2 * 8 * KIB
+
+
+def workspaces(made):
+    return max(made.timeline.parts["workspace"])
+
+
+def test_layer_norm_copies_a_strided_input_for_as_long_as_it_runs():
+    rows = torch.zeros(8, 64, 512)  # 1 MiB
+
+    def step(model, batch):
+        return squares(model, batch.transpose(1, 2))
+
+    assert workspaces(estimate_memory(nn.LayerNorm(64), rows, step=step)) == MIB
+    assert workspaces(estimate_memory(nn.LayerNorm(512), rows, step=squares)) == 0
+    assert workspaces(estimate_memory(nn.LayerNorm(64), rows, step=step, device="cpu")) == 0
+
+
+def test_group_norm_needs_values_per_channel_and_per_group():
+    channels, groups = 4 * 16 * 64, 4 * 16 * 4  # floats for each of 16 samples
+    rows = torch.zeros(16, 64, 8)
+    # Backward is the largest: two or three values per channel, two per group.
+    assert workspaces(estimate_memory(nn.GroupNorm(4, 64), rows, step=squares)) == 3 * channels + 2 * groups
+    plain = Alone(nn.GroupNorm(4, 64, affine=False))
+    assert workspaces(estimate_memory(plain, rows, step=squares)) == 2 * channels + 2 * groups
+
+    def forward_alone(module, rows, **options):
+        return workspaces(estimate_memory(module, rows, step=lambda m, b: m(b), stage="val", **options))
+
+    assert forward_alone(nn.GroupNorm(4, 64), rows) == 2 * channels
+    assert forward_alone(nn.GroupNorm(4, 64), rows, precision="bf16-true") == 2 * channels + 2 * groups
+    assert forward_alone(nn.GroupNorm(4, 64, affine=False), rows) == 0
+    assert forward_alone(nn.GroupNorm(4, 64), rows[:, :, :1].clone()) == 0
+
+
+def test_group_norm_makes_a_contiguous_copy_of_a_channels_last_image():
+    images = torch.zeros(4, 16, 64, 64).to(memory_format=torch.channels_last)  # 1 MiB
+    made = [
+        estimate_memory(nn.GroupNorm(4, 16), images, step=lambda m, b: m(b), stage="val", device=device)
+        for device in ("cuda", "cpu")
+    ]
+    # And a and b of 4 x 16 channels, 512 bytes.
+    assert made[0].peak_allocated - made[1].peak_allocated == MIB + 512
+
+
+def test_many_indices_of_an_embedding_are_sorted():
+    model = nn.Embedding(10_000, 128)
+    few, many = torch.zeros(3072, dtype=torch.long), torch.zeros(4005, dtype=torch.long)
+    assert workspaces(estimate_memory(model, few, step=total)) == 0
+    n_parts = 400 + 4005
+    expected = 8 * (3 * 4005 + 2 * 4005 + n_parts) + 4 * n_parts * 128
+    assert workspaces(estimate_memory(model, many, step=total)) == -(-expected // 512) * 512
+
+
+@pytest.mark.parametrize(("precision", "is_copied"), [("16-mixed", False), ("bf16-mixed", True)])
+def test_the_log_softmax_of_float16_alone_needs_no_float_copy(precision, is_copied):
+    logits = 256 * 8192  # elements
+
+    def step(model, rows):
+        return F.log_softmax(model(rows), -1)
+
+    made = estimate_memory(nn.Linear(8, 8192, bias=False), torch.zeros(256, 8), step=step, stage="val",
+                           precision=precision)  # fmt: skip
+    # Half logits and their float result; and for bfloat16 the logits as floats.
+    assert made.composition["activations"] // (8 * MIB) == (2 if is_copied else 1)
+    assert 6 * logits <= made.composition["activations"] <= (6 + 4 * is_copied) * logits + 2 * MIB
+
+
+def test_cublas_takes_a_workspace_in_forward_and_in_backward():
+    model, rows = mlp(64, 64), torch.zeros(4, 64)
+    assert estimate_memory(model, rows, step=total).composition["workspace"] == 2 * 8_519_680
+    on_hopper = estimate_memory(model, rows, step=total, capacity="H100 80GB")
+    assert on_hopper.composition["workspace"] == 2 * 32 * MIB
+    assert estimate_memory(model, rows, step=total, device="cpu").composition["workspace"] == 0
+
+
+def test_a_convolution_copies_what_is_neither_contiguous_nor_channels_last():
+    conv = nn.Conv2d(16, 16, 3, padding=1)
+    images = torch.zeros(4, 16, 64, 64)  # 1 MiB
+    plain = estimate_memory(conv, images, step=squares)
+    assert workspaces(plain) == 0
+    last = estimate_memory(conv, images.to(memory_format=torch.channels_last), step=squares)
+    assert workspaces(last) == 0
+    turned = estimate_memory(conv, images, step=lambda m, b: squares(m, b.transpose(2, 3)))
+    assert workspaces(turned) == MIB
+
+
+def heads(length=128, head=64, dtype=torch.bfloat16, n_heads=4):
+    return torch.zeros(2, n_heads, length, head, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("query", "mask", "causal", "kernel"),
+    [
+        (heads(), None, True, "flash"),
+        (heads(dtype=torch.float16), None, False, "flash"),
+        (heads(dtype=torch.float32), None, True, "efficient"),
+        (heads(), torch.zeros(128, 128, dtype=torch.bool), False, "efficient"),
+        (heads(head=512), None, False, "efficient"),
+        (heads(head=66, dtype=torch.float32), None, False, "math"),
+        (heads(dtype=torch.float64), None, False, "math"),
+        (heads()[0], None, False, "math"),
+    ],
+)
+def test_attention_takes_the_kernel_that_cuda_takes(query, mask, causal, kernel):
+    assert attention_backend(query, query, query, mask, is_causal=causal, enable_gqa=False) == kernel
+
+
+def test_a_kernel_that_is_switched_off_is_not_taken():
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415, beside its one use
+
+    query = heads()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert attention_backend(query, query, query, None, is_causal=True, enable_gqa=False) == "math"
+
+
+def attend(model, batch):
+    query, key, value = (model(batch) for _ in range(3))
+    return F.scaled_dot_product_attention(query, key, value).sum()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "kept"),
+    [
+        # Flash and efficient attention keep the output and a float per row; math keeps its scores.
+        (torch.float32, "bf16-true", 2 * 4 * 256 * 64 * 2 + 2 * 4 * 256 * 4),
+        (torch.float32, "32-true", 2 * 4 * 256 * 64 * 4 + 2 * 4 * 256 * 4),
+    ],
+)
+def test_fused_attention_keeps_no_scores(dtype, precision, kept):
+    class Attention(nn.Module):
+        def forward(self, query):
+            return F.scaled_dot_product_attention(query, query, query)
+
+    batch = heads(256, dtype=dtype)
+    # flash: seed and offset of the dropout generator, 512 bytes each
+    bytes_kept = saved(Alone(Attention()), batch, precision=precision)["module"]
+    assert kept <= bytes_kept <= kept + 2 * 512
+    scores = 2 * 4 * 256 * 256 * 4
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415, beside its one use
+
+    with sdpa_kernel(SDPBackend.MATH):
+        assert saved(Alone(Attention()), batch, precision="32-true")["module"] > scores
+
+
+def test_a_mask_of_odd_length_is_kept_with_rows_of_a_multiple_of_eight():
+    class Attention(nn.Module):
+        def forward(self, query, mask):
+            return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    def kept(length):
+        query = heads(length, dtype=torch.float32)
+        batch = query, torch.zeros(length, length)
+        model = Alone(Attention())
+        step = lambda model, batch: model.module(batch[0] * model.weight, batch[1]).sum()  # noqa: E731
+        return saved(model, batch, step=step)["module"] - saved(model, (query, None), step=step)["module"]
+
+    assert kept(96) == 0  # as it is
+    assert kept(100) == 100 * 104 * 4 // 512 * 512 + 512
+
+
+def test_flash_sums_the_gradient_of_the_query_in_float():
+    class Attention(nn.Module):
+        def forward(self, query):
+            return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    made = estimate_memory(Alone(Attention()), heads(200), step=total, precision="bf16-true")
+    assert workspaces(made) == 4 * 2 * 4 * 256 * (64 + 1)  # 200 rows rounded up to 256
+
+
+def test_a_bool_mask_becomes_a_mask_of_the_queries_type():
+    class Attention(nn.Module):
+        def forward(self, query, mask):
+            return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    model = Alone(Attention())
+
+    def step(model, batch):
+        return model.module(batch[0] * model.weight, batch[1]).sum()
+
+    batch = heads(256, dtype=torch.float32), torch.zeros(256, 256, dtype=torch.bool)
+    with_mask = saved(model, batch, step=step)["module"]
+    without = saved(model, (batch[0], None), step=step)["module"]
+    assert with_mask - without == 256 * 256 * 4
+
+
+DTYPES_OF_AUTOCAST = [
+    (lambda x: F.layer_norm(x, (8,)), torch.float32),
+    (lambda x: F.softmax(x, -1), torch.float32),
+    (lambda x: x.log_softmax(-1), torch.float32),
+    (lambda x: x.exp(), torch.float32),
+    (lambda x: x.pow(2), torch.float32),
+    (lambda x: x.sum(), torch.float32),
+    (lambda x: F.mse_loss(x, x), torch.float32),
+    (F.gelu, torch.bfloat16),
+    (F.relu, torch.bfloat16),
+    (lambda x: F.linear(x, torch.zeros(4, 8)), torch.bfloat16),
+    (lambda x: torch.mv(torch.zeros(3, 8), x[0]), torch.bfloat16),
+    # What the CPU computes in float32, and CUDA does not.
+    (lambda x: F.avg_pool3d(x.view(1, 1, 1, 4, 8), (1, 2, 2)), torch.bfloat16),
+    (lambda x: F.pad(x, (1, 1), mode="reflect"), torch.bfloat16),
+    # The widest type among the inputs.
+    (lambda x: torch.zeros(8).scatter_add(0, torch.zeros(8, dtype=torch.long), x[0]), torch.float32),
+    (lambda x: torch.atan2(x, x), torch.bfloat16),
+    (lambda x: torch.cat([x, x.float()]), torch.float32),
+    (lambda x: x + x, torch.bfloat16),
+]
+
+
+LABELS = torch.zeros(64, dtype=torch.long)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda scores: F.cross_entropy(scores, LABELS),
+        lambda scores: F.cross_entropy(scores, LABELS, label_smoothing=0.1),
+        lambda scores: F.cross_entropy(scores, scores.detach().softmax(-1)),
+        lambda scores: F.cross_entropy(scores.view(8, 512, 8), LABELS.view(8, 8)),
+        lambda scores: F.nll_loss(scores.log_softmax(-1), LABELS),
+        lambda scores: F.nll_loss(F.log_softmax(scores, 1, dtype=torch.float32), LABELS),
+        lambda scores: F.kl_div(scores.log_softmax(-1), scores.detach().softmax(-1), reduction="batchmean"),
+        lambda scores: scores.softmax(-1).sum(-1, keepdim=True).mean(),
+        lambda scores: F.mse_loss(scores, scores.detach()),
+        lambda scores: F.binary_cross_entropy_with_logits(scores, scores.detach()),
+    ],
+)
+def test_losses_of_mixed_precision_are_in_float(loss, precision):
+    seen = []
+
+    def step(model, rows):
+        seen.append(loss(model(rows)))
+        return seen[-1]
+
+    made = estimate_memory(nn.Linear(8, 512), torch.zeros(64, 8), step=step, precision=precision)
+    assert [(one.dtype, one.dim()) for one in seen] == [(torch.float32, 0)] * 2
+    assert made.gradient_count == made.parameter_count
+
+
+def test_the_logarithms_of_cross_entropy_are_in_half_and_copied_for_the_loss():
+    # cross_entropy_loss in ATen/native/LossNLL.cpp asks for log_softmax in its input's type; nll_loss is on the list.
+    n_scores = 4096 * 512
+    made = estimate_memory(nn.Linear(8, 512), torch.zeros(4096, 8), precision="bf16-mixed", steps=1,
+                           step=lambda m, b: F.cross_entropy(m(b), torch.zeros(4096, dtype=torch.long)))  # fmt: skip
+    # Where backward begins: logarithms as halves and as floats, and the gradient of those.
+    assert made.peak_at.operation == "aten.nll_loss_backward"
+    assert made.composition["activations"] // n_scores == 2 + 4
+    assert made.composition["temporaries"] == 4 * n_scores
+
+
+@pytest.mark.parametrize(("function", "dtype"), DTYPES_OF_AUTOCAST)
+def test_autocast_keeps_to_the_lists_of_cuda(function, dtype):
+    seen = []
+
+    def step(model, batch):
+        half = model(batch)  # a linear layer: bfloat16
+        assert half.dtype is torch.bfloat16
+        out = function(half)
+        seen.append(out.dtype)
+        return out.sum()
+
+    estimate_memory(nn.Linear(8, 8), torch.zeros(4, 8), step=step, precision="bf16-mixed")
+    assert seen == [dtype, dtype]
+
+
+def test_every_operator_on_the_lists_of_cuda_is_on_ours_and_no_other():
+    def listed(key):
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        # Without those for tensors with named dimensions, which torch 2.11 still has.
+        names = (
+            name for name in torch._C._dispatch_get_all_op_names() if "imname" not in name and "names_" not in name
+        )
+        return {name for name in names if has(name, key)}
+
+    cpus_own, cudas = listed("AutocastCPU"), listed("AutocastCUDA")
+    assert len(cudas) > 100
+    with cuda_autocast():
+        ours = listed("AutocastCPU")
+        passed_on = {
+            name for name in ours if torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, "AutocastCPU")
+        }
+    # Made of others that are on the list, such as matrix products; or called by nobody else; or, cuDNN's recurrent
+    # layers, in `recurrent`.
+    composed = {
+        "aten::_convolution", "aten::convolution", "aten::cudnn_convolution", "aten::cudnn_convolution_transpose",
+        "aten::_scaled_dot_product_flash_attention", "aten::chain_matmul", "aten::einsum", "aten::linalg_multi_dot",
+        "aten::gru_cell", "aten::lstm_cell", "aten::rnn_relu_cell", "aten::rnn_tanh_cell", "aten::norm.Scalar",
+        "aten::norm.ScalarOpt_dim", "aten::_thnn_fused_gru_cell", "aten::_thnn_fused_lstm_cell",
+        "aten::_cudnn_rnn",
+    }  # fmt: skip
+    assert cudas - (ours - passed_on) <= composed
+    in_lower_precision = {
+        "aten::_addmm_activation", "aten::_native_multi_head_attention", "aten::mkldnn_rnn_layer",
+        "aten::conv1d.padding", "aten::conv2d.padding", "aten::conv3d.padding",
+    }  # fmt: skip
+    assert ours - passed_on - cudas <= in_lower_precision
+    assert listed("AutocastCPU") == cpus_own
+
+
+def test_what_autocast_refuses_on_cuda_is_refused():
+    with pytest.raises(RuntimeError, match=r"BCELoss\) does not run under CUDA's autocast.*BCEWithLogitsLoss"):
+        estimate_memory(nn.Linear(8, 8), torch.zeros(4, 8), precision="bf16-mixed",
+                        step=lambda m, b: F.binary_cross_entropy(m(b).sigmoid(), b))  # fmt: skip
+    # and on the CPU it runs again, in float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = torch.zeros(4, dtype=torch.bfloat16)
+        assert F.binary_cross_entropy(half, half).dtype is torch.float32
+
+
+def test_the_users_own_autocast_for_cuda_acts_on_the_fakes_and_leaves_no_trace():
+    seen = []
+
+    def step(model, batch):
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = model(batch)
+        seen.append(out.dtype)
+        return out.float().sum()
+
+    before = torch.autocast.__init__
+    estimate_memory(nn.Linear(8, 8), torch.zeros(4, 8), step=step)
+    assert seen == [torch.float16] * 2
+    assert torch.autocast.__init__ is before
+    # autocast on the CPU does as before: layer_norm in bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert F.layer_norm(torch.zeros(4, 8, dtype=torch.bfloat16), (8,)).dtype is torch.bfloat16
+
+
+def test_mixed_precision_keeps_half_copies_of_the_weights_through_the_step():
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    kept = saved(model, torch.zeros(8, 512), precision="bf16-mixed")
+    # The first layer keeps the input and its output in bfloat16. Its weight is needed for no gradient, the second's is.
+    assert kept["0"] == 2 * 8 * 512 * 2
+    assert kept["1"] == 512 * 512 * 2
+
+
+def test_scaling_of_16_mixed_adds_its_scalars_only():
+    model, rows = mlp(64, 256, 8), torch.zeros(32, 64)
+    scaled, unscaled = (estimate_memory(model, rows, step=total, precision=name) for name in ("16-mixed", "bf16-mixed"))
+    assert 0 < scaled.peak_allocated - unscaled.peak_allocated <= 8 * 512
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("LSTM", 6), ("GRU", 4), ("RNN", 1)])
+def test_recurrent_layers_keep_one_space_for_all_time_steps(kind, kept):
+    length, batch, hidden = 40, 16, 32
+    rows = torch.zeros(batch, length, 16)
+    model = Recurrent(kind)
+    made = saved(model, rows)["layer"]
+    places = batch * length
+    out = places * hidden * 4
+    reserve = places * hidden * kept * 4
+    states = (2 if kind == "LSTM" else 1) * batch * hidden * 4
+    # The given states are zeros made by the layer, of which it keeps those that its results do not replace.
+    assert out + reserve <= made <= out + reserve + 2 * states
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_packed_sequences_keep_as_much_as_the_same_rows_unpacked(kind):
+    length, n_sequences = 40, 16
+    rows = torch.zeros(length, n_sequences, 16)
+    packed = pack_sequence(list(rows.unbind(1)))
+    weights = list(getattr(nn, kind)(16, 32).parameters())
+    state = torch.zeros(1, n_sequences, 32)
+    states = (state, state.clone()) if kind == "LSTM" else state
+    function = torch.rnn_tanh if kind == "RNN" else getattr(torch, kind.lower())
+
+    options = (True, 1, 0.0, True, False)  # biases, layers, dropout, training, both directions
+
+    def step(model, batch):
+        own, (sequences, states) = list(model.parameters()), batch
+        if isinstance(sequences, torch.Tensor):
+            out = function(sequences, states, own, *options, False)  # noqa: FBT003, torch's batch_first
+        else:
+            out = function(sequences.data, sequences.batch_sizes, states, own, *options)
+        return out[0].square().sum()
+
+    model = nn.ParameterList(weights)
+    made = [estimate_memory(model, (one, states), step=step) for one in (rows, packed)]
+    # Beside them the sizes of the steps, which are moved along here.
+    assert made[1].peak_allocated - made[0].peak_allocated == 512
+
+
+def test_fused_optimizers_take_no_temporaries_and_keep_counts_on_the_device():
+    model, rows = nn.Linear(512, 512, bias=False), torch.zeros(1, 512)
+    made = estimate_memory(model, rows, step=total, optimizer=lambda p: torch.optim.Adam(p, fused=True))
+    assert max(made.timeline.parts["optimizer"]) == 2 * 512 * 512 * 4 + 512
+    assert made.peak_at.phase != "optimizer"
+    foreach = estimate_memory(model, rows, step=total, optimizer=torch.optim.Adam)
+    assert max(foreach.timeline.parts["optimizer"]) == 2 * 512 * 512 * 4
+    assert foreach.composition["temporaries"] == 512 * 512 * 4
+
+
+def test_attention_within_torchs_own_functions_takes_cudas_kernel_too():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+
+        def forward(self, x):
+            return self.module(x, x, x, need_weights=False)[0]
+
+    original = F.scaled_dot_product_attention
+    bytes_kept = sum(saved(Attention(), torch.empty(2, 256, 64)).values())
+    scores = 2 * 4 * 256 * 256 * 4
+    assert bytes_kept < scores
+    assert F.scaled_dot_product_attention is original
