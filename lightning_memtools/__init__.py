@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from lightning_memtools.estimate import estimate_memory
     from lightning_memtools.memory.stats import MemoryStats
     from lightning_memtools.memory.virtual import VirtualDevice
-    from lightning_memtools.nonfinite.capsule.replay import replay
-    from lightning_memtools.nonfinite.error import NonFiniteError
+    from lightning_memtools.nonfinite.capsule.capsule_replay import replay
+    from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 
 __version__ = "0.1.0"
 
@@ -37,13 +37,13 @@ _HOME_OF_NAME = {
     "LossCurves": "callbacks.loss_curves",
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
-    "NonFiniteError": "nonfinite.error",
+    "NonFiniteError": "nonfinite.nonfinite_error",
     "OOMReport": "callbacks.oom_report",
     "VirtualDevice": "memory.virtual",
     "default_callbacks": "callbacks.presets",
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
-    "replay": "nonfinite.capsule.replay",
+    "replay": "nonfinite.capsule.capsule_replay",
     "tune_batch_size": "callbacks.batch_size_tuner",
 }
 

@@ -12,18 +12,24 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools._lightning import gradient_scaler
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.nonfinite.capsule.write import Capsule, write_capsule
+from lightning_memtools.nonfinite.bad_step import Evidence, Past, Trip
+from lightning_memtools.nonfinite.capsule.capsule_file import Capsule, write_capsule
 from lightning_memtools.nonfinite.cause.explain import explain
-from lightning_memtools.nonfinite.cause.explanation import Background, Explanation
-from lightning_memtools.nonfinite.diagnose import Cause, what_grew
-from lightning_memtools.nonfinite.history import Past
-from lightning_memtools.nonfinite.names import names_of
-from lightning_memtools.nonfinite.report import Kept
-from lightning_memtools.nonfinite.rerun.conditions import TRAINER_FACTS, Conditions, precision_now
-from lightning_memtools.nonfinite.rerun.doubts import digests_of, doubts_about, mismatches
-from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Outcome, Rerun
-from lightning_memtools.nonfinite.rerun.start import SIMPLE
-from lightning_memtools.nonfinite.step import Evidence, Trip
+from lightning_memtools.nonfinite.causes import Background, Cause, Explanation
+from lightning_memtools.nonfinite.diagnosis import what_grew
+from lightning_memtools.nonfinite.halt_report import Kept
+from lightning_memtools.nonfinite.micro_batches import SIMPLE
+from lightning_memtools.nonfinite.step_outcome import (
+    TRAINER_FACTS,
+    Conditions,
+    Outcome,
+    digests_of,
+    doubts_about,
+    mismatches,
+    precision_now,
+)
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, Rerun
+from lightning_memtools.nonfinite.tensor_names import names_of
 
 
 def conditions_of(trainer: Trainer, pl_module: LightningModule, trip: Trip) -> Conditions:

@@ -26,17 +26,14 @@ from lightning_memtools._lightning import (
 from lightning_memtools.callbacks._halt_files import NO_FILES, save_on_rank_zero, write_on_rank_zero
 from lightning_memtools.callbacks._rerun import Account, Aftermath, culprit_of
 from lightning_memtools.memory.sizes import parse_size
-from lightning_memtools.nonfinite.diagnose import diagnose
-from lightning_memtools.nonfinite.error import HaltStage, NonFiniteError
-from lightning_memtools.nonfinite.examine import bad_optimizer_state, bad_state, examine
-from lightning_memtools.nonfinite.guard import Guard
-from lightning_memtools.nonfinite.messages import evaluation_message, overflow_message
-from lightning_memtools.nonfinite.outputs import BadOutput, OutputWatch, bad_metrics
+from lightning_memtools.nonfinite.bad_step import Evidence, Trip
+from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state, bad_state, diagnose, examine
+from lightning_memtools.nonfinite.evaluation_outputs import BadOutput, OutputWatch, bad_metrics
+from lightning_memtools.nonfinite.halt_report import Halt, Kept, evaluation_message, overflow_message
+from lightning_memtools.nonfinite.micro_batches import StartKeeper, move_to_host
+from lightning_memtools.nonfinite.nonfinite_error import HaltStage, NonFiniteError
 from lightning_memtools.nonfinite.ranks import PATIENCE, Ranks
-from lightning_memtools.nonfinite.report import Halt, Kept
-from lightning_memtools.nonfinite.rerun.offload import move_to_host
-from lightning_memtools.nonfinite.rerun.start import StartKeeper
-from lightning_memtools.nonfinite.step import Evidence, Trip
+from lightning_memtools.nonfinite.step_guard import Guard
 from lightning_memtools.nonfinite.strategies import gradients_under
 from lightning_memtools.reporting.files import report_directory
 from lightning_memtools.reporting.loggers import log_scalars, log_text

@@ -30,8 +30,8 @@ def run(chosen: argparse.Namespace) -> None:
     Raises:
         UsageError: The capsule or the module is not what is needed.
     """
-    from lightning_memtools.nonfinite.capsule.read import CapsuleError  # noqa: PLC0415, --help does not need torch
-    from lightning_memtools.nonfinite.capsule.replay import replay  # noqa: PLC0415, as above
+    from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError  # noqa: PLC0415, --help does not need torch
+    from lightning_memtools.nonfinite.capsule.capsule_replay import replay  # noqa: PLC0415, as above
 
     here = str(Path.cwd())
     if here not in sys.path:  # a command finds the modules of the working directory as `python -m` does

@@ -5,13 +5,15 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 T = TypeVar("T")
 
+
 # All ranks trip at the same step, so an answer takes as long as the slowest rank is behind.
 TIMEOUT = timedelta(seconds=60)
+
+
 # One rank runs a step several times, each operation looked at, while the others wait.
 PATIENCE = timedelta(minutes=10)
 
@@ -49,37 +51,3 @@ class Ranks:
         if self._group is not None and distributed.is_initialized():
             distributed.destroy_process_group(self._group)
         self._group = None
-
-
-def over_ranks(numbers: Tensor | None, n_deciding: int, device: torch.device) -> Tensor:
-    """Make the first of each rank's numbers, the norm of its shard, that of all ranks, and let all ranks decide alike.
-
-    One all-reduce of two numbers, on the device and in the backend of training.
-
-    Args:
-        numbers: What `measure` gave on this rank; None where it holds nothing.
-        n_deciding: How many of the first numbers decide.
-        device: Where training takes place.
-
-    Returns:
-        The numbers, and one more at the end: NaN if a deciding number of any rank is NaN or Inf, else 0.
-    """
-    if numbers is None:
-        numbers = torch.zeros(1, device=device, dtype=torch.float64)
-    doubt = numbers[:n_deciding].sum(0, keepdim=True) * 0  # Inf times 0 is NaN
-    shared = torch.cat([numbers[:1].square(), doubt])
-    distributed.all_reduce(shared)
-    return torch.cat([shared[:1].sqrt(), numbers[1:], shared[1:]])
-
-
-def poison(loss: Tensor) -> None:
-    """Make all gradients of this backward pass NaN if the loss is NaN or Inf; leave them bit for bit alone if not.
-
-    Under data parallelism every rank sees the mean of all gradients, but only its own loss. This carries a bad loss to
-    all of them without a collective or a wait.
-    """
-    if not loss.requires_grad:
-        return
-    value = loss.detach()
-    factor = torch.where(torch.isfinite(value), 1.0, torch.nan).to(value.dtype)
-    loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]

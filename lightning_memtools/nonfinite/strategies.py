@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_memtools.nonfinite.guard import Gradients
+from lightning_memtools.nonfinite.step_guard import Gradients
 
 # By the names of the strategy's classes: a callback of `lightning` may serve a Trainer of `pytorch_lightning`, whose
 # classes are other objects of the same names. The first name found along the class's ancestors decides.
@@ -12,6 +12,8 @@ _SEEN_AS: dict[str, Gradients] = {
     "ModelParallelStrategy": "sharded",
     "DDPStrategy": "replicated",
 }
+
+
 _REFUSED = {
     "DeepSpeedStrategy": "DeepSpeed keeps gradients in partitions of its own and leaves p.grad empty, so that a check "
     "would see none. DeepSpeed skips overflowing steps itself when it trains in fp16.",

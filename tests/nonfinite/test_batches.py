@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_memtools.nonfinite.batches import MAX_SAMPLES, MicroBatch, bad_inputs, let_go, named_tensors
+from lightning_memtools.nonfinite.micro_batches import MAX_SAMPLES, MicroBatch, bad_inputs, let_go
+from lightning_memtools.nonfinite.tensor_names import named_tensors
 
 
 class Pair(NamedTuple):

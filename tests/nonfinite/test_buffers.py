@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.buffers import LARGE_BYTES, BufferKeeper
+from lightning_memtools.nonfinite.buffer_keeper import LARGE_BYTES, BufferKeeper
 from tests.nonfinite.observe import differences
 
 

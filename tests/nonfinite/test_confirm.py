@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memtools.nonfinite.confirm import BadTensor, find_bad
+from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad
 
 
 @settings(max_examples=50, deadline=None)

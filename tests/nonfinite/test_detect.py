@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.detect import floats_of, gradients_of, measure, norms_of
+from lightning_memtools.nonfinite.finite_checks import floats_of, gradients_of, measure, norms_of
 
 
 def test_norms_are_those_of_torch_for_every_type_in_one_call():

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.batches import BadInput
-from lightning_memtools.nonfinite.confirm import BadTensor
-from lightning_memtools.nonfinite.diagnose import Cause, diagnose
-from lightning_memtools.nonfinite.history import Past, growth
-from lightning_memtools.nonfinite.step import Evidence
+from lightning_memtools.nonfinite.bad_step import Evidence, Past, growth
+from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.diagnosis import diagnose
+from lightning_memtools.nonfinite.finite_checks import BadTensor
+from lightning_memtools.nonfinite.micro_batches import BadInput
 
 CALM = [1.0, 1.1, 0.9, 1.0, math.nan]
 GROWN = [1.0, 1.1, 4.0, 30.0, math.inf]

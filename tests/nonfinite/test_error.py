@@ -6,8 +6,8 @@ import math
 import pickle
 from pathlib import Path
 
-from lightning_memtools.nonfinite.confirm import BadTensor
-from lightning_memtools.nonfinite.error import NonFiniteError
+from lightning_memtools.nonfinite.finite_checks import BadTensor
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 
 
 def test_pickle_keeps_message_and_fields():

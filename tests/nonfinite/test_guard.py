@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.diagnose import Cause, diagnose
-from lightning_memtools.nonfinite.examine import examine
-from lightning_memtools.nonfinite.guard import Guard
-from lightning_memtools.nonfinite.step import Trip
-from lightning_memtools.nonfinite.veto import Veto
+from lightning_memtools.nonfinite.bad_step import Trip
+from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.diagnosis import diagnose, examine
+from lightning_memtools.nonfinite.step_guard import Guard
+from lightning_memtools.nonfinite.update_veto import Veto
 from tests.nonfinite.observe import differences
 
 

@@ -14,13 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.batches import MicroBatch
-from lightning_memtools.nonfinite.detect import measure
-from lightning_memtools.nonfinite.diagnose import Cause
-from lightning_memtools.nonfinite.error import NonFiniteError
-from lightning_memtools.nonfinite.guard import Guard
-from lightning_memtools.nonfinite.rerun.offload import move_to_host
-from lightning_memtools.nonfinite.rerun.start import StartKeeper
+from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.finite_checks import measure
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, StartKeeper, move_to_host
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.step_guard import Guard
 from tests.lightning_models import trainer
 from tests.nonfinite.gallery import FAILING, HEALTHY, Small, bad_data, good_data
 from tests.nonfinite.observe import Observer, differences, state_bits

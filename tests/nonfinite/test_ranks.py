@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.ranks import Ranks, poison
+from lightning_memtools.nonfinite.ranks import Ranks
+from lightning_memtools.nonfinite.update_veto import poison
 
 
 def gradients(loss_of, *, poisoned: bool) -> list[torch.Tensor]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_memtools import replay
-from lightning_memtools.nonfinite.capsule.machine import switches_now
-from lightning_memtools.nonfinite.error import NonFiniteError
+from lightning_memtools.nonfinite.capsule.environment import switches_now
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from tests.nonfinite.replay_models import BAD, RUNS, Everything, Recorder, halted
 
 ROOT = Path(__file__).parents[2]

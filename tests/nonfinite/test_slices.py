@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.cause.changes import cleaned, wide, with_other_samples
-from lightning_memtools.nonfinite.cause.places import place_here
-from lightning_memtools.nonfinite.cause.slices import UNKNOWN, Leaf, Origin, find_root
-from lightning_memtools.nonfinite.cause.trace import Trace
-from lightning_memtools.nonfinite.cause.values import values_of
+from lightning_memtools.nonfinite.cause.bad_value_roots import UNKNOWN, Leaf, Origin, find_root
+from lightning_memtools.nonfinite.cause.interventions import cleaned, wide, with_other_samples
+from lightning_memtools.nonfinite.cause.operation_trace import Trace, place_here
+from lightning_memtools.nonfinite.cause.tensor_facts import values_of
 
 X = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
 MASK = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])

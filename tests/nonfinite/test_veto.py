@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.optimizers import (
+from lightning_memtools.nonfinite.update_veto import (
     StateKeys,
+    Veto,
     hide_gradients,
     honours_found_inf,
     put_settings_back,
     settings_of,
 )
-from lightning_memtools.nonfinite.veto import Veto
 from tests.nonfinite.observe import differences
 
 FUSED = {

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_memtools.nonfinite.batches import bad_inputs, named_tensors
-from lightning_memtools.nonfinite.cause.classify import Classifier
-from lightning_memtools.nonfinite.cause.explanation import Background, Explanation
-from lightning_memtools.nonfinite.cause.slices import UNKNOWN, Leaf, Origin, Root, find_root
-from lightning_memtools.nonfinite.cause.trace import Memory, Trace
-from lightning_memtools.nonfinite.confirm import find_bad
-from lightning_memtools.nonfinite.diagnose import Cause
-from lightning_memtools.nonfinite.names import plain_name, tensors_in_attributes
-from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Outcome, Rerun
+from lightning_memtools.nonfinite.cause.bad_value_roots import UNKNOWN, Leaf, Origin, Root, find_root
+from lightning_memtools.nonfinite.cause.classifier import Classifier
+from lightning_memtools.nonfinite.cause.operation_trace import Memory, Trace
+from lightning_memtools.nonfinite.causes import Background, Cause, Explanation
+from lightning_memtools.nonfinite.finite_checks import find_bad
+from lightning_memtools.nonfinite.micro_batches import bad_inputs
+from lightning_memtools.nonfinite.step_outcome import Outcome
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, Rerun
+from lightning_memtools.nonfinite.tensor_names import named_tensors, plain_name, tensors_in_attributes
 
 
 def explain(rerun: Rerun, plain: Outcome, background: Background) -> Explanation:

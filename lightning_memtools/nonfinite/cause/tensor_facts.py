@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_memtools.nonfinite.detect import floats_of
+from lightning_memtools.nonfinite.finite_checks import floats_of
 
 _MOST_SAMPLES = 1024
+
+
 NAN, POSITIVE, NEGATIVE = "nan", "inf", "-inf"
 
 

@@ -1,18 +1,21 @@
-"""What is known of one optimizer step until its verdict is in, and what a bad one leaves behind."""
+"""What is known of one optimizer step until it is decided, and of a bad one afterwards."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools.nonfinite.batches import BadInput, MicroBatch
-from lightning_memtools.nonfinite.confirm import BadTensor
-from lightning_memtools.nonfinite.optimizers import StateKeys
-from lightning_memtools.nonfinite.traces import GradientTraces
+from lightning_memtools.nonfinite.finite_checks import BadTensor, GradientTraces
+from lightning_memtools.nonfinite.micro_batches import BadInput, MicroBatch
+from lightning_memtools.nonfinite.update_veto import StateKeys
 
 
 @dataclass(slots=True, eq=False)
@@ -108,3 +111,56 @@ class Evidence:
     late: bool = False
     unkept: tuple[str, ...] = ()
     carried: bool = False
+
+
+LENGTH = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A step as the history keeps it.
+
+    Attributes:
+        step: The training step.
+        loss: The mean of the step's losses on this rank; NaN where there was none.
+        norm: The L2 norm of all gradients, before clipping.
+    """
+
+    step: int
+    loss: float
+    norm: float
+
+
+class History(deque[Past]):
+    """The last 20 steps, oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=LENGTH)
+
+    def losses(self) -> list[float]:
+        """Their losses."""
+        return [past.loss for past in self]
+
+    def norms(self) -> list[float]:
+        """Their gradient norms."""
+        return [past.norm for past in self]
+
+
+def growth(values: Sequence[float]) -> float | None:
+    """How many times larger the last finite value is than the median of the first half; None for fewer than two."""
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    if len(finite) < 2:  # noqa: PLR2004, growth is between two values
+        return None
+    start = median(finite[: len(finite) // 2])
+    return finite[-1] / start if start > 0 else None
+
+
+@torch.no_grad()
+def noted(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
+    """The value of a loss that was divided for an accumulation and multiplied by a gradient scaler's scale, 0-dim."""
+    value = loss.detach()
+    # A float64 loss may be finite beyond float32's range.
+    value = (value if value.dtype == torch.float64 else value.float()) * divided_by
+    if scale is not None:
+        value = value / scale
+    return value if value.dim() == 0 else value.mean()

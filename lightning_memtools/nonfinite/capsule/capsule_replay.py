@@ -13,20 +13,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.nested_tensors import map_tensors
-from lightning_memtools.nonfinite.batches import MicroBatch
-from lightning_memtools.nonfinite.capsule.machine import differences, machine_now, switched
-from lightning_memtools.nonfinite.capsule.origin import changed_since, importing_from
-from lightning_memtools.nonfinite.capsule.plain import LeftOut, from_plain
-from lightning_memtools.nonfinite.capsule.read import CapsuleError, read_capsule
-from lightning_memtools.nonfinite.capsule.rebuild import Find, rebuilt
+from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError, read_capsule
+from lightning_memtools.nonfinite.capsule.environment import (
+    changed_since,
+    differences,
+    importing_from,
+    machine_now,
+    switched,
+)
+from lightning_memtools.nonfinite.capsule.module_rebuild import Find, rebuilt
+from lightning_memtools.nonfinite.capsule.plain_values import LeftOut, from_plain
 from lightning_memtools.nonfinite.cause.explain import explain
-from lightning_memtools.nonfinite.cause.explanation import Background, Explanation
-from lightning_memtools.nonfinite.diagnose import Cause
-from lightning_memtools.nonfinite.names import plain_name
-from lightning_memtools.nonfinite.rerun.conditions import Conditions
-from lightning_memtools.nonfinite.rerun.doubts import mismatches
-from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Rerun
-from lightning_memtools.nonfinite.rerun.start import Start
+from lightning_memtools.nonfinite.causes import Background, Cause, Explanation
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, Start
+from lightning_memtools.nonfinite.step_outcome import Conditions, mismatches
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, Rerun
+from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.trainer_stand_in import configured_optimizers, is_lightning_module
 from lightning_memtools.state.state_snapshot import RandomState
 

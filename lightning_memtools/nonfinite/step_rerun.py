@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -19,13 +17,11 @@ from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memtools.memory.nested_tensors import map_tensors
-from lightning_memtools.nonfinite.batches import MicroBatch
-from lightning_memtools.nonfinite.confirm import find_bad
-from lightning_memtools.nonfinite.losses import noted
-from lightning_memtools.nonfinite.names import plain_name
-from lightning_memtools.nonfinite.rerun.conditions import Conditions
-from lightning_memtools.nonfinite.rerun.start import put_attributes_back
-from lightning_memtools.nonfinite.rerun.trainer import RerunTrainer
+from lightning_memtools.nonfinite.bad_step import noted
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, put_attributes_back
+from lightning_memtools.nonfinite.rerun_trainer import RerunTrainer
+from lightning_memtools.nonfinite.step_outcome import Conditions, Outcome
+from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.trainer_stand_in import attach, is_lightning_module
 from lightning_memtools.state.state_snapshot import Memento
 
@@ -36,26 +32,6 @@ class CannotRerunError(Exception):
 
 class _StepIsOver(BaseException):
     """Leaves a manual training_step where the bad update would follow. No `except Exception` takes it."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a step gave.
-
-    Attributes:
-        losses: The loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors.
-        graph: The last loss, with its graph.
-        gradients: Name of the parameter to its gradient, unscaled.
-    """
-
-    losses: list[Tensor]
-    graph: Tensor | None
-    gradients: dict[str, Tensor]
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all losses and gradients are."""
-        return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())
 
 
 COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"}

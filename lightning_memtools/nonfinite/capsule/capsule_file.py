@@ -1,4 +1,4 @@
-"""Writes a bad step to a file, whole or not at all."""
+"""Writes a bad step to a file, whole or not at all, and reads it again."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.nonfinite.batches import MicroBatch
-from lightning_memtools.nonfinite.capsule.machine import machine_now, switches_now
-from lightning_memtools.nonfinite.capsule.origin import needs_of, origin_now
-from lightning_memtools.nonfinite.capsule.plain import compact, n_bytes_of, to_plain
-from lightning_memtools.nonfinite.names import plain_name, tensors_in_attributes
-from lightning_memtools.nonfinite.rerun.conditions import Conditions
-from lightning_memtools.nonfinite.rerun.start import Attributes, Start, simple_items
+from lightning_memtools.nonfinite.capsule.environment import machine_now, needs_of, origin_now, switches_now
+from lightning_memtools.nonfinite.capsule.plain_values import compact, n_bytes_of, to_plain
+from lightning_memtools.nonfinite.micro_batches import Attributes, MicroBatch, Start, simple_items
+from lightning_memtools.nonfinite.step_outcome import Conditions
+from lightning_memtools.nonfinite.tensor_names import plain_name, tensors_in_attributes
 
 VERSION = 1
 
@@ -215,3 +213,58 @@ def _start(start: Start | None) -> dict[str, Any] | None:
     if start is None:
         return None
     return {"random": start.random.packed(), "attributes": _attributes(start.attributes)}
+
+
+class CapsuleError(RuntimeError):
+    """A capsule cannot be read or replayed. The message says why, what can still be read, and what to do."""
+
+
+def read_capsule(path: Path) -> dict[str, Any]:
+    """What `write_capsule` wrote; tensors are on the CPU.
+
+    Raises:
+        CapsuleError: There is none, it is not whole, or of another version.
+    """
+    about = _about_beside(path)
+    if not path.is_file():
+        raise CapsuleError(f"There is no capsule {path}.{still_known(about)}")
+    try:
+        saved: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        size, written = path.stat().st_size, about.get("bytes")
+        if written is not None and size != written:
+            why = f"it is truncated: {size} bytes of {written}"
+        else:
+            why = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+        raise CapsuleError(
+            f"{path} cannot be read: {why}.{still_known(about)}\nNext: copy it once more from where it was written."
+        ) from error
+    if not isinstance(saved, dict) or "version" not in saved or "about" not in saved:
+        raise CapsuleError(f"{path} is no capsule of HaltOnNaN, though torch can load it.")
+    if saved["version"] != VERSION:
+        about = about or json.loads(saved["about"])
+        by = about.get("machine", {}).get("lightning_memtools", "another version")
+        raise CapsuleError(
+            f"{path} is of capsule version {saved['version']}; this lightning_memtools reads version {VERSION}."
+            f"{still_known(about)}\nNext: install lightning_memtools {by}, which wrote it."
+        )
+    return saved
+
+
+def still_known(about: Mapping[str, Any]) -> str:
+    """What the small JSON tells, as sentences to add to an error."""
+    if not about:
+        return " Nothing of it can be read: the small JSON beside it is missing too."
+    known = [f"\nStill known: {about.get('headline', '')}"]
+    known += [f"{what}: {about[key]}" for key, what in (("cause", "Cause"), ("what", "Operation")) if about.get(key)]
+    if about.get("checkpoint"):
+        known.append(f"Weights and optimizer state before the step: {about['checkpoint']}")
+    return "\n".join(known)
+
+
+def _about_beside(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_memtools.nonfinite.cause.explanation import Explanation
-from lightning_memtools.nonfinite.confirm import BadTensor
+from lightning_memtools.nonfinite.causes import Explanation
+from lightning_memtools.nonfinite.finite_checks import BadTensor
 
 HaltStage = Literal["train", "val", "test"]
 

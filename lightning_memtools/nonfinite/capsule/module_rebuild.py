@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.capsule.origin import arguments_for
-from lightning_memtools.nonfinite.capsule.plain import from_plain
-from lightning_memtools.nonfinite.capsule.read import CapsuleError
-from lightning_memtools.nonfinite.names import plain_name
-from lightning_memtools.nonfinite.rerun.start import put_attributes_back
+from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError
+from lightning_memtools.nonfinite.capsule.environment import arguments_for
+from lightning_memtools.nonfinite.capsule.plain_values import from_plain
+from lightning_memtools.nonfinite.micro_batches import put_attributes_back
+from lightning_memtools.nonfinite.tensor_names import plain_name
 
 Find = Callable[[str], Any]
 

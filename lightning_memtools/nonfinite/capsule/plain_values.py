@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 _ATOMS = (bool, int, float, str, type(None))
+
+
 _KIND = "_kind"  # a dictionary of ours; those of users become lists of pairs
 
 

@@ -9,25 +9,23 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.oom import is_out_of_memory
-from lightning_memtools.nonfinite.batches import bad_inputs, list_samples
-from lightning_memtools.nonfinite.cause.advice import advice_for, advice_on_overflow
-from lightning_memtools.nonfinite.cause.changes import (
+from lightning_memtools.nonfinite.cause.bad_value_roots import Leaf, Origin, Root, describe_root
+from lightning_memtools.nonfinite.cause.interventions import (
     cleaned,
     mended,
     n_samples_of,
+    try_rates,
     wide,
     widened_batch,
     with_other_samples,
 )
-from lightning_memtools.nonfinite.cause.explanation import Background, Explanation
-from lightning_memtools.nonfinite.cause.rates import try_rates
-from lightning_memtools.nonfinite.cause.slices import Leaf, Origin, Root
-from lightning_memtools.nonfinite.cause.trace import Trace
-from lightning_memtools.nonfinite.cause.wording import describe_root
-from lightning_memtools.nonfinite.confirm import find_bad
-from lightning_memtools.nonfinite.diagnose import Cause
-from lightning_memtools.nonfinite.names import plain_name
-from lightning_memtools.nonfinite.rerun.rerun import CannotRerunError, Outcome, Rerun
+from lightning_memtools.nonfinite.cause.operation_trace import Trace
+from lightning_memtools.nonfinite.causes import Background, Cause, Explanation, advice_for, advice_on_overflow
+from lightning_memtools.nonfinite.finite_checks import find_bad
+from lightning_memtools.nonfinite.micro_batches import bad_inputs, list_samples
+from lightning_memtools.nonfinite.step_outcome import Outcome
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, Rerun
+from lightning_memtools.nonfinite.tensor_names import plain_name
 
 _SMALLEST_WEIGHTS = 6  # powers of ten
 

@@ -13,24 +13,22 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_memtools.nonfinite.batches import MicroBatch, let_go
-from lightning_memtools.nonfinite.buffers import BufferKeeper
-from lightning_memtools.nonfinite.confirm import count_bad
-from lightning_memtools.nonfinite.detect import gradients_of, measure, measure_exactly
-from lightning_memtools.nonfinite.history import History, Past
-from lightning_memtools.nonfinite.losses import noted
-from lightning_memtools.nonfinite.names import names_of
-from lightning_memtools.nonfinite.optimizers import (
+from lightning_memtools.nonfinite.bad_step import History, Past, Step, Trip, noted
+from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
+from lightning_memtools.nonfinite.finite_checks import GradientTraces, count_bad, gradients_of, measure, measure_exactly
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, let_go
+from lightning_memtools.nonfinite.ranks import Ranks
+from lightning_memtools.nonfinite.tensor_names import names_of
+from lightning_memtools.nonfinite.update_veto import (
     StateKeys,
+    Veto,
     hide_gradients,
     honours_found_inf,
+    over_ranks,
+    poison,
     put_settings_back,
     settings_of,
 )
-from lightning_memtools.nonfinite.ranks import Ranks, over_ranks, poison
-from lightning_memtools.nonfinite.step import Step, Trip
-from lightning_memtools.nonfinite.traces import GradientTraces
-from lightning_memtools.nonfinite.veto import Veto
 
 Gradients = Literal["whole", "replicated", "sharded"]
 

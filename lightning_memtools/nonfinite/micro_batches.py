@@ -1,0 +1,238 @@
+"""The batches of undecided steps: what they began with, whether they hold NaN or Inf, and where they are held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.nonfinite.finite_checks import floats_of
+from lightning_memtools.nonfinite.tensor_names import named_tensors
+from lightning_memtools.state.state_snapshot import RandomState
+
+MAX_SAMPLES = 8  # of the bad ones, how many are listed
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """A batch of the present step.
+
+    Attributes:
+        index: Its batch index within the epoch.
+        batch: The batch as training_step got it; None once it was let go, a copy on the host once it was moved there.
+        losses: The losses that were sent backward for it, as 0-dim tensors, as training_step returned them.
+        keep: Its loss is known to be bad: it is not let go.
+        start: What it began with, if that is noted: a `rerun.start.Start`.
+        steps_before: In manual optimization: how many updates had been made in this batch when this step began.
+        resumed: Where there were such: what was there to begin with after the last of them.
+        changed: Once it was moved to the host: the names of its tensors that had been written in place by then.
+    """
+
+    index: int
+    batch: Any
+    losses: list[Tensor] = field(default_factory=list)
+    keep: bool = False
+    start: Any = None
+    steps_before: int = 0
+    resumed: Any = None
+    changed: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BadInput:
+    """A tensor of a batch that holds NaN or Inf.
+
+    Attributes:
+        name: Where it is in the batch, such as ``batch["x"]``.
+        batch_idx: Which batch.
+        n_nan: How many elements are NaN.
+        n_inf: How many are Inf or -Inf.
+        n_elements: How many there are.
+        samples: The first positions along dimension 0 that are affected, one more than are listed.
+        is_mask: It holds 0 and -inf only, as attention masks do.
+    """
+
+    name: str
+    batch_idx: int
+    n_nan: int
+    n_inf: int
+    n_elements: int
+    samples: tuple[int, ...]
+    is_mask: bool
+
+    def __str__(self) -> str:
+        kinds = " and ".join(f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n)
+        where = f", in {list_samples(self.samples)}" if self.samples else ""
+        return f"{in_batch(self.name, self.batch_idx)} holds {kinds} in {self.n_elements} elements{where}"
+
+
+def in_batch(name: str, batch_idx: int) -> str:
+    """A tensor of a batch, as text: "batch 5" where it is the batch itself."""
+    return f"batch {batch_idx}" if name == "batch" else f"{name} of batch {batch_idx}"
+
+
+def list_samples(samples: Sequence[int]) -> str:
+    """As "sample 3" or "samples 3, 4"."""
+    more = ", ..." if len(samples) > MAX_SAMPLES else ""
+    return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
+
+
+def bad_inputs(micro: MicroBatch) -> list[BadInput]:
+    """The tensors of the batch that hold NaN or Inf. Waits for the device: for use after a trip."""
+    found = []
+    for name, tensor in named_tensors(micro.batch, "batch"):
+        floats = floats_of(tensor)
+        if floats is None:
+            continue
+        bad = ~torch.isfinite(floats)
+        if not bad.any():
+            continue
+        has_samples = floats.dim() > 0 and tensor.layout == torch.strided
+        samples = bad.flatten(1).any(1) if has_samples and floats.dim() > 1 else bad
+        positions = samples.nonzero()[: MAX_SAMPLES + 1, 0].tolist() if has_samples else []
+        n_nan = int(floats.isnan().sum())
+        found.append(
+            BadInput(
+                name=name,
+                batch_idx=micro.index,
+                n_nan=n_nan,
+                n_inf=int(bad.sum()) - n_nan,
+                n_elements=floats.numel(),
+                samples=tuple(positions),
+                is_mask=bool(((floats == 0) | (floats == -torch.inf)).all()),
+            )
+        )
+    return found
+
+
+def let_go(held: Sequence[MicroBatch], budget_bytes: int, move: Callable[[MicroBatch], object] | None = None) -> None:
+    """Drop the oldest batches, or `move` them elsewhere. `held`: newest first.
+
+    The newest is alive anyway. One more is kept, and of those before it what fits the budget.
+    """
+    spent = 0
+    for micro in held[2:]:
+        if micro.batch is None or micro.keep or micro.changed is not None:
+            continue
+        spent += sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(micro.batch, ""))
+        if spent > budget_bytes and move is not None:
+            move(micro)
+        elif spent > budget_bytes:
+            micro.batch = None
+
+
+SIMPLE = frozenset({bool, int, float, str, type(None)})
+
+
+# A module's own business, which changes with every call or is put there by Lightning.
+_NOT_PLAIN = {
+    "training",
+    "_is_full_backward_hook",
+    "prepare_data_per_node",
+    "allow_zero_length_dataloader_with_multiple_devices",
+}
+
+
+Attributes = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a batch began with.
+
+    Attributes:
+        random: Where the streams of random numbers stood.
+        attributes: Of each module that the user wrote, by its name: the attributes of simple types.
+        versions: How often each tensor of the batch had been written, in the order of `named_tensors`.
+    """
+
+    random: RandomState
+    attributes: Attributes
+    versions: tuple[int, ...]
+
+
+class StartKeeper:
+    """Notes the start of each batch. Waits for no device; some 50 microseconds, and one for each module of the user's.
+
+    Args:
+        module: The module that is trained.
+    """
+
+    def __init__(self, module: Module) -> None:
+        # torch's own modules keep no attribute that a step changes.
+        self._written_by_users = [
+            (name, vars(part), _n_of_every_module(vars(part)))
+            for name, part in module.named_modules()
+            if not type(part).__module__.startswith("torch.")
+        ]
+
+    def note(self, batch: Any) -> Start:
+        """Note what the batch begins with now."""
+        attributes = {name: simple_items(held, skip=n) for name, held, n in self._written_by_users}
+        return Start(RandomState(), attributes, versions_of(batch))
+
+
+def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:
+    """The attributes of simple types (numbers, texts, None). `skip`: so many at the beginning are known not to be."""
+    return {
+        key: value for key, value in islice(held.items(), skip, None) if type(value) in SIMPLE and key not in _NOT_PLAIN
+    }
+
+
+def _n_of_every_module(held: dict[str, Any]) -> int:
+    """How many attributes at the beginning are those that torch gives to every module: most of what there is."""
+    names = list(vars(Module()))
+    return len(names) if list(islice(held, len(names))) == names else 0
+
+
+def put_attributes_back(module: Module, attributes: Attributes) -> None:
+    """Set the attributes as they were noted; modules that are gone are passed over."""
+    parts = dict(module.named_modules())
+    for name, values in attributes.items():
+        if name in parts:
+            parts[name].__dict__.update(values)
+
+
+def versions_of(batch: Any) -> tuple[int, ...]:
+    """How often each tensor of a batch was written in place; inference tensors do not count."""
+    return tuple(-1 if tensor.is_inference() else tensor._version for _, tensor in named_tensors(batch, "batch"))  # noqa: SLF001, the only way to see a write
+
+
+def changed_in_place(batch: Any, versions: tuple[int, ...]) -> Iterator[str]:
+    """The names of the batch's tensors that were written since their versions were noted."""
+    named: list[tuple[str, Tensor]] = list(named_tensors(batch, "batch"))
+    if len(named) != len(versions):
+        yield "batch (tensors were added or removed)"
+        return
+    for (name, _), now, before in zip(named, versions_of(batch), versions, strict=True):
+        if now != before:
+            yield name
+
+
+def move_to_host(micro: MicroBatch) -> None:
+    """Put copies on the host in the place of the batch's tensors. On a GPU the copy is queued, not waited for."""
+    assert isinstance(micro.start, Start)
+    micro.changed = tuple(changed_in_place(micro.batch, micro.start.versions))
+    micro.batch = map_tensors(micro.batch, _on_host)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    device = VirtualDevice.current()
+    if tensor.layout != torch.strided or (tensor.device.type == "cpu" and device is None):
+        return tensor  # it is on the host already
+    with torch.no_grad(), nullcontext() if device is None else device.host():
+        # With its strides: they choose the kernel that computes, and so the last bits.
+        is_pinned = tensor.device.type == "cuda"
+        copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=is_pinned)
+        if 0 in tensor.stride():
+            return tensor.detach().to("cpu", non_blocking=True)  # an expanded tensor cannot be written
+        copied.copy_(tensor, non_blocking=True)
+    return copied.requires_grad_(tensor.requires_grad)

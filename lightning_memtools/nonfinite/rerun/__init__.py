@@ -1,1 +1,0 @@
-"""Runs a step once more, from the state it began with, and leaves everything as it was."""

@@ -1,0 +1,152 @@
+"""The conditions of a step, what it gives, and how a step that is run again can differ."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memtools.nonfinite.finite_checks import find_bad
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, Start, changed_in_place, in_batch
+
+# What a step may ask its Trainer for, as far as plain numbers can answer.
+TRAINER_FACTS = (
+    "current_epoch", "global_step", "global_rank", "local_rank", "node_rank", "world_size", "num_devices", "num_nodes",
+    "max_epochs", "max_steps", "min_epochs", "min_steps", "num_training_batches", "estimated_stepping_batches",
+    "accumulate_grad_batches", "gradient_clip_val", "is_global_zero", "is_last_batch", "fast_dev_run",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Under which conditions a step ran. Plain values.
+
+    Attributes:
+        automatic: Whether backward follows training_step; else the module runs it itself.
+        divided_by: What the loss is divided by for an accumulation.
+        scale: What the gradient scaler multiplies the loss by; None without one.
+        unscales_itself: Whether the optimizer takes the gradients still scaled.
+        device_type: Where the module is.
+        autocast: What autocast computes in during training_step, as ``"bfloat16"``; None without.
+        autocast_cache: Whether autocast keeps the weights it converted.
+        default_dtype: What new tensors are during training_step, as ``"float32"``.
+        trainer: What the Trainer says of itself: name to plain value.
+    """
+
+    automatic: bool = True
+    divided_by: int = 1
+    scale: float | None = None
+    unscales_itself: bool = False
+    device_type: str = "cpu"
+    autocast: str | None = None
+    autocast_cache: bool = True
+    default_dtype: str = "float32"
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Where training_step runs."""
+        default = torch.get_default_dtype()
+        casting: Any = nullcontext()
+        if self.autocast is not None:
+            dtype = getattr(torch, self.autocast)
+            casting = torch.autocast(self.device_type, dtype=dtype, cache_enabled=self.autocast_cache)
+        torch.set_default_dtype(getattr(torch, self.default_dtype))
+        try:
+            with casting:
+                yield
+        finally:
+            torch.set_default_dtype(default)
+
+
+def precision_now(device_type: str) -> dict[str, Any]:
+    """The part of the conditions that whatever surrounds this call has set: autocast and the default dtype."""
+    casts = torch.is_autocast_enabled(device_type)
+    return {
+        "device_type": device_type,
+        "autocast": str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if casts else None,
+        "autocast_cache": torch.is_autocast_cache_enabled(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+    }
+
+
+def doubts_about(micro: Sequence[MicroBatch], unkept: Sequence[str]) -> list[str]:
+    """What is known to be missing for running the step again exactly, one sentence each."""
+    doubts = []
+    gone = [str(each.index) for each in micro if each.batch is None]
+    if gone:
+        doubts.append(f"Batch {', '.join(gone)} of the accumulation was no longer held: it takes no part.")
+    for each in micro:
+        if each.batch is None or not isinstance(each.start, Start):
+            continue
+        doubts += [
+            f"{in_batch(name, each.index)} was changed in place by the step: a replay begins with what was left."
+            for name in (changed_in_place(each.batch, each.start.versions) if each.changed is None else each.changed)
+        ]
+    if unkept:
+        doubts.append(f"Buffer {', '.join(unkept)} could not be put back to before the step.")
+    return doubts
+
+
+def digest_of(tensor: Tensor) -> str:
+    """The SHA-256 of a tensor's bits, its dtype and shape."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return digest_of(tensor.indices()) + digest_of(tensor.values())
+    bits = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + bits).hexdigest()
+
+
+def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
+    """The digest of each gradient."""
+    return {name: digest_of(gradient) for name, gradient in gradients.items()}
+
+
+def is_same_number(one: float, other: float) -> bool:
+    """Whether two losses are the same in every bit; NaN is NaN."""
+    return (math.isnan(one) and math.isnan(other)) or struct.pack("d", one) == struct.pack("d", other)
+
+
+def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: Outcome) -> list[str]:
+    """What a step run again gave otherwise than the step itself, one sentence each; empty if all bits are the same."""
+    now = [float(loss) for loss in again.losses]
+    found = []
+    if len(now) != len(losses):
+        found.append(f"It gave {len(now)} losses, the step {len(losses)}.")
+    for position, (before, after) in enumerate(zip(losses, now, strict=False)):
+        if not is_same_number(before, after):
+            found.append(f"Loss {position} is {after!r}, in the step it was {before!r}.")
+    different = [name for name, digest in digests_of(again.gradients).items() if digests.get(name, digest) != digest]
+    different += [name for name in digests if name not in again.gradients]
+    if different:
+        more = f" and {len(different) - 3} more" if len(different) > 3 else ""  # noqa: PLR2004, names enough
+        found.append(f"Of {len(digests)} gradients {len(different)} differ: {', '.join(different[:3])}{more}.")
+    return found
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step gave.
+
+    Attributes:
+        losses: The loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors.
+        graph: The last loss, with its graph.
+        gradients: Name of the parameter to its gradient, unscaled.
+    """
+
+    losses: list[Tensor]
+    graph: Tensor | None
+    gradients: dict[str, Tensor]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses and gradients are."""
+        return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())
