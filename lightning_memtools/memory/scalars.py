@@ -1,8 +1,8 @@
-"""A reading of memory as named scalars: the tags of the logs."""
+"""Memory figures as named scalars: the tags of the logs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stages import PHASES, MemoryPoint, Phase, Stage
@@ -11,42 +11,60 @@ from lightning_memtools.memory.stats import MemoryStats
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
 
 
+def _gib(n_bytes: int | None) -> float | None:
+    return None if n_bytes is None else to_gib(n_bytes)
+
+
+def _peak_used_pct(point: MemoryPoint, _: MemoryStats) -> float | None:
+    if point.peak_reserved is None or not point.stats.capacity:
+        return None
+    return 100 * point.peak_reserved / point.stats.capacity
+
+
+def _fragmentation_pct(point: MemoryPoint, _: MemoryStats) -> float | None:
+    if point.stats.inactive_split is None or point.stats.reserved is None:
+        return None
+    return 100 * point.stats.inactive_split / max(point.stats.reserved, 1)
+
+
+def _count_since(count: int | None, before: int | None) -> int | None:
+    return None if count is None else count - (before or 0)
+
+
+# Each takes the point and the device's statistics at the beginning of the run, and gives None for what is not known.
+_DEVICE_FIGURES: Mapping[str, Callable[[MemoryPoint, MemoryStats], float | None]] = {
+    "memory/{stage}/allocated_gib": lambda point, _: _gib(point.stats.allocated),
+    "memory/{stage}/reserved_gib": lambda point, _: _gib(point.stats.reserved),
+    "memory/{stage}/peak_allocated_gib": lambda point, _: _gib(point.peak_allocated),
+    "memory/{stage}/peak_reserved_gib": lambda point, _: _gib(point.peak_reserved),
+    "memory/{stage}/peak_used_pct": _peak_used_pct,
+    "memory/{stage}/fragmentation_pct": _fragmentation_pct,
+    "memory/capacity_gib": lambda point, _: _gib(point.stats.capacity),
+    "memory/device_used_gib": lambda point, _: _gib(point.stats.device_used),
+    "memory/alloc_retries": lambda point, since: _count_since(point.stats.alloc_retries, since.alloc_retries),
+    "memory/ooms": lambda point, since: _count_since(point.stats.ooms, since.ooms),
+}
+
+
 def device_scalars(stage: Stage, point: MemoryPoint, *, since: MemoryStats) -> dict[str, float]:
-    """What is logged of a device at a point of a stage; what the device cannot tell is left out.
+    """Return the scalars of a device at a point of a stage, without those that the device cannot tell.
 
     Args:
-        stage: The stage whose point it is.
-        point: What was read.
+        stage: The stage that the point belongs to.
+        point: The figures.
         since: The device when the run began; retries and out-of-memory errors are counted from there.
     """
-    stats = point.stats
-    sizes = {
-        f"memory/{stage}/allocated_gib": stats.allocated,
-        f"memory/{stage}/reserved_gib": stats.reserved,
-        f"memory/{stage}/peak_allocated_gib": point.peak_allocated,
-        f"memory/{stage}/peak_reserved_gib": point.peak_reserved,
-        "memory/capacity_gib": stats.capacity,
-        "memory/device_used_gib": stats.device_used,
-    }
-    scalars = {tag: to_gib(n_bytes) for tag, n_bytes in sizes.items() if n_bytes is not None}
-    if point.peak_reserved is not None and stats.capacity:
-        scalars[f"memory/{stage}/peak_used_pct"] = 100 * point.peak_reserved / stats.capacity
-    if stats.inactive_split is not None and stats.reserved is not None:
-        scalars[f"memory/{stage}/fragmentation_pct"] = 100 * stats.inactive_split / max(stats.reserved, 1)
-    if stats.alloc_retries is not None:
-        scalars["memory/alloc_retries"] = stats.alloc_retries - (since.alloc_retries or 0)
-    if stats.ooms is not None:
-        scalars["memory/ooms"] = stats.ooms - (since.ooms or 0)
-    return scalars
+    values = {tag.format(stage=stage): figure(point, since) for tag, figure in _DEVICE_FIGURES.items()}
+    return {tag: value for tag, value in values.items() if value is not None}
 
 
 def composition_scalars(point: MemoryPoint) -> dict[str, float]:
-    """What allocated memory consisted of when it was highest, in GiB; nothing where it is not known."""
+    """Return each category's part of the highest allocated memory in GiB; nothing where it is not known."""
     return {f"memory/composition/{part}_gib": to_gib(size) for part, size in (point.composition or {}).items()}
 
 
 def batch_scalars(stage: Stage, point: MemoryPoint) -> dict[str, float]:
-    """What is logged of a device at the end of an evaluation batch."""
+    """Return the scalars of a device at the end of an evaluation batch."""
     sizes = {
         "allocated": point.stats.allocated,
         "reserved": point.stats.reserved,
@@ -57,18 +75,15 @@ def batch_scalars(stage: Stage, point: MemoryPoint) -> dict[str, float]:
 
 
 def phase_scalars(peaks: Mapping[Phase, int]) -> dict[str, float]:
-    """The peaks of forward, backward and optimizer in GiB."""
+    """Return the peaks of forward, backward and optimizer in GiB."""
     return {f"memory/train/peak_{phase}_gib": to_gib(n_bytes) for phase, n_bytes in peaks.items()}
 
 
 def possible_tags(stage: Stage) -> list[str]:
-    """Every tag that a point of this stage may have, in an order that is the same on all ranks."""
-    of_stage = ("allocated_gib", "reserved_gib", "peak_allocated_gib", "peak_reserved_gib", "peak_used_pct",
-                "fragmentation_pct")  # fmt: skip
-    of_device = ("capacity_gib", "device_used_gib", "alloc_retries", "ooms", "host_rss_gib")
+    """Return every tag that a point of a stage may have, in an order that is the same on all ranks."""
     return [
-        *(f"memory/{stage}/{figure}" for figure in of_stage),
-        *(f"memory/{figure}" for figure in of_device),
+        *(tag.format(stage=stage) for tag in _DEVICE_FIGURES),
+        "memory/host_rss_gib",
         *(f"memory/composition/{category}_gib" for category in CATEGORIES),
         *(f"memory/train/peak_{phase}_gib" for phase in PHASES),
         "time/step_ms",
@@ -76,12 +91,12 @@ def possible_tags(stage: Stage) -> list[str]:
 
 
 def over_ranks(by_rank: Sequence[Mapping[str, float]], stage: Stage, *, per_rank: bool) -> dict[str, float]:
-    """Several ranks' scalars as one: the maximum of each, the smallest peak, and which rank holds the largest.
+    """Merge the ranks' scalars: the maximum of each, the smallest peak, and the rank with the largest peak.
 
     Args:
-        by_rank: One mapping per rank; a tag that a rank cannot tell is absent there.
-        stage: The stage whose point it is.
-        per_rank: Add every rank's own value as `<tag>/rank<r>`.
+        by_rank: One mapping per rank; tags that a rank cannot tell are absent.
+        stage: The stage that the point belongs to.
+        per_rank: Whether to add every rank's own value as `<tag>/rank<r>`.
     """
     merged: dict[str, float] = {}
     for tag in possible_tags(stage):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_memtools.reporting.deferred import DeferredValues
+from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.losses import tags_of
 from lightning_memtools.reporting.means import RunningMeans
@@ -28,7 +29,7 @@ class Curves:
         self.tag = tag
         self.names = names
         self._means = RunningMeans()
-        self._deferred = DeferredValues()
+        self._arriving: ArrivingValues[Callable[[Any], None]] = ArrivingValues()
         self._gather: RankGather | None = None
         self._tag_of: dict[str, str] = {}
         self._ever_seen: set[str] = set()
@@ -42,7 +43,7 @@ class Curves:
     def begin(self, gather: RankGather) -> None:
         """Forget a former run."""
         self._means.clear()
-        self._deferred.clear()
+        self._arriving.clear()
         self._gather = gather
         self._tag_of = {}
         if self.names is not None:
@@ -83,20 +84,25 @@ class Curves:
             known = {tag: mean for tag, mean, weight in zip(tags, means, weights, strict=True) if weight > 0}
             log_scalars(trainer, known, step)
 
-        self._deferred.put(self._means.take(list(self._tag_of), trainer.strategy.root_device), write)
+        self._arriving.send(self._means.take(list(self._tag_of), trainer.strategy.root_device), write)
+        self.poll()
 
     def poll(self) -> None:
         """Write the points that have reached the host, without waiting."""
-        self._deferred.poll()
+        self._write_points(wait=False)
 
     def drain(self) -> None:
         """Wait for the points that are on their way and write them."""
-        self._deferred.drain()
+        self._write_points(wait=True)
+
+    def _write_points(self, *, wait: bool) -> None:
+        for means_and_weights, write in self._arriving.receive(wait=wait):
+            write(means_and_weights)
 
     def clear(self) -> None:
         """Drop what is not logged yet."""
         self._means.clear()
-        self._deferred.clear()
+        self._arriving.clear()
 
     def warn_of_missing(self, argument: str, existing: Iterable[str]) -> None:
         """Warn, once, of asked-for names that never had a value, and list what exists."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_memtools.reporting.deferred import DeferredValues
+from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.reporting.means import RunningMeans
 
 CPU = torch.device("cpu")
@@ -34,18 +34,10 @@ def test_a_scalar_does_not_keep_the_tensor_alive_that_it_is_a_view_of():
     assert kept.untyped_storage().nbytes() == 4
 
 
-def test_on_the_cpu_values_are_handed_on_at_once_and_in_order():
-    got = []
-    deferred = DeferredValues()
-    deferred.put(torch.tensor([1.0]), got.append)
-    deferred.put(torch.tensor([2.0]), got.append)
-    assert got == [[1.0], [2.0]]
-
-
 @pytest.mark.gpu
 def test_on_cuda_nothing_waits_and_nothing_is_lost():
-    got = []
-    deferred, means = DeferredValues(), RunningMeans()
+    got: list[list[list[float]]] = []
+    arriving, means = ArrivingValues[int](), RunningMeans()
     device = torch.device("cuda")
     values = [torch.tensor(float(i), device=device) for i in range(100)]
     torch.cuda.synchronize()
@@ -54,9 +46,9 @@ def test_on_cuda_nothing_waits_and_nothing_is_lost():
         for i, value in enumerate(values):
             means.add("a", value)
             if i % 10 == 9:
-                deferred.put(means.take(["a"], device), got.append)
-            deferred.poll()
+                arriving.send(means.take(["a"], device), i)
+            got += [point for point, _ in arriving.receive()]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    deferred.drain()
+    got += [point for point, _ in arriving.receive(wait=True)]
     assert [mean for (mean,), _ in got] == [4.5 + 10 * i for i in range(10)]

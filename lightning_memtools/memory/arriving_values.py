@@ -1,0 +1,71 @@
+"""Device values that are read once they have reached the host, so that nobody waits for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+Note = TypeVar("Note")
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCopy(Generic[Note]):
+    note: Note
+    values: Tensor
+    copied: torch.cuda.Event | None
+
+    def has_arrived(self) -> bool:
+        return self.copied is None or self.copied.query()  # type: ignore[no-untyped-call]
+
+
+class ArrivingValues(Generic[Note]):
+    """Copies device tensors to pinned memory and returns each, with its note, when the copy has arrived.
+
+    The values come back in the order in which they were sent. On the CPU they can be received at once. Accelerators
+    other than CUDA have no event that every build of torch offers: there `receive` waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[_PendingCopy[Note]] = deque()
+
+    def send(self, values: Tensor, note: Note) -> None:
+        """Start copying a tensor to the host, without waiting for the device.
+
+        Args:
+            values: The tensor. It must not be changed afterwards: on the CPU no copy is made.
+            note: Comes back from `receive` together with the values.
+        """
+        if values.device.type != "cuda":
+            self._pending.append(_PendingCopy(note, values, None))
+            return
+        # Only a copy into pinned memory leaves the host free to go on.
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(values.device))
+        self._pending.append(_PendingCopy(note, host, copied))
+
+    def receive(self, *, wait: bool = False) -> Iterator[tuple[Any, Note]]:
+        """Yield the values that have arrived, as `Tensor.tolist` gives them, each with its note.
+
+        Args:
+            wait: Whether to wait for the values that have not arrived yet.
+        """
+        while self._pending and (wait or self._pending[0].has_arrived()):
+            first = self._pending.popleft()
+            if wait and first.copied is not None:
+                first.copied.synchronize()
+            yield first.values.tolist(), first.note
+
+    def notes(self) -> list[Note]:
+        """Return the notes of the values that were not received yet, oldest first."""
+        return [pending.note for pending in self._pending]
+
+    def clear(self) -> None:
+        """Drop all values that were not received yet."""
+        self._pending.clear()

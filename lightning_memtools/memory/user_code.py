@@ -1,0 +1,124 @@
+"""The lines of the user's own code in a traceback or on the stack, told from those of libraries."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import sysconfig
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+CodeOwner = Literal["user", "installed", "passing", "ours"]
+
+_THIS_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
+# Installed packages that only pass calls on.
+_PASSING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics")
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLine:
+    """A line of code.
+
+    Attributes:
+        file: The file's path.
+        line: The line's number, from 1.
+        function: The function that the line belongs to.
+        caller: The file and line of the user's code that called, where the line is in an installed package.
+    """
+
+    file: str
+    line: int
+    function: str
+    caller: tuple[str, int] | None = None
+
+    @property
+    def source(self) -> str:
+        """The text of the line without its indentation; empty where the file cannot be read."""
+        linecache.checkcache(self.file)
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        text = f"{short_path(self.file)}:{self.line}"
+        return text if self.caller is None else f"{text}, called from {short_path(self.caller[0])}:{self.caller[1]}"
+
+
+def short_path(file: str) -> str:
+    """Return a path relative to the working directory, or for an installed package one that begins with its name."""
+    parts = Path(file).parts
+    for installed in _INSTALLED:
+        if installed in parts:
+            return str(Path(*parts[parts.index(installed) + 1 :]))
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except ValueError:
+        return file
+
+
+@lru_cache(maxsize=4096)
+def owner_of(file: str) -> CodeOwner:
+    """Say whose code a file is.
+
+    Returns:
+        "user" for the user's own code; "installed" for an installed library; "passing" for torch, Lightning, the
+        standard library and code without a file, which only pass calls on; "ours" for this package.
+    """
+    if file.startswith(_THIS_PACKAGE):
+        return "ours"
+    parts = Path(file).parts
+    installed = next((parts.index(name) for name in _INSTALLED if name in parts), None)
+    if file.startswith(("<", _TORCH)) or (installed is None and file.startswith(_STANDARD_LIBRARY)):
+        return "passing"
+    if installed is None:
+        return "user"
+    return "passing" if parts[installed + 1] in _PASSING else "installed"
+
+
+def user_line_of(error: BaseException) -> CodeLine | None:
+    """Return the innermost line of the user's code in an error's traceback; None where there is none."""
+    found = None
+    entry = error.__traceback__
+    while entry is not None:
+        code = entry.tb_frame.f_code
+        if owner_of(code.co_filename) == "user":
+            found = CodeLine(code.co_filename, entry.tb_lineno, code.co_name)
+        entry = entry.tb_next
+    return found
+
+
+def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
+    """Return the innermost line on the stack that belongs to the user or to an installed library.
+
+    It is fast enough to be called for every operation: it reads no files.
+
+    Args:
+        stop_at: The files at whose first frame the search ends, in a set.
+
+    Returns:
+        The line, for an installed library with the user's line that called it; None where there is none.
+    """
+    # traceback.extract_stack would read the source of every frame.
+    frame: Any = inspect.currentframe()
+    found: tuple[str, int, str] | None = None
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if file in stop_at:
+            break
+        owner = owner_of(file)
+        if owner == "user":
+            if found is None:
+                return CodeLine(file, frame.f_lineno, code.co_name)
+            return CodeLine(*found, caller=(file, frame.f_lineno))
+        if owner == "installed" and found is None:
+            found = file, frame.f_lineno, code.co_name
+        frame = frame.f_back
+    return None if found is None else CodeLine(*found)
