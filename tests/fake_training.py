@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.state.state_snapshot import RandomState
+from lightning_memtools.state.random_state import RandomState
 
 
 class FakeLoader(DataLoader[Any]):
@@ -90,7 +90,8 @@ def fake_tensors(device: VirtualDevice) -> Iterator[VirtualDevice]:
 
         return wrapped
 
-    methods = {name: real(vars(RandomState)[name]) for name in ("__init__", "restore", "__eq__")}
+    methods = {name: real(vars(RandomState)[name]) for name in ("restore", "__eq__")}
+    methods["now"] = classmethod(real(vars(RandomState)["now"].__func__))
     # Counters of optimizers and metrics stay real.
     with FakeTensorMode(allow_non_fake_inputs=True), device, patch.multiple(RandomState, **methods):
         yield device

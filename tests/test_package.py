@@ -17,9 +17,9 @@ PACKAGE = Path(lightning_memtools.__file__).parent
 # A floor may import its own and those below it. What is not listed stands on the highest floor.
 FLOOR = {
     "memory": 1,
+    "state": 1,
     "reporting": 2,
     "simulation": 2,
-    "state": 2,
     "null_cuda": 2,
     "checkpointing": 3,
     "nonfinite": 3,

@@ -31,7 +31,7 @@ from lightning_memtools.memory.stages import STAGES, Stage
 from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.reporting.files import report_directory, write_report
 from lightning_memtools.reporting.loggers import log_text
-from lightning_memtools.state.state_snapshot import RandomState
+from lightning_memtools.state.random_state import RandomState
 
 
 class BatchSizeTuner(Callback):
@@ -221,7 +221,7 @@ class BatchSizeTuner(Callback):
             wrap_sources(trainer, [stage], Places(trainer, self._names), self._sizes.get)
         else:
             self._search(trainer, [stage])
-        with_numbers = RandomState()
+        with_numbers = RandomState.now()
         forget_loaders(loop)
         loop.setup_data()
         loop.reset()

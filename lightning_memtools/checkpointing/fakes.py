@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,23 +65,3 @@ def fake_values(values: Any) -> Any:
 def fake_mode() -> FakeTensorMode:
     """A mode in which real tensors that a step brings along are taken for fake ones."""
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextmanager
-def random_numbers_untouched() -> Iterator[None]:
-    """Within, random numbers may be drawn from Python, NumPy and torch without a trace."""
-    python, cpu = random.getstate(), torch.get_rng_state()
-    numpy: Any = None
-    try:
-        import numpy as np  # noqa: PLC0415, torch works without it
-
-        numpy = np.random.get_state()  # noqa: NPY002, the state that a step may draw from
-    except ImportError:
-        pass
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        if numpy is not None:
-            np.random.set_state(numpy)  # noqa: NPY002, as above

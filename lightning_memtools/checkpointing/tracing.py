@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values, random_numbers_untouched
+from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.ledger import Ledger
@@ -27,6 +27,7 @@ from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
 from lightning_memtools.simulation.cuda_ops.kernel_mode import KernelMode
 from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
+from lightning_memtools.state.random_state import random_streams_restored
 
 Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]
@@ -202,7 +203,7 @@ def tracing(step: Step) -> Iterator[Trace]:
     active = VirtualDevice.current()
     with ExitStack() as stack:
         stack.enter_context(active.host() if active is not None else nullcontext())
-        stack.enter_context(random_numbers_untouched())
+        stack.enter_context(random_streams_restored())
         stack.callback(patches.undo)
         if step.device != "cpu":
             behave_like_cuda(patches)

@@ -16,7 +16,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of
 from lightning_memtools.nonfinite.tensor_names import named_tensors
-from lightning_memtools.state.state_snapshot import RandomState
+from lightning_memtools.state.random_state import RandomState
 
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
@@ -177,7 +177,7 @@ class StartKeeper:
     def note(self, batch: Any) -> Start:
         """Note what the batch begins with now."""
         attributes = {name: simple_items(held, skip=n) for name, held, n in self._written_by_users}
-        return Start(RandomState(), attributes, versions_of(batch))
+        return Start(RandomState.now(), attributes, versions_of(batch))
 
 
 def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:

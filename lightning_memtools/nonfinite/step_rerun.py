@@ -23,7 +23,7 @@ from lightning_memtools.nonfinite.rerun_trainer import RerunTrainer
 from lightning_memtools.nonfinite.step_outcome import Conditions, Outcome
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.trainer_stand_in import attach, is_lightning_module
-from lightning_memtools.state.state_snapshot import Memento
+from lightning_memtools.state.state_snapshot import StateSnapshot
 
 
 class CannotRerunError(Exception):
@@ -89,7 +89,7 @@ class Rerun:
         self._schedulers = list(schedulers)
         self._trainer = trainer
         self._host = host
-        self._memento: Memento | None = None
+        self._snapshot: StateSnapshot | None = None
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
         self._losses: list[Tensor] = []
         self._graph: Tensor | None = None
@@ -108,21 +108,21 @@ class Rerun:
     def __enter__(self) -> Self:
         skip = () if self._trainer is None else (type(self._trainer),)
         roots = [self.module, *self._optimizers, [each.batch for each in self.micro]]
-        self._memento = Memento(roots, skip=skip, host=self._host)
+        self._snapshot = StateSnapshot(roots, skip=skip, host=self._host)
         if any(micro.steps_before for micro in self.micro):
             self._buffers = {name: (buffer, buffer.clone()) for name, buffer in self.module.named_buffers()}
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._memento is not None
-        self._memento.restore()
-        self._memento = self._graph = self._now = None
+        assert self._snapshot is not None
+        self._snapshot.restore()
+        self._snapshot = self._graph = self._now = None
         self._losses, self._buffers = [], {}
 
     def reset(self) -> None:
         """Put everything back to what it was on entry, and `prepare`."""
-        assert self._memento is not None, "Rerun is a context manager"
-        self._memento.restore()
+        assert self._snapshot is not None, "Rerun is a context manager"
+        self._snapshot.restore()
         self.prepare()
 
     def run(
@@ -233,7 +233,7 @@ class Rerun:
             self._losses.clear()
             micro.resumed.random.restore()
             put_attributes_back(self.module, micro.resumed.attributes)
-            assert self._memento is not None
+            assert self._snapshot is not None
             self._put_buffers_back()
 
     def _put_buffers_back(self) -> None:

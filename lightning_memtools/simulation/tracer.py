@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +32,7 @@ from lightning_memtools.simulation.step import (
 )
 from lightning_memtools.simulation.traced_device import TracedDevice
 from lightning_memtools.simulation.trainer_stand_in import is_lightning_module
+from lightning_memtools.state.random_state import random_streams_restored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,8 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
     dtype = recipe.precision.dtype
     model = unwrapped(subject.model)
     with ExitStack() as stack:
-        stack.enter_context(_rng_untouched())
+        # Fakes draw no numbers, but a step may seed a generator or draw from one on the host.
+        stack.enter_context(random_streams_restored())
         stack.enter_context(_quiet())
         stack.enter_context(torch.enable_grad())
         if fakes_cuda:
@@ -242,17 +243,6 @@ def _noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _rng_untouched() -> Iterator[None]:
-    # Fakes draw no numbers, but a step may seed a generator or draw from one on the host.
-    states = torch.get_rng_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
 
 
 @contextmanager

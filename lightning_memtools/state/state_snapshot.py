@@ -1,15 +1,13 @@
-"""Puts everything back as it was: objects, containers, tensors and random numbers, in place.
+"""Snapshot and restore, in place, of everything that can be reached from some objects.
 
-A copy of a model would be another model, and on a GPU it would take memory of what is to be measured. So this walks
-over all objects that can be reached, notes of each container and object what it holds, copies tensors to the host, and
-writes back into the very same objects.
+A copy of a model would be another model, and on a GPU it would take the memory that is to be measured. A snapshot
+therefore walks over all objects that can be reached, records the contents of each container and object, copies tensors
+to the host, and writes everything back into the same objects.
 """
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -20,30 +18,33 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-_ATOMS = (
+from lightning_memtools.state.random_state import RandomState
+
+_IMMUTABLE = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type, torch.dtype, torch.device, torch.Size,
     types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.GeneratorType,
     types.FrameType, types.TracebackType,
 )  # fmt: skip
-# What has a life outside of this process's memory: threads, connections, files. Going back there would break them.
-_FOREIGN = {
+# Modules whose objects stand for something outside of this process's memory: threads, connections, files. Writing back
+# their attributes would break them.
+_EXTERNAL_MODULES = {
     "_io", "asyncio", "concurrent", "ctypes", "http", "importlib", "io", "logging", "mlflow", "multiprocessing",
     "queue", "rich", "signal", "socket", "sqlite3", "ssl", "subprocess", "tensorboard", "threading", "tqdm", "urllib3",
     "wandb", "weakref", "_weakref", "_thread", "_weakrefset", "neptune", "comet_ml", "inspect", "typing", "pathlib",
 }  # fmt: skip
 
 
-class Memento:
-    """What everything that can be reached from `roots` was like; `restore` puts it back, as often as needed.
+class StateSnapshot:
+    """Records the state of everything that can be reached from `roots`; `restore` writes it back, as often as needed.
 
-    Of a data set only what its containers and attributes refer to is noted, not its tensors and arrays: they may be
-    larger than the host's memory, and reading does not change them. Generators that are under way, class attributes
-    and globals of modules cannot be put back.
+    Every random stream of the process belongs to it. Of a data set only the contents of its containers and attributes
+    are recorded, not the values of its tensors and arrays: these may be larger than the host's memory, and reading does
+    not change them. Running generators, class attributes and global variables are not restored.
 
     Args:
         roots: Where to begin.
         skip: Types whose objects are left alone.
-        host: Makes a context in which tensors made are host memory.
+        host: Makes a context in which new tensors are allocated in host memory.
     """
 
     def __init__(
@@ -53,218 +54,152 @@ class Memento:
         skip: tuple[type, ...] = (),
         host: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._skip = skip
+        self._ignored = (*_IMMUTABLE, *skip)
         self._host = host
-        self._undo: list[Callable[[], None]] = []
-        self._keep: list[object] = []  # an id is only good for as long as its object lives
-        self._seen: set[int] = set()
-        self._random = RandomState()
+        self._restorers: list[Callable[[], object]] = []
+        # Objects are told apart by their ids, which are unique only while the objects live.
+        self._recorded: dict[int, object] = {}
+        self._random = RandomState.now()
         with torch.no_grad(), host():
-            self._walk(list(roots))
+            self._record_all(list(roots))
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything that was recorded."""
         with torch.no_grad(), self._host():
-            for undo in self._undo:
-                undo()
+            for restore in self._restorers:
+                restore()
         self._random.restore()
 
-    def _walk(self, waiting: list[Any]) -> None:
+    def _record_all(self, waiting: list[Any]) -> None:
         in_dataset: set[int] = set()
         while waiting:
-            one = waiting.pop()
-            if isinstance(one, (*_ATOMS, *self._skip)) or id(one) in self._seen:
+            value = waiting.pop()
+            if isinstance(value, self._ignored) or id(value) in self._recorded:
                 continue
-            self._seen.add(id(one))
-            self._keep.append(one)
-            is_data = isinstance(one, Dataset) or id(one) in in_dataset
-            found = self._note(one, is_data=is_data)
+            self._recorded[id(value)] = value
+            is_data = isinstance(value, Dataset) or id(value) in in_dataset
+            referred = self._record(value, is_data=is_data)
             if is_data:
-                in_dataset.update(id(thing) for thing in found)
-            waiting += found
+                in_dataset.update(id(each) for each in referred)
+            waiting += referred
 
-    def _note(self, one: Any, *, is_data: bool) -> list[Any]:  # noqa: PLR0911, one kind of object each
-        """Note one object's own state; returns what it refers to."""
-        if isinstance(one, Tensor):
-            return [] if is_data else self._note_tensor(one) + self._note_object(one)
-        # Of a class derived from a container both are state: Lightning's results are a dict with attributes.
-        if isinstance(one, dict):
-            return self._note_dict(one) + self._note_object(one)
-        if isinstance(one, (list, set, deque, bytearray)):
-            return self._note_sequence(one) + self._note_object(one)
-        if isinstance(one, (tuple, frozenset)):
-            return list(one)
-        if isinstance(one, types.MethodType):
-            return [one.__self__]
-        if type(one).__module__.partition(".")[0] in _FOREIGN:
+    def _record(self, value: Any, *, is_data: bool) -> list[Any]:  # noqa: PLR0911, one return for each kind of object
+        """Record one object's own state and return what it refers to."""
+        if isinstance(value, Tensor):
+            return [] if is_data else self._record_tensor(value) + self._record_object(value)
+        # A class derived from a container has items and attributes: Lightning's results are a dict with attributes.
+        if isinstance(value, dict):
+            return self._record_dict(value) + self._record_object(value)
+        if isinstance(value, (list, set, deque, bytearray)):
+            return self._record_sequence(value) + self._record_object(value)
+        if isinstance(value, (tuple, frozenset)):
+            return list(value)
+        if isinstance(value, types.MethodType):
+            return [value.__self__]
+        module = type(value).__module__.partition(".")[0]
+        if module in _EXTERNAL_MODULES or self._record_generator(value):
             return []
-        if self._note_generator(one):
-            return []
-        if type(one).__module__.partition(".")[0] == "numpy":
+        if module == "numpy":
             if not is_data:
-                self._note_array(one)
+                self._record_array(value)
             return []
-        return self._note_object(one)
+        return self._record_object(value)
 
-    def _note_tensor(self, one: Tensor) -> list[Any]:
-        if one.is_meta or one.layout is not torch.strided:
+    def _record_tensor(self, tensor: Tensor) -> list[Any]:
+        if tensor.is_meta or tensor.layout is not torch.strided:
             return []
-        requires_grad, grad = one.requires_grad, one.grad if one.is_leaf else None
-        copied = _written_part(one).to("cpu", copy=True)
-        shape = one.shape
+        requires_grad, grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
+        copied = _without_expansion(tensor).to("cpu", copy=True)
+        shape = tensor.shape
 
-        def undo() -> None:
-            if one.shape != shape:
-                one.data = copied.expand(shape).to(one.device, copy=True)
+        def restore() -> None:
+            if tensor.shape != shape:
+                tensor.data = copied.expand(shape).to(tensor.device, copy=True)
             else:
-                with torch.inference_mode(one.is_inference()):
-                    _written_part(one).copy_(copied)
-            if one.is_leaf:
-                one.grad = grad
-                one.requires_grad_(requires_grad)
+                with torch.inference_mode(tensor.is_inference()):
+                    _without_expansion(tensor).copy_(copied)
+            if tensor.is_leaf:
+                tensor.grad = grad
+                tensor.requires_grad_(requires_grad)
 
-        self._undo.append(undo)
+        self._restorers.append(restore)
         return [grad]
 
-    def _note_dict(self, one: dict[Any, Any]) -> list[Any]:
-        kind: Any = OrderedDict if isinstance(one, OrderedDict) else dict
-        items = list(kind.items(one))
+    def _record_dict(self, container: dict[Any, Any]) -> list[Any]:
+        # The methods of the base class: those of a derived class may do more than to read and write.
+        base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        items = list(base.items(container))
 
-        def undo() -> None:
-            now = list(kind.items(one))
+        def restore() -> None:
+            now = list(base.items(container))
             if len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True)):
                 return
-            kind.clear(one)
+            base.clear(container)
             for key, value in items:
-                kind.__setitem__(one, key, value)
+                base.__setitem__(container, key, value)
 
-        self._undo.append(undo)
+        self._restorers.append(restore)
         return [value for _, value in items]
 
-    def _note_sequence(self, one: Any) -> list[Any]:
-        held = type(one).copy(one) if isinstance(one, bytearray) else list(one)
+    def _record_sequence(self, container: Any) -> list[Any]:
+        items = list(container)
 
-        def undo() -> None:
-            if isinstance(one, list):
-                list.__setitem__(one, slice(None), held)
-            elif isinstance(one, bytearray):
-                one[:] = held
+        def restore() -> None:
+            if isinstance(container, list):
+                list.__setitem__(container, slice(None), items)
+            elif isinstance(container, bytearray):
+                container[:] = bytes(items)
             else:
-                one.clear()
-                (one.update if isinstance(one, set) else one.extend)(held)
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(items)
 
-        self._undo.append(undo)
-        return [] if isinstance(one, bytearray) else list(held)
+        self._restorers.append(restore)
+        return [] if isinstance(container, bytearray) else list(items)
 
-    def _note_generator(self, one: Any) -> bool:
-        """Whether it is a stream of random numbers, which goes back to where it was."""
-        if isinstance(one, torch.Generator):
-            state = one.get_state()
-            self._undo.append(lambda: _discard(one.set_state(state)))
-        elif isinstance(one, random.Random):
-            numbers = one.getstate()
-            self._undo.append(lambda: one.setstate(numbers))
-        elif type(one).__name__ == "Generator" and hasattr(one, "bit_generator"):  # numpy's
-            bits = one.bit_generator.state
-            self._undo.append(lambda: setattr(one.bit_generator, "state", bits))
-        elif type(one).__name__ == "RandomState" and hasattr(one, "set_state"):
-            legacy = one.get_state()
-            self._undo.append(lambda: one.set_state(legacy))
+    def _record_generator(self, value: Any) -> bool:
+        """Record the state of a random generator; returns False for any other object."""
+        if isinstance(value, torch.Generator):
+            state = value.get_state()
+            self._restorers.append(lambda: value.set_state(state))
+        elif isinstance(value, random.Random):
+            python_state = value.getstate()
+            self._restorers.append(lambda: value.setstate(python_state))
+        elif type(value).__name__ == "Generator" and hasattr(value, "bit_generator"):  # NumPy's
+            bits = value.bit_generator.state
+            self._restorers.append(lambda: setattr(value.bit_generator, "state", bits))
+        elif type(value).__name__ == "RandomState" and hasattr(value, "set_state"):  # NumPy's older one
+            legacy = value.get_state()
+            self._restorers.append(lambda: value.set_state(legacy))
         else:
             return False
         return True
 
-    def _note_array(self, one: Any) -> None:
-        if hasattr(one, "flags") and one.flags.writeable and hasattr(one, "dtype"):
-            copied = one.copy()
+    def _record_array(self, array: Any) -> None:
+        if hasattr(array, "flags") and array.flags.writeable and hasattr(array, "dtype"):
+            copied = array.copy()
 
-            def undo() -> None:
-                one[...] = copied
+            def restore() -> None:
+                array[...] = copied
 
-            self._undo.append(undo)
+            self._restorers.append(restore)
 
-    def _note_object(self, one: Any) -> list[Any]:
-        found: list[Any] = []
-        held = getattr(one, "__dict__", None)
-        if isinstance(held, dict):
-            self._seen.add(id(held))
-            self._keep.append(held)
-            found += self._note_dict(held)
-        names = [name for kind in type(one).__mro__ for name in _slots(kind)]
-        slots = {name: getattr(one, name) for name in names if hasattr(one, name)}
+    def _record_object(self, value: Any) -> list[Any]:
+        """Record the attributes of an object, in its `__dict__` and its slots."""
+        referred: list[Any] = []
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._recorded[id(attributes)] = attributes
+            referred += self._record_dict(attributes)
+        names = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
+        slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
         if slots:
-            self._undo.append(lambda: _set_slots(one, slots))
-            found += slots.values()
-        return found
+            self._restorers.append(lambda: _set_slots(value, slots))
+            referred += slots.values()
+        return referred
 
 
-class RandomState:
-    """Where the process's streams of random numbers are: Python, NumPy, torch on the host and on its accelerator."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._torch = torch.get_rng_state()
-        cuda: Any = torch.cuda
-        self._cuda = cuda.get_rng_state_all() if cuda.is_initialized() else None
-        self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
-
-    def restore(self) -> None:
-        """Go back there."""
-        random.setstate(self._python)
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
-        if self._mps is not None:
-            torch.mps.set_rng_state(self._mps)
-        if self._numpy is not None:
-            importlib.import_module("numpy").random.set_state(self._numpy)
-
-    def packed(self) -> dict[str, Any]:
-        """The streams' states as tensors and numbers, by name: what `torch.load(weights_only=True)` takes."""
-        version, numbers, gauss = self._python
-        packed: dict[str, Any] = {"python": [version, torch.tensor(numbers), gauss], "torch": self._torch}
-        if self._cuda is not None:
-            packed["cuda"] = list(self._cuda)
-        if self._mps is not None:
-            packed["mps"] = self._mps
-        if isinstance(self._numpy, tuple):
-            name, key, *rest = self._numpy
-            packed["numpy"] = [str(name), torch.from_numpy(key.astype("int64")), *map(float, rest)]
-        return packed
-
-    @classmethod
-    def unpacked(cls, packed: dict[str, Any]) -> RandomState:
-        """From what `packed` gave; a stream that is not in it is as it is now."""
-        state = cls()
-        if "python" in packed:
-            version, numbers, gauss = packed["python"]
-            state._python = (version, tuple(numbers.tolist()), gauss)
-        state._torch = packed.get("torch", state._torch)
-        cuda = packed.get("cuda", state._cuda) if torch.cuda.is_available() else None
-        state._cuda = None if cuda is None else cuda[: torch.cuda.device_count()]
-        state._mps = packed.get("mps", state._mps) if torch.backends.mps.is_available() else None
-        if "numpy" in packed:
-            name, key, position, has_gauss, cached = packed["numpy"]
-            state._numpy = (name, key.numpy().astype("uint32"), int(position), int(has_gauss), cached)
-        return state
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RandomState):
-            return NotImplemented
-        return (
-            self._python == other._python
-            and torch.equal(self._torch, other._torch)
-            and _same_tensors(self._cuda, other._cuda)
-            and repr(self._numpy) == repr(other._numpy)
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _written_part(tensor: Tensor) -> Tensor:
-    """The tensor without what an expansion repeats: such memory cannot be written through all of its places."""
+def _without_expansion(tensor: Tensor) -> Tensor:
+    """Returns the tensor without the dimensions that `expand` repeats: their memory cannot be written through them."""
     part = tensor.detach()
     for dim, stride in enumerate(part.stride()):
         if stride == 0 and part.shape[dim] > 1:
@@ -272,24 +207,14 @@ def _written_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def _discard(_: object) -> None:
-    """For an undo that returns something."""
-
-
-def _same_tensors(one: list[Tensor] | None, other: list[Tensor] | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _slots(kind: type) -> list[str]:
+def _slot_names(kind: type) -> list[str]:
     slots = vars(kind).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     names = [f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") else name for name in names]
     return [name for name in names if name not in {"__dict__", "__weakref__"}]
 
 
-def _set_slots(one: Any, slots: dict[str, Any]) -> None:
-    for name, value in slots.items():
-        if getattr(one, name, None) is not value:
-            object.__setattr__(one, name, value)
+def _set_slots(value: Any, slots: dict[str, Any]) -> None:
+    for name, held in slots.items():
+        if getattr(value, name, None) is not held:
+            object.__setattr__(value, name, held)  # a frozen dataclass refuses setattr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import random
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
+from lightning_memtools.state.random_state import RandomState
 from tests.estimate.networks import Classifier, mlp, total
 
 
@@ -74,7 +76,7 @@ def test_the_module_is_left_exactly_as_it_was():
     model.layer.weight.grad = torch.ones(8, 8)
     before, bits = everything(model), {key: value.clone() for key, value in model.state_dict().items()}
     rows = torch.randn(4, 8)
-    rng, python_rng = torch.get_rng_state(), random.getstate()
+    streams = RandomState.now()
     estimate_memory(model, rows, step=total, optimizer=torch.optim.Adam, precision="bf16-mixed")
     assert everything(model) == before
     assert model.gone == "still here"
@@ -84,10 +86,21 @@ def test_the_module_is_left_exactly_as_it_was():
     assert all(torch.equal(value, bits[key]) for key, value in model.state_dict().items())
     assert torch.equal(model.layer.weight.grad, torch.ones(8, 8))
     assert model.training
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert random.getstate() == python_rng
+    assert RandomState.now() == streams
     # and it trains
     model(torch.randn(4, 8)).sum().backward()
+
+
+def test_a_step_that_draws_and_seeds_leaves_every_random_stream_as_it_was():
+    def step(model, rows):
+        torch.manual_seed(0)
+        random.random()  # noqa: S311, the global streams are meant
+        np.random.rand()  # noqa: NPY002
+        return model(rows).sum()
+
+    streams = RandomState.now()
+    estimate_memory(nn.Linear(4, 4), torch.zeros(1, 4), step=step)
+    assert RandomState.now() == streams
 
 
 def test_evaluation_mode_stays_what_it_was():

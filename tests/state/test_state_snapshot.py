@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.state.state_snapshot import Memento, RandomState
+from lightning_memtools.state.state_snapshot import StateSnapshot
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ def test_containers_and_attributes_go_back_in_place():
     draws = (owner.own_random.random(), torch.rand(2, generator=owner.generator), owner.numpy_random.random())
     owner = Owner()
     kept = dict(vars(owner))
-    memento = Memento([owner])
+    snapshot = StateSnapshot([owner])
     for _ in range(2):
         owner.list.append(3)
         owner.list[1].clear()
@@ -51,7 +51,7 @@ def test_containers_and_attributes_go_back_in_place():
         owner.new = 1
         del owner.circle
         owner.own_random.random(), torch.rand(4, generator=owner.generator), owner.numpy_random.random()
-        memento.restore()
+        snapshot.restore()
         assert vars(owner).keys() == kept.keys()
         assert all(vars(owner)[name] is value for name, value in kept.items())
         for name, value in contents.items():
@@ -78,14 +78,14 @@ def test_a_model_and_its_optimizer_go_back_bit_for_bit():
     before = (copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()))
     gradients = [p.grad.clone() for p in model.parameters()]
     identities = [id(p) for p in model.parameters()]
-    memento = Memento([model, optimizer])
+    snapshot = StateSnapshot([model, optimizer])
     step()
     after = copy.deepcopy(model.state_dict())
     model[0].weight.requires_grad_(requires_grad=False)
     model.add_module("extra", nn.Linear(1, 1))
     model.eval()
     optimizer.param_groups[0]["lr"] = 7.0
-    memento.restore()
+    snapshot.restore()
     assert all(torch.equal(a, b) for a, b in zip(before[0].values(), model.state_dict().values(), strict=True))
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     assert [id(p) for p in model.parameters()] == identities
@@ -103,10 +103,10 @@ def test_a_model_and_its_optimizer_go_back_bit_for_bit():
 def test_a_fresh_optimizer_is_fresh_again_and_gradients_are_gone():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    memento = Memento([model, optimizer])
+    snapshot = StateSnapshot([model, optimizer])
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    memento.restore()
+    snapshot.restore()
     assert not optimizer.state
     assert model.weight.grad is None
 
@@ -115,9 +115,9 @@ def test_expanded_tensors_go_back_too():
     """A mask is often one row for all samples."""
     row = torch.arange(3.0)
     expanded = row.expand(4, 3)
-    memento = Memento([{"mask": expanded}])
+    snapshot = StateSnapshot([{"mask": expanded}])
     row += 1
-    memento.restore()
+    snapshot.restore()
     assert row.tolist() == [0, 1, 2]
     assert expanded.stride() == (0, 1)
 
@@ -126,11 +126,11 @@ def test_nothing_is_taken_of_the_device():
     with VirtualDevice("64MiB") as device:
         model = nn.Linear(1024, 1024)
         before = device.stats()
-        memento = Memento([model], skip=(VirtualDevice,), host=device.host)
+        snapshot = StateSnapshot([model], skip=(VirtualDevice,), host=device.host)
         assert device.stats().allocated == before.allocated
         with torch.no_grad():
             model.weight.zero_()
-        memento.restore()
+        snapshot.restore()
         assert device.stats().allocated == before.allocated
         assert model.weight.abs().sum() > 0
 
@@ -139,27 +139,17 @@ def test_skipped_types_are_left_alone():
     owner = Owner()
     owner.other = Owner()
     owner.other.__class__ = type("Skipped", (Owner,), {})
-    memento = Memento([owner], skip=(type(owner.other),))
+    snapshot = StateSnapshot([owner], skip=(type(owner.other),))
     owner.other.list.append(3)
-    memento.restore()
+    snapshot.restore()
     assert owner.other.list == [1, [2], 3]
-
-
-def test_random_numbers_of_all_kinds():
-    state = RandomState()
-    one = (random.random(), np.random.rand(), torch.rand(3))  # noqa: NPY002, S311, the global stream is meant
-    assert state != RandomState()
-    state.restore()
-    assert state == RandomState()
-    assert (random.random(), np.random.rand()) == one[:2]  # noqa: NPY002, S311
-    assert torch.equal(torch.rand(3), one[2])
 
 
 def test_a_large_tensor_of_a_dataset_is_not_copied():
     data = torch.utils.data.TensorDataset(torch.zeros(1000))
-    memento = Memento([[data]])
+    snapshot = StateSnapshot([[data]])
     data.tensors[0][0] = 5  # reading would not do this
-    memento.restore()
+    snapshot.restore()
     assert data.tensors[0][0] == 5
 
 
@@ -170,9 +160,9 @@ class Table(dict[str, int]):
 def test_a_container_with_attributes_gives_back_both():
     table = Table(a=1)
     table.batch = None
-    memento = Memento([table])
+    snapshot = StateSnapshot([table])
     table.batch = torch.zeros(3)
     table["b"] = 2
-    memento.restore()
+    snapshot.restore()
     assert table.batch is None
     assert table == {"a": 1}

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning_memtools._lightning import forget_loaders, prepared_loaders
 from lightning_memtools.batch_size.trainer.places import Places
 from lightning_memtools.memory.stages import Stage
-from lightning_memtools.state.state_snapshot import RandomState
+from lightning_memtools.state.random_state import RandomState
 
 
 def write_sizes(places: Places, stages: Sequence[Stage], found: Mapping[Stage, int]) -> None:
@@ -31,7 +31,7 @@ def renew_fit_loaders(trainer: Trainer) -> None:
     """The same in the middle of training, whose loaders have to be there at once."""
     has_loaders = bool(prepared_loaders(trainer.fit_loop))
     forget_fit_loaders(trainer)
-    numbers = RandomState()
+    numbers = RandomState.now()
     if has_loaders:
         trainer.fit_loop.setup_data()
         for loader in prepared_loaders(trainer.fit_loop):

@@ -7,14 +7,15 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_memtools._lightning import loop_of, source_of
-from lightning_memtools.state.state_snapshot import Memento, RandomState
+from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.state.state_snapshot import StateSnapshot
 
 
 class Building:
     """Watches the Trainer build optimizers and schedulers, so that they can be built again with the same numbers."""
 
     def __init__(self) -> None:
-        self._before: Memento | None = None
+        self._before: StateSnapshot | None = None
         self._random_after: RandomState | None = None
 
     def watch(self, trainer: Trainer) -> None:
@@ -24,9 +25,9 @@ class Building:
 
         def build_and_note(*args: Any, **kwargs: Any) -> None:
             strategy.__dict__.pop("setup_optimizers", None)
-            self._before = Memento(_passed_loaders(trainer))
+            self._before = StateSnapshot(_passed_loaders(trainer))
             build(*args, **kwargs)
-            self._random_after = RandomState()
+            self._random_after = RandomState.now()
 
         strategy.setup_optimizers = build_and_note
 
@@ -42,7 +43,7 @@ class Building:
 
     def repeat(self, trainer: Trainer) -> None:
         """Build them again, as if the model had had its present size from the beginning, with the same numbers."""
-        now = RandomState()
+        now = RandomState.now()
         undisturbed = self._random_after is not None and now == self._random_after
         self.go_back()
         trainer.strategy.setup_optimizers(trainer)

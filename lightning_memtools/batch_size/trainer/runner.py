@@ -43,7 +43,7 @@ from lightning_memtools.memory.stages import Stage
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.reporting.ranks import RankGather
-from lightning_memtools.state.state_snapshot import Memento
+from lightning_memtools.state.state_snapshot import StateSnapshot
 
 _EVAL_BATCHES = 2
 _IN = {"train": " in training", "val": " in validation"}
@@ -108,7 +108,7 @@ class TrialRunner:
             peak_counter(reader).fold()  # what others watch: the memento keeps it, and trials are not added
         device = VirtualDevice.current()
         datamodule = getattr(trainer, "datamodule", None)
-        self._memento = Memento(
+        self._snapshot = StateSnapshot(
             [trainer, trainer.lightning_module, datamodule],
             skip=(Logger, VirtualDevice, owner),
             **({} if device is None else {"host": device.host}),
@@ -154,7 +154,7 @@ class TrialRunner:
             # In this order: what is written back lets go of what the trial made.
             for one in self._stages(stage):
                 forget_loaders(loop_of(self.trainer, one))
-            self._memento.restore()
+            self._snapshot.restore()
             self._empty()
         return Trial(
             stage=stage,

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_memtools.state.state_snapshot import RandomState
+from lightning_memtools.state.random_state import RandomState
 
 # Where a scheduler stands, and not what it is.
 _POSITION = {"_step_count", "last_epoch", "_last_lr", "_get_lr_called_within_step", "_is_initial"}
@@ -28,7 +28,7 @@ def renew_schedulers(trainer: Trainer) -> bool:
         return False
     strategy: Any = trainer.strategy
     optimizers, old = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
-    numbers = RandomState()
+    numbers = RandomState.now()
     strategy.setup_optimizers(trainer)
     numbers.restore()
     fresh, new = list(strategy.optimizers), list(strategy.lr_scheduler_configs)

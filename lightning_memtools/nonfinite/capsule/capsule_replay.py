@@ -30,7 +30,7 @@ from lightning_memtools.nonfinite.step_outcome import Conditions, mismatches
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, Rerun
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.trainer_stand_in import configured_optimizers, is_lightning_module
-from lightning_memtools.state.state_snapshot import RandomState
+from lightning_memtools.state.random_state import RandomState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def replay(path: str | Path, *, model: Any = None) -> Replay:
         CapsuleError: The capsule cannot be read, or its module cannot be made; the message says what can still be read.
     """
     # Making a module takes random numbers.
-    random = RandomState()
+    random = RandomState.now()
     try:
         return _replay(Path(path), model)
     finally:

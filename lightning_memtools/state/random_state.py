@@ -1,0 +1,133 @@
+"""The random streams of the process: Python's, NumPy's and torch's, read and restored together."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RandomState:
+    """The state of every random stream at one moment.
+
+    Attributes:
+        python: Of the module `random`.
+        torch_cpu: Of torch's default generator on the CPU.
+        cuda: Of the default generator of each CUDA device; None as long as CUDA is not initialised.
+        mps: Of the default generator of Apple's GPU, where there is one.
+        numpy: Of NumPy's global generator; None as long as NumPy is not imported.
+    """
+
+    python: Any
+    torch_cpu: Tensor
+    cuda: Sequence[Tensor] | None
+    mps: Tensor | None
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Read the state of every stream. Does not wait for the device."""
+        cuda: Any = torch.cuda
+        numpy: Any = sys.modules.get("numpy")
+        return cls(
+            python=random.getstate(),
+            torch_cpu=torch.get_rng_state(),
+            # Asking for the state would initialise CUDA.
+            cuda=cuda.get_rng_state_all() if cuda.is_initialized() else None,
+            mps=torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+            numpy=None if numpy is None else numpy.random.get_state(),
+        )
+
+    def restore(self) -> None:
+        """Set every stream to this state; streams that it does not hold stay as they are."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.torch_cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
+        if self.mps is not None:
+            torch.mps.set_rng_state(self.mps)
+        if self.numpy is not None:
+            numpy: Any = importlib.import_module("numpy")
+            numpy.random.set_state(self.numpy)
+
+    def packed(self) -> dict[str, Any]:
+        """Returns the states by name, as tensors and numbers that `torch.load(weights_only=True)` accepts."""
+        version, numbers, gauss = self.python
+        packed: dict[str, Any] = {"python": [version, torch.tensor(numbers), gauss], "torch": self.torch_cpu}
+        if self.cuda is not None:
+            packed["cuda"] = list(self.cuda)
+        if self.mps is not None:
+            packed["mps"] = self.mps
+        if isinstance(self.numpy, tuple):
+            name, key, *rest = self.numpy
+            packed["numpy"] = [str(name), torch.from_numpy(key.astype("int64")), *map(float, rest)]
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any]) -> RandomState:
+        """Returns the state that `packed` was made from.
+
+        Streams that `packed` does not hold keep their present state, and devices that this machine lacks are left out.
+        """
+        present = cls.now()
+        python, numpy = present.python, present.numpy
+        if "python" in packed:
+            version, numbers, gauss = packed["python"]
+            python = (version, tuple(numbers.tolist()), gauss)
+        if "numpy" in packed:
+            name, key, position, has_gauss, cached = packed["numpy"]
+            numpy = (name, key.numpy().astype("uint32"), int(position), int(has_gauss), cached)
+        cuda = packed.get("cuda", present.cuda) if torch.cuda.is_available() else None
+        return cls(
+            python=python,
+            torch_cpu=packed.get("torch", present.torch_cpu),
+            cuda=None if cuda is None else cuda[: torch.cuda.device_count()],
+            mps=packed.get("mps", present.mps) if torch.backends.mps.is_available() else None,
+            numpy=numpy,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RandomState):
+            return NotImplemented
+        return (
+            self.python == other.python
+            and _same_tensors([self.torch_cpu], [other.torch_cpu])
+            and _same_tensors(self.cuda, other.cuda)
+            and _same_tensors([self.mps], [other.mps])
+            and _numpy_as_plain(self.numpy) == _numpy_as_plain(other.numpy)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@contextmanager
+def random_streams_restored() -> Iterator[None]:
+    """On exit every random stream continues from where it was on entry, whatever was drawn or seeded in between."""
+    before = RandomState.now()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _same_tensors(one: Sequence[Tensor | None] | None, other: Sequence[Tensor | None] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return len(one) == len(other) and all(
+        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _numpy_as_plain(state: Any) -> Any:
+    """Returns NumPy's state without arrays, which have no single truth value when compared."""
+    if not isinstance(state, tuple):
+        return state
+    return [value.tolist() if hasattr(value, "tolist") else value for value in state]
