@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools._lightning import training_step
-from lightning_memtools.memory.oom import error_chain, requested_bytes
+from lightning_memtools.memory.oom_errors import error_chain, requested_bytes
 from lightning_memtools.memory.owned import OnDevice, on_device_of
 from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats

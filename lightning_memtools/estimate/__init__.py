@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_memtools.estimate.estimate import estimate_memory
-from lightning_memtools.estimate.result import MemoryEstimate
+from lightning_memtools.estimate.estimator import estimate_memory
+from lightning_memtools.estimate.memory_estimate import MemoryEstimate
 
 __all__ = ["MemoryEstimate", "estimate_memory"]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_memtools.checkpointing.planning import CheckpointPlan
 from lightning_memtools.checkpointing.tracing import Forward, Step
 from lightning_memtools.estimate import MemoryEstimate, estimate_memory
-from lightning_memtools.estimate.resizing import resized
+from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.memory.allocator import AllocatorConfig
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.oom.facts import Facts

@@ -9,7 +9,7 @@ import torch
 
 from lightning_memtools.checkpointing.planning import CheckpointPlan
 from lightning_memtools.estimate import MemoryEstimate
-from lightning_memtools.estimate.limits import Limit
+from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.capacity import known_gpus
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.oom.actions import Action, Kind
@@ -141,7 +141,7 @@ def larger_gpu(trials: Trials) -> Iterator[Action]:
         raise NotFoundError("as far as a trace shows, the step fits on this one")
     plain = trials.plain
     for gpu in sorted(known_gpus(), key=lambda gpu: gpu.usable_bytes):
-        usable = Limit.parse(gpu.name).usable - trials.situation.untraced
+        usable = DeviceLimit.parse(gpu.name).usable - trials.situation.untraced
         if usable > trials.usable and plain.peak_allocated <= usable and plain.fits(f"{usable}B"):
             yield replace(
                 LARGER_GPU,

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from lightning_memtools.checkpointing.options import Options
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, CheckpointPlan, make_plan
 from lightning_memtools.estimate import MemoryEstimate
-from lightning_memtools.estimate.batch_size import Trial, largest_batch
+from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.continuing import run_on
 from lightning_memtools.memory.allocator import CachingAllocator, Trace, copy_of, replay
 from lightning_memtools.memory.sizes import MIB, format_size
@@ -153,10 +153,10 @@ class Trials:
         """The largest batch that fits."""
         known: dict[int, bool] = {}
 
-        def attempt(size: int) -> Trial:
+        def attempt(size: int) -> TracedSize:
             estimate = self.at(size)
             known[size] = self.fits(estimate)
-            return Trial(known[size], estimate.peak_allocated, estimate.trace)
+            return TracedSize(known[size], estimate.peak_allocated, estimate.trace)
 
         end = "{} does not fit"
         try:

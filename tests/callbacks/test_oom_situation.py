@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_memtools.callbacks._oom_situation import _kind_of
-from lightning_memtools.estimate.limits import cublas_workspace_of
+from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 
 
 @pytest.mark.parametrize(("capability", "workspace"), [((9, 0), "32MiB"), ((10, 0), "32MiB"), ((8, 0), "8519680B")])

@@ -37,7 +37,7 @@ from lightning_memtools.batch_size.trainer.room import Room
 from lightning_memtools.batch_size.trainer.sources import SizedSource
 from lightning_memtools.batch_size.trials import Reading, Trial
 from lightning_memtools.memory.failed_backward import let_go_of_failed_backward
-from lightning_memtools.memory.oom import error_chain, is_killed_worker, is_out_of_memory
+from lightning_memtools.memory.oom_errors import error_chain, is_killed_worker, is_out_of_memory
 from lightning_memtools.memory.peaks import peak_counter
 from lightning_memtools.memory.stages import Stage
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_memtools.memory.oom import is_out_of_memory
+from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.nonfinite.cause.bad_value_roots import Leaf, Origin, Root, describe_root
 from lightning_memtools.nonfinite.cause.interventions import (
     cleaned,

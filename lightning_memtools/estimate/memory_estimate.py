@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
-from lightning_memtools.estimate.batch_size import Trial, largest_batch
+from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.continuing import run_on
-from lightning_memtools.estimate.limits import Limit
-from lightning_memtools.estimate.picture import draw
-from lightning_memtools.estimate.timeline import Timeline
+from lightning_memtools.estimate.memory_timeline import MemoryTimeline, draw
 from lightning_memtools.memory.allocator import CachingAllocator, Trace, replay, save_snapshot
-from lightning_memtools.memory.capacity import known_gpus
-from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.capacity import find_gpu, known_gpus, parse_capacity
+from lightning_memtools.memory.sizes import format_size, parse_size
+from lightning_memtools.memory.virtual.device import DEFAULT_CONTEXT
 from lightning_memtools.reporting.tables import Table, markdown_table
+
+# Compute capabilities 9, 10 and 12, for which cuBLAS gets 32 MiB (see memory/allocator/cublas.py).
+_LARGE_WORKSPACE = ("H20", "H100", "H200", "H800", "GH200", "B100", "B200", "B300", "GB200", "RTX 50", "RTX PRO")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class MemoryEstimate:
     parameter_bytes: int
     modules: tuple[ModuleMemory, ...]
     step_peaks: tuple[int, ...]
-    timeline: Timeline
+    timeline: MemoryTimeline
     batch_size: int | None
     device: str
     notes: tuple[str, ...] = ()
@@ -122,7 +125,7 @@ class MemoryEstimate:
         Raises:
             ValueError: The capacity cannot be read.
         """
-        limit = Limit.parse(capacity)
+        limit = DeviceLimit.parse(capacity)
         # What always fits need not be replayed.
         if self.peak_reserved <= limit.usable:
             return True
@@ -144,7 +147,7 @@ class MemoryEstimate:
 
     def shortfall(self, capacity: str) -> int:
         """By how many bytes the peak of allocated memory exceeds a capacity; 0 where it does not."""
-        return max(0, self.peak_allocated - Limit.parse(capacity).usable)
+        return max(0, self.peak_allocated - DeviceLimit.parse(capacity).usable)
 
     def max_batch_size(self, capacity: str) -> int:
         """The largest batch that fits: it does, and one more does not. 0 where a batch of one does not fit.
@@ -159,11 +162,11 @@ class MemoryEstimate:
         """
         if self.batch_size is None:
             raise ValueError("The batch holds no tensor with a first dimension, so there is no batch size to change.")
-        limit = Limit.parse(capacity)
+        limit = DeviceLimit.parse(capacity)
 
-        def attempt(size: int) -> Trial:
+        def attempt(size: int) -> TracedSize:
             estimate = self if size == self.batch_size else self._retrace(size)
-            return Trial(estimate.fits(capacity), estimate.peak_allocated, estimate._trace)  # noqa: SLF001, of its class
+            return TracedSize(estimate.fits(capacity), estimate.peak_allocated, estimate._trace)  # noqa: SLF001, of its class
 
         def serves(trace: Trace) -> bool:
             return replay(trace, capacity=limit.usable).completed
@@ -243,7 +246,7 @@ class MemoryEstimate:
         """Whether it fits in the capacity it was asked for, and by how much not; empty where none was given."""
         if self.capacity is None:
             return ""
-        limit = Limit.parse(self.capacity)
+        limit = DeviceLimit.parse(self.capacity)
         if self.fits(self.capacity):
             return f"It fits in {self.capacity}."
         if self.parameter_bytes > limit.usable:
@@ -256,3 +259,31 @@ class MemoryEstimate:
         over = self.shortfall(self.capacity)
         how = f"{format_size(over)} too little at the peak" if over else "too fragmented at the peak"
         return f"It does not fit in {self.capacity} ({format_size(limit.usable)} usable): {how}."
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimit:
+    """A device's capacity in bytes, and what of it the CUDA context takes."""
+
+    capacity: int
+    context: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a size, or a GPU's name, of which the context takes 500 MiB as in `VirtualDevice`.
+
+        Raises:
+            ValueError: It is neither.
+        """
+        return cls(parse_capacity(text), 0 if find_gpu(text) is None else parse_size(DEFAULT_CONTEXT))
+
+    @property
+    def usable(self) -> int:
+        """Bytes for the allocator."""
+        return self.capacity - self.context
+
+
+def cublas_workspace_of(capacity: str | None) -> str:
+    """The size of a cuBLAS workspace on a GPU given by its name; that of GPUs older than Hopper for anything else."""
+    gpu = None if capacity is None else find_gpu(capacity)
+    return "32MiB" if gpu is not None and gpu.name.startswith(_LARGE_WORKSPACE) else "8519680B"

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import combinations
+from typing import Any
+
+import torch
 
 from lightning_memtools.memory.allocator import Trace
+from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.simulation.step import batch_size_of
 
 _MOST = 2**31
 _NEAREST = 3
@@ -17,7 +22,7 @@ _PATIENCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TracedSize:
     """What is known of a batch size that was tried.
 
     Attributes:
@@ -34,10 +39,10 @@ class Trial:
 def largest_batch(
     start: int,
     *,
-    attempt: Callable[[int], Trial],
+    attempt: Callable[[int], TracedSize],
     serves: Callable[[Trace], bool],
     limit: int,
-    known: Mapping[int, Trial] | None = None,
+    known: Mapping[int, TracedSize] | None = None,
 ) -> int:
     """Find a batch size that fits while one more does not, both tried. 0 where a batch of one does not fit.
 
@@ -56,9 +61,9 @@ def largest_batch(
         ValueError: Memory does not grow with the batch.
     """
     low, high = 0, _MOST
-    trials: dict[int, Trial] = {}
+    trials: dict[int, TracedSize] = {}
 
-    def note(size: int, trial: Trial) -> None:
+    def note(size: int, trial: TracedSize) -> None:
         nonlocal low, high
         trials[size] = trial
         low, high = (size, high) if trial.fits else (low, size)
@@ -89,7 +94,7 @@ def largest_batch(
     return low
 
 
-def _guess(trials: dict[int, Trial], low: int, high: int, serves: Callable[[Trace], bool], limit: int) -> int:
+def _guess(trials: dict[int, TracedSize], low: int, high: int, serves: Callable[[Trace], bool], limit: int) -> int:
     """The largest size from low on, and below high, that fits by all that is known."""
     nearest = sorted(trials, key=lambda size: abs(size - (low if high == _MOST else (low + high) // 2)))[:_NEAREST]
     for one, other in combinations(nearest, 2):
@@ -123,7 +128,7 @@ def _last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _where_peaks_meet(trials: dict[int, Trial], low: int, high: int, limit: int) -> int:
+def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit: int) -> int:
     """Where the line through the outermost peaks meets the limit; the middle where that is no help."""
     first, last = min(trials), max(trials)
     rise = trials[last].peak - trials[first].peak
@@ -132,3 +137,34 @@ def _where_peaks_meet(trials: dict[int, Trial], low: int, high: int, limit: int)
         return guess if low < guess < high else (low + high) // 2
     # Flat so far: a small batch hides behind what the optimizer takes.
     return last + (limit - trials[last].peak) * (last - first) // rise if rise > 0 else 16 * max(low, 1)
+
+
+def resized(batch: Any, size: int) -> Any:
+    """Meta tensors of the batch's shapes with another first dimension, where that is the batch's size."""
+    old = batch_size_of(batch)
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] != old:
+            return tensor
+        # As many elements in the same order of dimensions: a channels_last image stays one.
+        order = sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), -i), reverse=True)
+        if order[0] != 0:
+            shape = (size, *tensor.shape[1:])
+            return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+        return torch.empty_strided(
+            (size, *tensor.shape[1:]),
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device="meta",
+            requires_grad=tensor.requires_grad,
+        )
+
+    return map_tensors(batch, resize)
+
+
+def first_rows(batch: Any, size: int) -> Any:
+    """The first samples of a batch, values kept."""
+    old = batch_size_of(batch)
+    return map_tensors(
+        batch, lambda tensor: tensor[:size].clone() if tensor.dim() and tensor.shape[0] == old else tensor
+    )

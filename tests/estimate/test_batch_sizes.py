@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_memtools.estimate.batch_size import Trial, largest_batch
+from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, replay
 
 MIB = 2**20
@@ -34,7 +34,7 @@ def search(limit, start=8, **options):
     def attempt(n):
         trace, peak = program(n, **options)
         tried.append(n)
-        return Trial(replay(trace, capacity=limit).completed, peak, trace)
+        return TracedSize(replay(trace, capacity=limit).completed, peak, trace)
 
     return largest_batch(
         start, attempt=attempt, serves=lambda trace: replay(trace, capacity=limit).completed, limit=limit
@@ -69,7 +69,7 @@ def test_what_was_tried_before_is_not_tried_again():
     def attempt(n):
         trace, peak = program(n)
         tried.append(n)
-        return Trial(replay(trace, capacity=limit).completed, peak, trace)
+        return TracedSize(replay(trace, capacity=limit).completed, peak, trace)
 
     def serves(trace):
         return replay(trace, capacity=limit).completed
@@ -99,7 +99,7 @@ def test_without_traces_it_is_bisection_from_the_line_through_the_peaks():
 
     def attempt(n):
         tried.append(n)
-        return Trial(fits=1000 + 7 * n <= 50_000, peak=1000 + 7 * n)
+        return TracedSize(fits=1000 + 7 * n <= 50_000, peak=1000 + 7 * n)
 
     assert largest_batch(3, attempt=attempt, serves=pytest.fail, limit=50_000) == 7000
     assert tried == [3, 6, 7000, 7001]

@@ -1,12 +1,26 @@
-"""Memory over the steps as a picture: areas stacked by what the bytes are for, and a line for what is reserved."""
+"""Memory after every event of the traced steps, by what it is for, and its picture as SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
-from lightning_memtools.estimate.timeline import PARTS, Timeline
 from lightning_memtools.memory.sizes import GIB, MIB, format_size
+from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.simulation.recording import WORKSPACE, Allocation, Recorder, is_passing
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "workspace", "other")
+"""What an estimate distinguishes."""
+
+_PART_OF = {
+    Category.PARAMETER: "parameters",
+    Category.GRADIENT: "gradients",
+    Category.OPTIMIZER: "optimizer",
+    Category.ACTIVATION: "activations",
+    Category.INPUT: "inputs",
+    WORKSPACE: "workspace",
+}
 
 WIDTH, HEIGHT = 960, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 72, 56
@@ -28,7 +42,57 @@ _SIZE = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
 _DASHED = 'stroke="black" stroke-width="1.5" stroke-dasharray="5 3"'
 
 
-def draw(timeline: Timeline, *, title: str, peak: str) -> str:
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """The history of a trace; an event is one block given out or freed.
+
+    Attributes:
+        parts: For each of `PARTS`, its bytes after every event. They add up to ``allocated``.
+        allocated: Bytes allocated after every event.
+        reserved: Bytes reserved after every event.
+        marks: Where phases begin: (event, step counted from 1, phase).
+        peak: The event at which allocated was highest first.
+    """
+
+    parts: dict[str, list[int]]
+    allocated: Sequence[int]
+    reserved: Sequence[int]
+    marks: Sequence[tuple[int, int, str]]
+    peak: int
+
+    def at(self, event: int) -> dict[str, int]:
+        """Bytes of each part after an event."""
+        return {name: sizes[event] for name, sizes in self.parts.items()}
+
+
+def part_of(allocation: Allocation) -> str:
+    """Which of `PARTS` a block belongs to."""
+    if is_passing(allocation):
+        return "temporaries"
+    return _PART_OF.get(allocation.kind, "other")
+
+
+def timeline_of(recorder: Recorder) -> MemoryTimeline:
+    """Put a recorder's allocations in the order of events."""
+    n_events = len(recorder.allocated)
+    changes = {name: [0] * (n_events + 1) for name in PARTS}
+    for allocation in recorder.allocations.values():
+        change = changes[part_of(allocation)]
+        change[allocation.born] += allocation.size
+        change[n_events if allocation.died is None else allocation.died] -= allocation.size
+    parts = {}
+    for name, change in changes.items():
+        total, sizes = 0, []
+        for delta in change[:n_events]:
+            total += delta
+            sizes.append(total)
+        parts[name] = sizes
+    peak = max(range(n_events), key=recorder.allocated.__getitem__) if n_events else 0
+    marks = [(event, step + 1, phase) for event, step, phase in recorder.marks]
+    return MemoryTimeline(parts, recorder.allocated, recorder.reserved, marks, peak)
+
+
+def draw(timeline: MemoryTimeline, *, title: str, peak: str) -> str:
     """Draw a timeline as SVG.
 
     Args:
@@ -68,7 +132,7 @@ class _Scale:
         return self.bottom - (self.bottom - _TOP) * n_bytes / self.top
 
 
-def _columns(timeline: Timeline) -> Iterator[int]:
+def _columns(timeline: MemoryTimeline) -> Iterator[int]:
     """One event for each column: the one with most allocated, so that no peak is lost."""
     n_events = len(timeline.allocated)
     n_columns = min(_COLUMNS, n_events)
@@ -78,7 +142,7 @@ def _columns(timeline: Timeline) -> Iterator[int]:
         yield max(range(first, last), key=timeline.allocated.__getitem__)
 
 
-def _areas(timeline: Timeline, columns: Sequence[int], scale: _Scale) -> Iterator[str]:
+def _areas(timeline: MemoryTimeline, columns: Sequence[int], scale: _Scale) -> Iterator[str]:
     floor = [0] * len(columns)
     for name in PARTS:
         ceiling = [below + timeline.parts[name][event] for below, event in zip(floor, columns, strict=True)]
@@ -90,7 +154,7 @@ def _areas(timeline: Timeline, columns: Sequence[int], scale: _Scale) -> Iterato
         floor = ceiling
 
 
-def _reserved(timeline: Timeline, columns: Sequence[int], scale: _Scale) -> Iterator[str]:
+def _reserved(timeline: MemoryTimeline, columns: Sequence[int], scale: _Scale) -> Iterator[str]:
     points = " ".join(f"{scale.x(event):.1f},{scale.y(timeline.reserved[event]):.1f}" for event in columns)
     yield f'<polyline points="{points}" fill="none" {_DASHED}/>'
 
@@ -116,7 +180,7 @@ def _round_spacing(least: float) -> float:
         power *= 10
 
 
-def _phases(timeline: Timeline, scale: _Scale) -> Iterator[str]:
+def _phases(timeline: MemoryTimeline, scale: _Scale) -> Iterator[str]:
     ends = [*(event for event, _, _ in timeline.marks[1:]), scale.n_events]
     last_step = 0
     free_from = 0.0
@@ -140,7 +204,7 @@ def _vertical(x: float, bottom: float, style: str) -> str:
     return f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}" {style}/>'
 
 
-def _peak(timeline: Timeline, scale: _Scale, words: str) -> Iterator[str]:
+def _peak(timeline: MemoryTimeline, scale: _Scale, words: str) -> Iterator[str]:
     if not timeline.allocated:
         return
     size = timeline.allocated[timeline.peak]
@@ -150,7 +214,7 @@ def _peak(timeline: Timeline, scale: _Scale, words: str) -> Iterator[str]:
     yield f'<text x="{_LEFT}" y="38">{text}</text>'
 
 
-def _legend(timeline: Timeline) -> Iterator[str]:
+def _legend(timeline: MemoryTimeline) -> Iterator[str]:
     x = float(_LEFT)
     for name in (*PARTS, "reserved"):
         if name != "reserved" and not any(timeline.parts[name]):

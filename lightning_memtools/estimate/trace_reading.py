@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_memtools.estimate.result import MemoryEstimate, ModuleMemory, PeakPlace
-from lightning_memtools.estimate.timeline import Timeline, part_of, timeline_of
+from lightning_memtools.estimate.memory_estimate import MemoryEstimate, ModuleMemory, PeakPlace
+from lightning_memtools.estimate.memory_timeline import MemoryTimeline, part_of, timeline_of
 from lightning_memtools.memory.virtual.place import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.simulation.recording import Allocation, Recorder
 from lightning_memtools.simulation.step import batch_size_of
@@ -80,7 +80,7 @@ def _path(module: str, model: str) -> str:
     return module.removeprefix(f"{model}.")
 
 
-def _modules(traced: Traced, model: nn.Module, timeline: Timeline) -> tuple[ModuleMemory, ...]:
+def _modules(traced: Traced, model: nn.Module, timeline: MemoryTimeline) -> tuple[ModuleMemory, ...]:
     recorder = traced.device.recorder
     saved, at_peak = _saved_bytes(recorder, timeline), _bytes_at(recorder, timeline.peak)
     root = type(model).__name__
@@ -101,7 +101,7 @@ def _modules(traced: Traced, model: nn.Module, timeline: Timeline) -> tuple[Modu
     )
 
 
-def _saved_bytes(recorder: Recorder, timeline: Timeline) -> dict[str, int]:
+def _saved_bytes(recorder: Recorder, timeline: MemoryTimeline) -> dict[str, int]:
     """Activations that are there when the last forward ends, by module."""
     last = max((step for _, step, phase in timeline.marks if phase == "forward"), default=0)
     begins = [event for event, step, phase in timeline.marks if (step, phase) == (last, "forward")]
@@ -134,7 +134,7 @@ def _bytes_at(recorder: Recorder, event: int) -> dict[str, int]:
     return found
 
 
-def _step_peaks(timeline: Timeline) -> tuple[int, ...]:
+def _step_peaks(timeline: MemoryTimeline) -> tuple[int, ...]:
     starts: dict[int, int] = {}
     for event, step, _ in timeline.marks:
         if step > 0:

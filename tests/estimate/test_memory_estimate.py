@@ -89,7 +89,7 @@ def test_the_largest_batch_is_that_of_trying_them_all():
 
 
 def test_few_traces_find_the_largest_batch(monkeypatch):
-    from lightning_memtools.estimate import estimate as module  # noqa: PLC0415, it is patched here
+    from lightning_memtools.estimate import estimator as module  # noqa: PLC0415, it is patched here
 
     n_traces = 0
     trace = module.trace

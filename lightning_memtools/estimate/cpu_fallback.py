@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_memtools.estimate.reading import read_estimate
-from lightning_memtools.estimate.resizing import first_rows
-from lightning_memtools.estimate.result import MemoryEstimate
+from lightning_memtools.estimate.batch_sizes import first_rows
+from lightning_memtools.estimate.memory_estimate import MemoryEstimate
+from lightning_memtools.estimate.trace_reading import read_estimate
 from lightning_memtools.memory.virtual.parts import tensors_in
 from lightning_memtools.simulation.step import Recipe, batch_size_of
 from lightning_memtools.simulation.tracer import Settings, Subject, trace
