@@ -20,10 +20,10 @@ from checkpointing_models import Plans, encoder, flops, step_of
 from machine import RESULTS, interleaved, save
 from torch import nn
 
-from lightning_memtools.checkpointing.apply import Applied
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
-from lightning_memtools.checkpointing.options import Options
-from lightning_memtools.checkpointing.planning import make_plan, plan_checkpoints
+from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
 from lightning_memtools.checkpointing.predict import predict
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -38,7 +38,8 @@ HEADLINE_BATCH = 256
 def headline(dropout: float, activation: str, *, budget: float | None = None, batch: int = 256) -> dict[str, Any]:
     """A plan for one batch size, and what it saves per sample: the difference between this batch and twice as many."""
     model = encoder(48, dropout, activation)
-    plan = make_plan(step_of(model, (batch, 128, 256), adamw=True), Options.parse(memory_budget=budget))
+    planner = StepPlanner(step_of(model, (batch, 128, 256), adamw=True))
+    plan = planner.plan(CheckpointOptions.parse(memory_budget=budget))
     capacity = "16GiB" if budget is None and batch == HEADLINE_BATCH else None
     figures: dict[str, Any] = {
         "dropout": dropout,
@@ -89,7 +90,7 @@ def fits(model: nn.Module, plans: Plans, capacity: str, shape: tuple[int, ...]) 
             (x,) = fake_values((torch.empty(*shape),))
             device.track(copy, x)
             optimizer = torch.optim.AdamW(copy.parameters())
-            with Applied(copy, plans):
+            with AppliedPlan(copy, plans):
                 for _ in range(2):
                     loss = copy(x).sum()
                     optimizer.zero_grad()
@@ -102,7 +103,7 @@ def fits(model: nn.Module, plans: Plans, capacity: str, shape: tuple[int, ...]) 
 
 def gained(make: Callable[[], nn.Module], batch: int = 64) -> dict[str, Any]:
     model, sample = make(), (3, 224, 224)
-    plan = make_plan(step_of(model, (batch, *sample), adamw=True), Options.parse())
+    plan = StepPlanner(step_of(model, (batch, *sample), adamw=True)).plan(CheckpointOptions.parse())
     found = {"planned_for_batch": batch, "extra_operations": plan.extra_operations, "refused": plan.refused}
     return found | compared(model, plan.chains, batch, sample, "24GiB")
 
@@ -126,7 +127,7 @@ def wall_time() -> dict[str, float]:
 
     def step(chains: Plans) -> Callable[[], float]:
         def run() -> float:
-            with Applied(model, chains):
+            with AppliedPlan(model, chains):
                 begin = time.perf_counter()
                 model(x).sum().backward()
                 return time.perf_counter() - begin

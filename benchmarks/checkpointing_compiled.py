@@ -21,9 +21,9 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.fakes import fake_mode, fake_values
-from lightning_memtools.checkpointing.options import Options
-from lightning_memtools.checkpointing.planning import BudgetTooSmallError, make_plan
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.memory.virtual import VirtualDevice
 
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
@@ -95,7 +95,7 @@ def planned(model: nn.Module, shape: tuple[int, ...], budget: float) -> dict[str
     step = replace(step_of(model, shape), device="cpu")
     gradients = sum(one.numel() * one.element_size() for one in model.parameters())
     try:
-        plan = make_plan(step, Options.parse(memory_budget=budget))
+        plan = StepPlanner(step).plan(CheckpointOptions.parse(memory_budget=budget))
     except BudgetTooSmallError:
         return None
     assert plan.planned is not None

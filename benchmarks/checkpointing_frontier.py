@@ -9,15 +9,14 @@ from typing import Any
 from checkpointing_models import frontier_models, step_of
 from torch import nn
 
-from lightning_memtools.checkpointing.find import depths, find_chains
-from lightning_memtools.checkpointing.options import Options
-from lightning_memtools.checkpointing.places import chain_plans
-from lightning_memtools.checkpointing.plan import Planner
+from lightning_memtools.checkpointing.chains import depths, find_chains
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, estimate
+from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.predict import predict
 from lightning_memtools.checkpointing.profiling import profile
-from lightning_memtools.checkpointing.ranges import ChainPlan, Range
 from lightning_memtools.checkpointing.tracing import Cost
-from lightning_memtools.checkpointing.units import estimate
 
 # What the picture shows: a panel's size, and the most operations of a step, as a multiple of the plain step's.
 _WIDTH, _HEIGHT, _MOST = 190, 150, 1.5
@@ -53,9 +52,9 @@ def _ends(chain: Any, module: nn.Module) -> list[int]:
 
 def frontier(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
     step = step_of(model, shape)
-    chains = depths(find_chains(model, Options.parse(bn_dropout="recompute")))[0]
+    chains = depths(find_chains(model, CheckpointOptions.parse(bn_dropout="recompute")))[0]
     measured = profile(step, chains)
-    planner = Planner(measured.units, int(1.02 * measured.plain.peak_bytes))
+    planner = OptimalRanges(measured.units, int(1.02 * measured.plain.peak_bytes))
     known: dict[Any, Cost] = {}
 
     def ours(limit: float) -> Cost | None:

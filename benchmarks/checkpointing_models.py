@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lightning_memtools.checkpointing.apply import Applied
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
-from lightning_memtools.checkpointing.ranges import ChainPlan
+from lightning_memtools.checkpointing.memory_model import ChainPlan
 from lightning_memtools.checkpointing.tracing import Step
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
 from tests.zoo import torchvision_models
@@ -48,7 +48,7 @@ def flops(model: nn.Module, shape: Sequence[int], plans: Plans) -> int:
     with fake_mode():
         copy = fake_model(model)
         (x,) = fake_values((torch.empty(*shape),))
-        with CudaFunctions(), Applied(copy, plans), FlopCounterMode(display=False) as counter:
+        with CudaFunctions(), AppliedPlan(copy, plans), FlopCounterMode(display=False) as counter:
             copy(x).sum().backward()
     return int(counter.get_total_flops())
 

@@ -13,8 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_memtools.checkpointing.find import is_compiled
-from lightning_memtools.checkpointing.planning import CheckpointPlan
+from lightning_memtools.checkpointing.chains import is_compiled
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
 from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes

@@ -11,17 +11,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 
 from lightning_memtools._lightning import training_step
-from lightning_memtools.checkpointing.apply import Applied
-from lightning_memtools.checkpointing.find import is_compiled
-from lightning_memtools.checkpointing.options import BnDropout, Options
-from lightning_memtools.checkpointing.planning import CheckpointPlan, make_plan
-from lightning_memtools.checkpointing.table import HEADS, plan_figures, plan_rows
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.chains import is_compiled
+from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.planning import StepPlanner
 from lightning_memtools.checkpointing.tracing import Step, device_of
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.reporting.files import report_directory, write_report
 from lightning_memtools.reporting.loggers import log_text
-from lightning_memtools.reporting.tables import Table, console_table
+from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.simulation.fake_training_step import forward_of
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
@@ -66,7 +66,7 @@ class GradientCheckpointing(Callback):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
     ) -> None:
-        self._options = Options.parse(segments, memory_budget, bn_dropout, include, exclude)
+        self._options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude)
         self.segments = segments
         self.memory_budget = memory_budget
         self.bn_dropout = bn_dropout
@@ -75,7 +75,7 @@ class GradientCheckpointing(Callback):
         self.plan: CheckpointPlan | None = None
         self._planned = False
         self._steps = 0
-        self._applied: Applied | None = None
+        self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
         self._directory: Path | None = None
 
@@ -115,7 +115,7 @@ class GradientCheckpointing(Callback):
         assert self.plan is not None
         if measured is not None and trainer.is_global_zero:
             self._write(trainer, self.plan.table(measured))
-            Console().print(f"GradientCheckpointing: {plan_figures(self.plan.plain, self.plan.planned, measured)[-1]}")
+            Console().print(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the plan back."""
@@ -174,18 +174,18 @@ class GradientCheckpointing(Callback):
             device=device_of(cuda=trainer.strategy.root_device.type == "cuda"),
         )
         try:
-            return make_plan(step, self._options)
+            return StepPlanner(step).plan(self._options)
         except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything over fake tensors
             return error.with_traceback(None)
 
     def _show(self, trainer: Trainer, plan: CheckpointPlan) -> None:
         self._write(trainer, plan.table())
         console = Console()
-        console.print(console_table(Table(HEADS, plan_rows(plan.chains, plan.plain))))
+        console.print(console_table(plan.rows()))
         if plan.refused is not None:
             console.print(f"GradientCheckpointing recomputes nothing. {plan.refused}")
         else:
-            console.print("GradientCheckpointing: " + "; ".join(plan_figures(plan.plain, plan.planned)))
+            console.print("GradientCheckpointing: " + "; ".join(plan.figures()))
 
     def _write(self, trainer: Trainer, text: str) -> None:
         write_report(self._directory, _REPORT, text)

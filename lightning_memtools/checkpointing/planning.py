@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from lightning_memtools.checkpointing.apply import Applied
-from lightning_memtools.checkpointing.find import Chain, NothingToApplyTo, depths, find_chains, say_nothing_found
-from lightning_memtools.checkpointing.options import BnDropout, Options
-from lightning_memtools.checkpointing.places import chain_plans, with_figures, with_forced
-from lightning_memtools.checkpointing.plan import Planner
+from lightning_memtools.checkpointing.chains import (
+    Chain,
+    NothingToApplyTo,
+    depths,
+    find_chains,
+    nothing_found_message,
+)
+from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan, chain_plans, units_under, with_figures
+from lightning_memtools.checkpointing.fixed_segments import cut
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Ranges, Unit, estimate
+from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.predict import predict
-from lightning_memtools.checkpointing.profiling import profile
-from lightning_memtools.checkpointing.ranges import ChainPlan, Ranges
-from lightning_memtools.checkpointing.segments import cut
-from lightning_memtools.checkpointing.table import plan_table
+from lightning_memtools.checkpointing.profiling import Profile, profile
 from lightning_memtools.checkpointing.tracing import Cost, Step, device_of
-from lightning_memtools.checkpointing.units import estimate
 from lightning_memtools.memory.sizes import format_size
 
-# The price that "auto" never goes beyond: a third more operations is about one more forward pass, what gradient
-# checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
+# The most operations that "auto" accepts, as a multiple of the plain step's: a third more is about one more forward
+# pass, which is what gradient checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
 MOST_OPERATIONS = 1.33
-# A plan of "auto" that saves less of the peak is left: each recomputed range costs some 0.5 ms of host time.
+# "auto" refuses a plan that saves a smaller share of the peak: each recomputed range costs some 0.5 ms of host time.
 LEAST_SAVING = 0.01
+_MOST_ATTEMPTS = 6
 
 
 class BudgetTooSmallError(ValueError):
-    """No plan fits the memory budget; `reachable_bytes` is the smallest peak that one has."""
+    """No plan fits the memory budget. `reachable_bytes` is the smallest peak that any plan has."""
 
     def __init__(self, message: str, reachable_bytes: int) -> None:
         super().__init__(message, reachable_bytes)
@@ -39,54 +43,6 @@ class BudgetTooSmallError(ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPlan:
-    """What to recompute of a model, and what that was predicted to need. All peaks are of one training step, simulated.
-
-    Attributes:
-        chains: What is recomputed of each chain.
-        plain: What the step needs without the plan.
-        planned: What it needs with it.
-        refused: Why nothing is recomputed; None where something is.
-    """
-
-    chains: tuple[ChainPlan, ...]
-    plain: Cost | None
-    planned: Cost | None
-    refused: str | None = None
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The predicted peak of allocated memory with the plan, in bytes."""
-        return None if self.planned is None else self.planned.peak_bytes
-
-    @property
-    def plain_peak_bytes(self) -> int | None:
-        """The predicted peak without it."""
-        return None if self.plain is None else self.plain.peak_bytes
-
-    @property
-    def extra_operations(self) -> float:
-        """How many more operations a step takes, as a share of the plain step's: 0.25 is a quarter more."""
-        if self.plain is None or self.planned is None or self.plain.operations == 0:
-            return 0.0
-        return self.planned.operations / self.plain.operations - 1
-
-    def apply(self, module: nn.Module) -> Applied:
-        """Put the plan to work in the module that it was made for, or one built the same.
-
-        Returns a handle: `remove()` takes the plan back, and so does leaving it as a context manager.
-        """
-        return Applied(module, self.chains)
-
-    def table(self, measured_bytes: int | None = None) -> str:
-        """The plan as a table in markdown."""
-        return plan_table(self.chains, self.plain, self.planned, self.refused, measured_bytes)
-
-    def __str__(self) -> str:
-        return self.table()
 
 
 def plan_checkpoints(
@@ -100,187 +56,232 @@ def plan_checkpoints(
 ) -> CheckpointPlan:
     """Choose which layers of a module's Sequentials to recompute in backward, so that training needs less memory.
 
-    The step is traced on fake tensors: nothing is computed, and neither the module nor random numbers are touched. A
+    The step is traced on fake tensors: nothing is computed, and neither the module nor random numbers are changed. A
     plan whose predicted peak is not below the plain one is refused; `refused` then says why.
 
     Args:
         module: The model, in the mode that it is trained in.
-        sample_args: What its forward is called with, of the shapes that training has. Gradients are taken of the sum
-            of what it returns.
-        segments: Cut each Sequential into so many chunks, all but the last recomputed, at the boundaries with the
+        sample_args: The arguments of its forward, with the shapes of training. Gradients are taken of the sum of
+            everything that it returns.
+        segments: Cut each Sequential into this many chunks, all but the last recomputed, at the boundaries with the
             lowest peak. "auto" chooses freely: the plan with the lowest product of activation memory and operations,
             with at most a third more operations than the plain step.
-        memory_budget: With a float, the share of the plain step's activation memory that the plan may have (1.0
-            recomputes nothing); with a size such as "8GiB", the highest allocated peak. The plan is the one with the
+        memory_budget: A float is the share of the plain step's activation memory that the plan may have (1.0
+            recomputes nothing); a size such as "8GiB" is the highest allocated peak. The plan is the one with the
             least recomputation that fits.
-        bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: "skip", they never run twice;
-            "recompute", they may, and leave the same traces as if they had not; "avoid", nothing that contains one
-            runs twice.
-        include: Patterns of module names to take, in place of every Sequential. A match that is no Sequential
+        bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
+            with "recompute" they may, and the results are the same bit for bit; with "avoid" nothing that contains
+            one runs twice.
+        include: Patterns of module names to take instead of every Sequential. A match that is no Sequential
             becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
 
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
-    options = Options.parse(segments, memory_budget, bn_dropout, include, exclude)
+    options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude)
     device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
     step = Step(module, sample_args, lambda model, args: model(*args), device=device)
-    return make_plan(step, options)
+    return StepPlanner(step).plan(options)
 
 
-def make_plan(step: Step, options: Options) -> CheckpointPlan:
-    """Plan a step. See `plan_checkpoints`; this one takes any step, with its optimizers."""
-    chains = find_chains(step.model, options)
-    if not chains:
-        said = say_nothing_found(step.model, options)
-        warnings.warn(said, NothingToApplyTo, stacklevel=3)
-        return CheckpointPlan((), None, None, said)
-    plan = _best_of_depths(step, options, chains)
-    if plan.refused is not None and options.budget_bytes is None and options.budget_share is None:
-        return replace(plan, refused=f"{plan.refused} {_alternatives(step, options)}")
-    return plan
+class StepPlanner:
+    """Plans one training step under any number of options, and profiles it only once for all of them.
+
+    Plans share a profile, and its trace of the plain step, unless `include` or `exclude` differ: a profile watches
+    certain modules. Where chains lie within layers of other chains, each depth of nesting is profiled once. The step
+    must not change between plans.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
+
+    def plan(self, options: CheckpointOptions) -> CheckpointPlan:
+        """Returns the plan for these options; see `plan_checkpoints`.
+
+        Raises:
+            ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
+            Exception: Whatever the step raises on fake tensors.
+        """
+        if not find_chains(self._step.model, options):
+            message = nothing_found_message(self._step.model, options)
+            warnings.warn(message, NothingToApplyTo, stacklevel=3)
+            return CheckpointPlan((), None, None, message)
+        plan = self._best_of_depths(options)
+        if plan.refused is not None and not options.has_budget:
+            return replace(plan, refused=f"{plan.refused} {self._alternatives(options)}")
+        return plan
+
+    def _best_of_depths(self, options: CheckpointOptions) -> CheckpointPlan:
+        """Plans the outermost chains first, and what lies within their layers only if these save little."""
+        best: CheckpointPlan | None = None
+        too_small: BudgetTooSmallError | None = None
+        # A profile covers whatever some `bn_dropout` allows, so that all of them share it.
+        widest = depths(find_chains(self._step.model, replace(options, bn_dropout="recompute")))
+        for profiled, chains in zip(widest, depths(find_chains(self._step.model, options)), strict=True):
+            try:
+                plan = _GroupPlan(self._group(profiled), chains, options).make()
+            except BudgetTooSmallError as error:
+                if too_small is None or error.reachable_bytes < too_small.reachable_bytes:
+                    too_small = error
+                continue
+            if best is None or _is_better(plan, best):
+                best = plan
+            if plan.refused is None and (options.segments is not None or _saves_a_third(plan)):
+                break
+        if best is None:
+            assert too_small is not None
+            raise too_small
+        return best
+
+    def _group(self, chains: Sequence[Chain]) -> _PlanningGroup:
+        key = tuple((chain.name, chain.layers, chain.forced, tuple(chain.outside)) for chain in chains)
+        if key not in self._groups:
+            self._groups[key] = _PlanningGroup(self._step, profile(self._step, chains))
+        return self._groups[key]
+
+    def _alternatives(self, options: CheckpointOptions) -> str:
+        """Says what each other `bn_dropout` would give."""
+        found = []
+        for other in get_args(BnDropout):
+            if other == options.bn_dropout:
+                continue
+            plan = self._best_of_depths(replace(options, bn_dropout=other))
+            result = (
+                "no lower peak either"
+                if plan.refused
+                else f"a peak of {format_size(plan.peak_bytes or 0)}, {plan.extra_operations:.0%} more operations"
+            )
+            found.append(f'bn_dropout="{other}" would give {result}')
+        return f"{'; '.join(found)}."
 
 
-def _best_of_depths(step: Step, options: Options, chains: Sequence[Chain]) -> CheckpointPlan:
-    """Outer chains first; what lies within their layers only where these gain little."""
-    best: CheckpointPlan | None = None
-    too_small: BudgetTooSmallError | None = None
-    for group in depths(chains):
-        try:
-            plan = _plan_group(step, options, group)
-        except BudgetTooSmallError as error:
-            if too_small is None or error.reachable_bytes < too_small.reachable_bytes:
-                too_small = error
-            continue
-        if best is None or _is_better(plan, best):
-            best = plan
-        if plan.refused is None and (options.segments is not None or _saves_a_third(plan)):
-            break
-    if best is None:
-        assert too_small is not None
-        raise too_small
-    return best
+class _PlanningGroup:
+    """The profile of chains that are planned together, and everything that was computed from it."""
+
+    def __init__(self, step: Step, profiled: Profile) -> None:
+        self.profile = profiled
+        gradients = sum(one.numel() * one.element_size() for one in step.model.parameters() if one.requires_grad)
+        # Gradients are not allocated all the time: they are new in every step.
+        self.resident_bytes = profiled.plain.static_bytes - gradients
+        self._step = step
+        self._solved: tuple[list[Unit], OptimalRanges] | None = None
+        self._predicted: dict[tuple[tuple[str, Ranges], ...], Cost] = {}
+
+    def optimal(self, units: list[Unit]) -> OptimalRanges:
+        """Returns all optimal plans of these units. Only the last ones are kept: they can take 100 MB."""
+        if self._solved is None or self._solved[0] != units:
+            # A little above the plain peak, because sizes are rounded.
+            limit = int(1.02 * max(estimate(units, ()).peak_bytes, self.profile.plain.peak_bytes))
+            self._solved = units, OptimalRanges(units, limit)
+        return self._solved[1]
+
+    def predicted(self, plans: Sequence[ChainPlan]) -> Cost:
+        """Returns the memory and operations of the step under these plans, traced at most once."""
+        key = tuple((plan.name, plan.ranges) for plan in plans if plan.ranges)
+        if not key:
+            return self.profile.plain
+        if key not in self._predicted:
+            self._predicted[key] = predict(self._step, plans)
+        return self._predicted[key]
 
 
-def _plan_group(step: Step, options: Options, chains: Sequence[Chain]) -> CheckpointPlan:
-    measured = profile(step, chains)
-    units = with_forced(measured, chains)
-    constant = sum(
-        old.operations - old.tail_operations for old, new in zip(measured.units, units, strict=True) if old is not new
-    )
+class _GroupPlan:
+    """Makes the plan of a group of chains for one set of options."""
 
-    def traced(ranges: Ranges) -> CheckpointPlan:
-        plans = chain_plans(measured, chains, ranges)
-        planned = predict(step, plans) if any(plan.ranges for plan in plans) else measured.plain
-        return CheckpointPlan(tuple(with_figures(plans, measured, units)), measured.plain, planned)
+    def __init__(self, group: _PlanningGroup, chains: Sequence[Chain], options: CheckpointOptions) -> None:
+        self._group = group
+        self._chains = chains
+        self._options = options
+        self._plain = group.profile.plain
+        self._units = units_under(group.profile, chains)
 
-    if options.segments is not None:
-        return _or_refused(traced(cut(units, options.segments)), least_saving=0.0)
-    # A little above the plain peak, because sizes are rounded.
-    planner = Planner(units, int(1.02 * max(estimate(units, ()).peak_bytes, measured.plain.peak_bytes)))
-    if options.budget_bytes is None and options.budget_share is None:
-        return _or_refused(
-            traced(_most_worth(planner, measured.plain, constant, _resident(step, measured.plain))), LEAST_SAVING
+    def make(self) -> CheckpointPlan:
+        options, plain = self._options, self._plain
+        if options.segments is not None:
+            return _or_refused(self._traced(cut(self._units, options.segments)), least_saving=0.0)
+        if not options.has_budget:
+            return _or_refused(self._traced(self._best_product()), LEAST_SAVING)
+        limit = options.budget_bytes
+        if limit is None:
+            assert options.budget_share is not None
+            limit = plain.static_bytes + int(options.budget_share * plain.activation_bytes)
+        if plain.peak_bytes <= limit:
+            reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
+            return CheckpointPlan(self._chain_plans((), forced=False), plain, plain, reason)
+        return self._fitting(limit)
+
+    def _chain_plans(self, ranges: Ranges, *, forced: bool = True) -> tuple[ChainPlan, ...]:
+        plans = chain_plans(self._group.profile, self._chains, ranges, forced=forced)
+        return tuple(with_figures(plans, self._group.profile, self._units))
+
+    def _traced(self, ranges: Ranges) -> CheckpointPlan:
+        plans = self._chain_plans(ranges)
+        return CheckpointPlan(plans, self._plain, self._group.predicted(plans))
+
+    def _best_product(self) -> Ranges:
+        """Returns the plan with the lowest product of memory and operations."""
+        optimal = self._group.optimal(self._units)
+        operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
+        points = [(peak, operations + extra) for peak, extra in optimal.frontier()]
+        affordable = [point for point in points if point[1] <= MOST_OPERATIONS * self._plain.operations] or points[:1]
+        resident = self._group.resident_bytes
+        peak = min(affordable, key=lambda point: (max(point[0] - resident, 1) * point[1], point[0]))[0]
+        return optimal.best(peak) or ()
+
+    def _fitting(self, limit: int) -> CheckpointPlan:
+        """Returns the plan with the least recomputation whose traced peak is within the limit."""
+        optimal = self._group.optimal(self._units)
+        aim = float(limit)
+        for _ in range(_MOST_ATTEMPTS):
+            ranges = optimal.best(aim)
+            if ranges is None:
+                break
+            plan = self._traced(ranges)
+            assert plan.planned is not None
+            over = plan.planned.peak_bytes - limit
+            if over <= 0:
+                return plan
+            aim -= max(over, 0.002 * limit)
+        frontier = optimal.frontier()
+        smallest = self._traced(optimal.best(frontier[-1][0]) or ()) if frontier else None
+        if smallest is not None and smallest.planned is not None and smallest.planned.peak_bytes <= limit:
+            return smallest
+        raise self._too_small(limit, None if smallest is None else smallest.planned)
+
+    def _too_small(self, limit: int, reachable: Cost | None) -> BudgetTooSmallError:
+        options = self._options
+        budget = options.budget_share if options.budget_bytes is None else format_size(limit)
+        message = f"No plan fits memory_budget={budget} (a peak of {format_size(limit)}). "
+        if reachable is not None:
+            share = reachable.activation_bytes / max(self._plain.activation_bytes, 1)
+            message += (
+                f"The smallest reachable peak is {format_size(reachable.peak_bytes)}, {share:.3g} of the plain step's "
+                "activations. "
+            )
+        message += (
+            f"Raise the budget, make the batch smaller, or allow more: bn_dropout={options.bn_dropout!r}, "
+            f"exclude={list(options.exclude)}."
         )
-    plain = measured.plain
-    limit = options.budget_bytes
-    if limit is None:
-        assert options.budget_share is not None
-        limit = plain.static_bytes + int(options.budget_share * plain.activation_bytes)
-    if plain.peak_bytes <= limit:
-        nothing = with_figures(chain_plans(measured, chains, (), forced=False), measured, units)
-        reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
-        return CheckpointPlan(tuple(nothing), plain, plain, reason)
-    return _fitting(planner, traced, limit, options)
-
-
-def _most_worth(planner: Planner, plain: Cost, constant: int, resident: int) -> Ranges:
-    """The plan with the lowest product of memory and operations."""
-    most = MOST_OPERATIONS * plain.operations
-    points = [(peak, plain.operations + constant + extra) for peak, extra in planner.frontier()]
-    affordable = [point for point in points if point[1] <= most] or points[:1]
-    peak = min(affordable, key=lambda point: (max(point[0] - resident, 1) * point[1], point[0]))[0]
-    return planner.best(peak) or ()
-
-
-def _resident(step: Step, plain: Cost) -> int:
-    """What is allocated all the time: the gradients are not, they are new in every step."""
-    gradients = sum(one.numel() * one.element_size() for one in step.model.parameters() if one.requires_grad)
-    return plain.static_bytes - gradients
-
-
-def _fitting(
-    planner: Planner, traced: Callable[[Ranges], CheckpointPlan], limit: int, options: Options
-) -> CheckpointPlan:
-    """The least recomputation whose traced peak is within the limit."""
-    aim = float(limit)
-    for _ in range(6):
-        ranges = planner.best(aim)
-        if ranges is None:
-            break
-        plan = traced(ranges)
-        assert plan.planned is not None
-        over = plan.planned.peak_bytes - limit
-        if over <= 0:
-            return plan
-        aim -= max(over, 0.002 * limit)
-    frontier = planner.frontier()
-    smallest = traced(planner.best(frontier[-1][0]) or ()) if frontier else None
-    if smallest is not None and smallest.planned is not None and smallest.planned.peak_bytes <= limit:
-        return smallest
-    reachable = None if smallest is None or smallest.planned is None else smallest.planned
-    asked = options.budget_share if options.budget_bytes is None else format_size(limit)
-    raise BudgetTooSmallError(
-        f"No plan fits memory_budget={asked} (a peak of {format_size(limit)}). "
-        + (
-            ""
-            if reachable is None
-            else f"The smallest reachable peak is {format_size(reachable.peak_bytes)}, "
-            f"{reachable.activation_bytes / max(_plain_activation(smallest), 1):.3g} of the plain step's activations. "
-        )
-        + f"Raise the budget, make the batch smaller, or allow more: "
-        f"bn_dropout={options.bn_dropout!r}, exclude={list(options.exclude)}.",
-        0 if reachable is None else reachable.peak_bytes,
-    )
-
-
-def _plain_activation(plan: CheckpointPlan | None) -> int:
-    return 0 if plan is None or plan.plain is None else plan.plain.activation_bytes
+        return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)
 
 
 def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:
-    """The plan, or without its ranges where it does not lower the peak."""
+    """Returns the plan, or the same without its ranges if it does not lower the peak by this share."""
     assert plan.plain is not None
     assert plan.planned is not None
     was, now = plan.plain.peak_bytes, plan.planned.peak_bytes
-    if any(chain.ranges for chain in plan.chains) and now < was * (1 - least_saving):
+    recomputes = any(chain.ranges for chain in plan.chains)
+    if recomputes and now < was * (1 - least_saving):
         return plan
-    bare = tuple(chain.without_ranges() for chain in plan.chains)
-    if not any(chain.ranges for chain in plan.chains):
-        reason = f"No plan lowers the predicted peak of {format_size(was)} at a price worth paying."
+    if not recomputes:
+        reason = f"No plan lowers the predicted peak of {format_size(was)} at an acceptable cost."
     elif now >= was:
         reason = f"The plan does not lower the peak: {format_size(was)} without it, {format_size(now)} with it."
     else:
-        reason = f"The plan saves too little to be worth it: {format_size(was)} without it, {format_size(now)} with it."
-    return CheckpointPlan(bare, plan.plain, plan.plain, reason)
-
-
-def _alternatives(step: Step, options: Options) -> str:
-    """What another `bn_dropout` would give."""
-    found = []
-    for other in get_args(BnDropout):
-        if other == options.bn_dropout:
-            continue
-        changed = replace(options, bn_dropout=other)
-        plan = _best_of_depths(step, changed, find_chains(step.model, changed))
-        what = (
-            "no lower peak either"
-            if plan.refused
-            else f"a peak of {format_size(plan.peak_bytes or 0)}, {plan.extra_operations:.0%} more operations"
-        )
-        found.append(f'bn_dropout="{other}" would give {what}')
-    return f"{'; '.join(found)}."
+        reason = f"The plan saves too little: {format_size(was)} without it, {format_size(now)} with it."
+    return CheckpointPlan(tuple(chain.without_ranges() for chain in plan.chains), plan.plain, plan.plain, reason)
 
 
 def _is_better(plan: CheckpointPlan, other: CheckpointPlan) -> bool:

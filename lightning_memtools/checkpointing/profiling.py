@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memtools.checkpointing.exact import statistics_untouched
-from lightning_memtools.checkpointing.find import Chain
-from lightning_memtools.checkpointing.kinds import tracks_statistics
+from lightning_memtools.checkpointing.chains import Chain
+from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
+from lightning_memtools.checkpointing.memory_model import Unit
 from lightning_memtools.checkpointing.tracing import Cost, Step, Trace, tracing
-from lightning_memtools.checkpointing.units import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ def _watch(
 
     def call(place: tuple[int, int], layer: Any, at: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = _buffer_versions(at)
-        modules = [part for part in at.modules() if tracks_statistics(part)]
+        modules = [part for part in at.modules() if updates_statistics(part)]
 
         def again(*args: Any, **kwargs: Any) -> None:
             with statistics_untouched(modules):
@@ -232,11 +231,11 @@ def _watch(
 
 
 def _buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    # Running statistics are taken care of (exact.py); any other buffer that a forward pass changes is not.
+    # exact_recomputation.py takes care of running statistics, but of no other buffer that a forward pass changes.
     return {
         f"{path}.{name}" if path else name: (id(tensor), tensor._version)
         for path, part in module.named_modules()
-        if not tracks_statistics(part)
+        if not updates_statistics(part)
         for name, tensor in part._buffers.items()
         if tensor is not None
     }

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.checkpointing.planning import CheckpointPlan
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.tracing import Forward, Step
 from lightning_memtools.estimate import MemoryEstimate, estimate_memory
 from lightning_memtools.estimate.batch_sizes import resized

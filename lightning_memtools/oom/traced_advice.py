@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_memtools.checkpointing.planning import CheckpointPlan
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.capacity import known_gpus

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from lightning_memtools.checkpointing.options import Options
-from lightning_memtools.checkpointing.planning import BudgetTooSmallError, CheckpointPlan, make_plan
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.continuing import run_on
@@ -177,16 +178,15 @@ class Trials:
     def auto_plan(self) -> CheckpointPlan:
         """What GradientCheckpointing() takes by itself."""
         self._deadline.check()
-        return make_plan(self.situation.step(), Options.parse())
+        return self._planner.plan(CheckpointOptions.parse())
 
     def plan_that_fits(self) -> Planned | None:
         """The plan of least recomputation that fits; None where there is none."""
-        step = self.situation.step()
         budget = self.usable // MIB
         for _ in range(_BUDGET_STEPS):
             self._deadline.check()
             try:
-                plan = make_plan(step, Options.parse(memory_budget=f"{budget}MiB"))
+                plan = self._planner.plan(CheckpointOptions.parse(memory_budget=f"{budget}MiB"))
             except BudgetTooSmallError:
                 return None
             estimate = self.situation.estimate(plan=plan)
@@ -218,6 +218,11 @@ class Trials:
         return f"not enough by itself: a peak of {format_size(peak)}, {how}"
 
     # --- how it is done
+
+    @cached_property
+    def _planner(self) -> StepPlanner:
+        """Plans of one step share one profile of it."""
+        return StepPlanner(self.situation.step())
 
     def _try_plain(self) -> str:
         try:

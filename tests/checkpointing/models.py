@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.checkpointing.find import depths, find_chains
-from lightning_memtools.checkpointing.options import BnDropout, Options
-from lightning_memtools.checkpointing.places import chain_plans
+from lightning_memtools.checkpointing.chains import depths, find_chains
+from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Unit
 from lightning_memtools.checkpointing.profiling import profile
-from lightning_memtools.checkpointing.ranges import ChainPlan, Range
 from lightning_memtools.checkpointing.tracing import Step
-from lightning_memtools.checkpointing.units import Unit
 from tests.zoo import timm, torchvision_models
 
 
@@ -121,7 +120,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def harshest(model: nn.Module, *args: Any, bn_dropout: BnDropout, depth: int = 0) -> list[ChainPlan]:
     """Recompute whatever may be recomputed, most of it twice, at one depth of nesting of chains."""
-    groups = depths(find_chains(model, Options.parse(bn_dropout=bn_dropout)))
+    groups = depths(find_chains(model, CheckpointOptions.parse(bn_dropout=bn_dropout)))
     chains = groups[min(depth, len(groups) - 1)]
     measured = profile(Step(model, args, lambda copy, args: copy(*args)), chains)
     return chain_plans(measured, chains, tuple(_everything(measured.units)))

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_memtools.checkpointing.apply import Applied
-from lightning_memtools.checkpointing.find import find_chains
-from lightning_memtools.checkpointing.options import Options
-from lightning_memtools.checkpointing.ranges import ChainPlan, Range
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.chains import find_chains
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Range
 from tests.checkpointing.models import nested, same_seed
 
 
@@ -38,9 +38,9 @@ COPIES = {
 }
 
 
-def applied_to(model: nn.Module, *ranges: Range, **options) -> Applied:
-    (chain,) = find_chains(model, Options.parse(bn_dropout="recompute", **options))
-    return Applied(model, [ChainPlan(chain.name, chain.layers, ranges)])
+def applied_to(model: nn.Module, *ranges: Range, **options) -> AppliedPlan:
+    (chain,) = find_chains(model, CheckpointOptions.parse(bn_dropout="recompute", **options))
+    return AppliedPlan(model, [ChainPlan(chain.name, chain.layers, ranges)])
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -108,7 +108,7 @@ def test_removing_twice_and_removing_after_an_error():
 def test_a_second_plan_is_refused():
     model = same_seed(nested)
     with applied_to(model, Range(0, 8)), pytest.raises(RuntimeError, match="forward of its own instance already"):
-        Applied(model, [ChainPlan("", ("0",), (Range(0, 1),))])
+        AppliedPlan(model, [ChainPlan("", ("0",), (Range(0, 1),))])
 
 
 def test_layers_run_again_in_backward_and_their_hooks_fire_again():
@@ -130,7 +130,7 @@ def test_without_gradients_calls_pass_straight_through(mode, monkeypatch):
     expected = model(torch.ones(2, 32))
     with applied_to(model, Range(0, 8)):
         monkeypatch.setattr(
-            "lightning_memtools.checkpointing.apply.checkpoint", lambda *_, **__: pytest.fail("recomputes")
+            "lightning_memtools.checkpointing.apply_plan.checkpoint", lambda *_, **__: pytest.fail("recomputes")
         )
         with mode():
             assert torch.equal(model(torch.ones(2, 32)), expected)
@@ -167,10 +167,12 @@ def test_a_sequential_with_hooks_of_its_own_is_one_layer():
     model = same_seed(nested)
     calls = []
     model[1][1].register_forward_hook(lambda *_: calls.append("called"))
-    (inner, outer) = sorted(find_chains(model, Options.parse()), key=lambda chain: len(chain.name), reverse=True)
+    (inner, outer) = sorted(
+        find_chains(model, CheckpointOptions.parse()), key=lambda chain: len(chain.name), reverse=True
+    )
     assert outer.layers == ("0", "1.0", "1.1", "1.2", "2.0.0", "2.0.1", "2.1")
     assert inner.name == "1.1"
-    with Applied(model, [ChainPlan(outer.name, outer.layers, (Range(0, 4),))]):
+    with AppliedPlan(model, [ChainPlan(outer.name, outer.layers, (Range(0, 4),))]):
         model(torch.randn(6, 32)).sum().backward()
     assert calls == ["called", "called"]
 

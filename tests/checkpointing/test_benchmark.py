@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memtools.checkpointing.find import depths, find_chains
-from lightning_memtools.checkpointing.options import Options
-from lightning_memtools.checkpointing.places import chain_plans
-from lightning_memtools.checkpointing.plan import Planner
+from lightning_memtools.checkpointing.chains import depths, find_chains
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
+from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.predict import predict
 from lightning_memtools.checkpointing.profiling import profile
 
@@ -88,12 +88,12 @@ def test_the_committed_figures_are_what_the_code_gives(monkeypatch):
     found = FRONTIER["conv-BN net"]
     model = conv_bn()
     step = step_of(model, (16, 3, 64, 64))
-    chains = depths(find_chains(model, Options.parse(bn_dropout="recompute")))[0]
+    chains = depths(find_chains(model, CheckpointOptions.parse(bn_dropout="recompute")))[0]
     measured = profile(step, chains)
     assert measured.plain.peak_bytes == found["plain_peak_bytes"]
     assert measured.plain.operations == found["plain_operations"]
     least = found["lowest_baseline"]
-    planner = Planner(measured.units, int(1.02 * measured.plain.peak_bytes))
+    planner = OptimalRanges(measured.units, int(1.02 * measured.plain.peak_bytes))
     ranges = planner.best(least["peak_bytes"])
     assert ranges is not None
     ours = predict(step, chain_plans(measured, chains, ranges))

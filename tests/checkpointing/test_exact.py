@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.checkpointing.apply import Applied
-from lightning_memtools.checkpointing.kinds import is_special
-from lightning_memtools.checkpointing.ranges import runs_again
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.exact_recomputation import is_special
+from lightning_memtools.checkpointing.memory_model import runs_again
 from tests.checkpointing.models import SMALL, ZOO, harshest, same_seed
 
 MODES = ("skip", "recompute", "avoid")
@@ -57,7 +57,7 @@ def test_gradients_weights_buffers_and_random_numbers_after_20_steps(name, mode,
     model = same_seed(make)
     plans = harshest(model, torch.empty(shape), bn_dropout=mode)
     assert any(plan.ranges for plan in plans) or mode == "avoid"
-    with Applied(model, plans):
+    with AppliedPlan(model, plans):
         assert_same_bits(plain, train(model, shape))
     assert all("forward" not in vars(module) for module in model.modules())
 
@@ -77,7 +77,7 @@ def test_batchnorm_and_dropout_layers_run_once_a_step_when_skipped(name):
         for path, module in model.named_modules():
             if is_special(module) and path in layers:
                 module.register_forward_hook(lambda *_, path=path, counted=counted: counted.update([path]))
-        with Applied(model, plans):
+        with AppliedPlan(model, plans):
             model(torch.randn(shape)).sum().backward()
         assert mode == "plain" or any(list(runs_again(plan.ranges)) for plan in plans)
     assert runs["plain"] == runs["skip"]
@@ -87,7 +87,7 @@ def test_batchnorm_and_dropout_layers_run_once_a_step_when_skipped(name):
 def test_infinite_activations_leave_the_statistics_as_they_would_be():
     def run(*, recompute: bool) -> dict[str, torch.Tensor]:
         model = same_seed(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-        with Applied(model, harshest(model, torch.empty(3, 4), bn_dropout="recompute") if recompute else []):
+        with AppliedPlan(model, harshest(model, torch.empty(3, 4), bn_dropout="recompute") if recompute else []):
             model(torch.full((3, 4), torch.inf)).sum().backward()
         return dict(model.state_dict())
 
@@ -104,7 +104,7 @@ def test_under_autocast(name, dtype):
         scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
         plans = harshest(model, torch.empty(shape), bn_dropout="recompute") if recompute else []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with Applied(model, plans):
+        with AppliedPlan(model, plans):
             torch.manual_seed(1)
             for _ in range(3):
                 optimizer.zero_grad()
@@ -131,7 +131,7 @@ def test_a_model_called_twice_a_step_with_frozen_layers_and_an_input_without_gra
         plans = [
             harshest(one, torch.empty(6, 32), bn_dropout="recompute") if recompute else [] for one in (model, nested)
         ]
-        with Applied(model, plans[0]), Applied(nested, plans[1]):
+        with AppliedPlan(model, plans[0]), AppliedPlan(nested, plans[1]):
             torch.manual_seed(1)
             for _ in range(3):
                 x = torch.randn(6, 32)
@@ -161,7 +161,7 @@ def test_tuples_pass_through():
         x = (torch.ones(3, 8), torch.ones(3, 8, requires_grad=True))
         plans = harshest(model, x, bn_dropout="skip") if recompute else []
         assert not recompute or plans[0].ranges
-        with Applied(model, plans):
+        with AppliedPlan(model, plans):
             first, second = model(x)
             (first * second).sum().backward()
         ends.append({name: one.grad for name, one in model.named_parameters()} | {"x": x[1].grad})

@@ -7,9 +7,9 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from lightning_memtools.checkpointing.find import depths, find_chains, say_nothing_found
-from lightning_memtools.checkpointing.kinds import is_dropout
-from lightning_memtools.checkpointing.options import Options
+from lightning_memtools.checkpointing.chains import depths, find_chains, nothing_found_message
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.exact_recomputation import is_dropout
 from tests.zoo import timm, torchvision_models
 
 
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 def found(model: nn.Module, **options) -> dict[str, tuple[str, ...]]:
-    return {chain.name: chain.layers for chain in find_chains(model, Options.parse(**options))}
+    return {chain.name: chain.layers for chain in find_chains(model, CheckpointOptions.parse(**options))}
 
 
 def test_sequentials_of_any_subclass_at_any_depth_that_run_as_sequential_does():
@@ -56,7 +56,7 @@ def test_a_forward_set_on_the_instance_is_not_sequentials_own():
 
 
 def test_chains_within_layers_of_others_come_in_a_group_of_their_own():
-    groups = depths(find_chains(Model(), Options.parse()))
+    groups = depths(find_chains(Model(), CheckpointOptions.parse()))
     assert [[chain.name for chain in group] for group in groups] == [["stem", "list.0"], ["stem.own.0", "list.0"]]
 
 
@@ -70,7 +70,7 @@ def test_compiled_parts_are_left_to_their_compiler():
     model = nn.Sequential(nn.Linear(4, 4), Subclass(4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.ReLU())
     model[1].compile(backend="eager")
     model[3].compile(backend="eager")
-    (chain,) = find_chains(model, Options.parse())
+    (chain,) = find_chains(model, CheckpointOptions.parse())
     assert chain.layers == ("0", "1", "2.0", "2.1", "3")
     assert chain.outside == {1: "compiled", 4: "compiled"}
 
@@ -79,7 +79,7 @@ def test_candidates_are_lists_of_one_kind_of_block():
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList([nn.Linear(2, 2)] * 3), "mixed": nn.ModuleList([nn.ReLU(), Model()])}
     )
-    text = say_nothing_found(model, Options.parse(exclude=["mixed.1"]))
+    text = nothing_found_message(model, CheckpointOptions.parse(exclude=["mixed.1"]))
     assert "it looked for nn.Sequential modules" in text
     assert "except exclude=['mixed.1']" in text
     assert "pass include=['blocks.*']." in text
@@ -104,7 +104,7 @@ def test_dropout_of_any_kind_stays_outside_while_it_drops(name):
     layer = DROPOUTS[name]()
     assert is_dropout(layer)
     assert not is_dropout(layer.eval())
-    (chain,) = find_chains(nn.Sequential(nn.Linear(4, 4), layer.train()), Options.parse())
+    (chain,) = find_chains(nn.Sequential(nn.Linear(4, 4), layer.train()), CheckpointOptions.parse())
     assert chain.outside == {1: f"{name} never runs twice"}
 
 
@@ -118,7 +118,7 @@ def test_dropout_that_drops_nothing_is_an_ordinary_layer(rate):
 def test_batchnorm_of_any_kind_stays_outside_while_it_trains(kind):
     layer = kind() if kind is nn.LazyBatchNorm1d else kind(4)
     model = nn.Sequential(nn.Linear(4, 4), layer)
-    (training,) = find_chains(model, Options.parse())
-    (evaluating,) = find_chains(model.eval(), Options.parse())
+    (training,) = find_chains(model, CheckpointOptions.parse())
+    (evaluating,) = find_chains(model.eval(), CheckpointOptions.parse())
     assert training.outside == {1: f"{kind.__name__} never runs twice"}
     assert evaluating.outside == {}

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
-from lightning_memtools.checkpointing.plan import Planner
-from lightning_memtools.checkpointing.ranges import Range, Ranges
-from lightning_memtools.checkpointing.units import Unit, estimate, may_be_range
+from lightning_memtools.checkpointing.memory_model import Range, Ranges, Unit, estimate, may_be_range
+from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 
 
 def all_plans(units: Sequence[Unit], start: int, stop: int, whole: Ranges = ()) -> Iterator[Ranges]:
@@ -76,7 +75,7 @@ def least_by_brute_force(units: Sequence[Unit]) -> dict[int, int]:
 def assert_as_good_as_any(units: Sequence[Unit]) -> None:
     best = least_by_brute_force(units)
     limit = estimate(units, ()).peak_bytes
-    planner = Planner(units, limit, resolution=max(limit, 1))
+    planner = OptimalRanges(units, limit, resolution=max(limit, 1))
     for peak in range(limit + 1):
         plan = planner.best(peak)
         reachable = [cost for known, cost in best.items() if known <= peak]

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.checkpointing.apply import Applied
-from lightning_memtools.checkpointing.find import NothingToApplyTo, find_chains
-from lightning_memtools.checkpointing.options import Options
-from lightning_memtools.checkpointing.places import chain_plans
-from lightning_memtools.checkpointing.planning import CheckpointPlan, plan_checkpoints
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.chains import NothingToApplyTo, find_chains
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan, chain_plans
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, estimate
+from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.checkpointing.predict import predict
 from lightning_memtools.checkpointing.profiling import profile
-from lightning_memtools.checkpointing.ranges import ChainPlan, Range
 from lightning_memtools.checkpointing.tracing import Step
-from lightning_memtools.checkpointing.units import estimate
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.checkpointing.models import ZOO, Block, conv_bn_relu, encoder, mlp, nested, same_seed
 
@@ -26,7 +25,7 @@ from tests.checkpointing.models import ZOO, Block, conv_bn_relu, encoder, mlp, n
 def real_peak(model: nn.Module, plan: CheckpointPlan, *args: torch.Tensor) -> int:
     """The simulated allocator's peak over two real steps, as Lightning orders them."""
     args = tuple(one.clone() for one in args)
-    with VirtualDevice() as device, Applied(model, plan.chains):
+    with VirtualDevice() as device, AppliedPlan(model, plan.chains):
         device.track(model, *args)
         for _ in range(2):
             loss = model(*args).sum()
@@ -116,7 +115,7 @@ def test_synchronized_batchnorm_and_power_iterations_stay_outside():
     ]
 
     model = nn.Sequential(*blocks)
-    (chain,) = find_chains(model, Options.parse(bn_dropout="recompute"))
+    (chain,) = find_chains(model, CheckpointOptions.parse(bn_dropout="recompute"))
     assert chain.outside == {
         1: "SyncBatchNorm talks to other ranks",
         2: "power iteration (spectral_norm) would run twice",
@@ -214,7 +213,7 @@ def test_named_modules_become_one_segment_each():
     ends = []
     for chains in ((), plan.chains):
         torch.manual_seed(3)
-        with Applied(model, chains):
+        with AppliedPlan(model, chains):
             model.zero_grad()
             model(x).square().mean().backward()
         ends.append([one.grad.clone() for one in model.parameters()] + [torch.get_rng_state()])
@@ -266,7 +265,7 @@ def test_nothing_to_apply_to_is_a_warning_with_what_could_be_taken():
         ({"memory_budget": "0GiB"}, "leaves no memory at all"),
         ({"bn_dropout": "keep"}, "bn_dropout='keep' is not one of"),
         ({"include": "blocks.*"}, r"give a list of patterns, as include=\['blocks"),
-        ({"include": ["nothing.*"]}, r"pattern 'nothing\.\*' matches no module of Sequential. Names there are"),
+        ({"include": ["nothing.*"]}, r"pattern 'nothing\.\*' matches no module of Sequential. Examples of its names: "),
         ({"exclude": ["9"]}, "exclude: the pattern '9' matches no module"),
         ({"segments": 2, "memory_budget": 0.5}, "contradict each other"),
     ],
@@ -300,7 +299,7 @@ def test_the_memory_model_says_what_is_traced_where_no_layer_keeps_anything(devi
     """What a range needs in the forward pass is less than a layer that keeps its intermediate results."""
     model, x = encoder(6), torch.empty(64, 24, 32)
     step = Step(model, (x,), lambda copy, args: copy(*args), device=device)
-    chains = find_chains(model, Options.parse())[:1]
+    chains = find_chains(model, CheckpointOptions.parse())[:1]
     measured = profile(step, chains)
     ranges = tuple(Range(at, at + length, (Range(at, at + 1),) if length == 3 else ()) for at in range(1, 7, length))
     assert [place for place in measured.places if place is not None] == [(0, at) for at in range(6)]

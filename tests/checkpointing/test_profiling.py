@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.checkpointing.find import find_chains
-from lightning_memtools.checkpointing.options import Options
+from lightning_memtools.checkpointing.chains import find_chains
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.memory_model import Unit
 from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.checkpointing.profiling import Profile, profile
 from lightning_memtools.checkpointing.tracing import Step
-from lightning_memtools.checkpointing.units import Unit
 from lightning_memtools.memory.sizes import format_size
 
 ROWS, WIDTH = 512, 64
@@ -19,7 +19,7 @@ BYTES = ROWS * WIDTH * 4
 
 
 def measured(model: nn.Module, *args: torch.Tensor) -> Profile:
-    chains = find_chains(model, Options.parse(bn_dropout="recompute"))[:1]
+    chains = find_chains(model, CheckpointOptions.parse(bn_dropout="recompute"))[:1]
     return profile(Step(model, args, lambda copy, args: copy(*args), device="cuda"), chains)
 
 

@@ -1,4 +1,4 @@
-"""A fixed number of chunks per chain, cut where the peak is lowest."""
+"""Cuts each chain into a fixed number of chunks, where the peak is lowest."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lightning_memtools.checkpointing.ranges import Range, Ranges
-from lightning_memtools.checkpointing.units import Unit, estimate
+from lightning_memtools.checkpointing.memory_model import Range, Ranges, Unit, estimate
 
 INFINITE = float("inf")
 
 
 def cut(units: Sequence[Unit], segments: int) -> Ranges:
-    """At most `segments` chunks of each chain, all but the last recomputed, such that the model's peak is lowest.
+    """Returns at most `segments` chunks of each chain, all but the last recomputed, with the lowest peak of the model.
 
-    As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as ever: it would be recomputed at once.
+    As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as usual: it would be recomputed at once.
     Layers that may not be recomputed run between the ranges of their chunk.
     """
-    pieces = [_Piece(units, start, stop) for start, stop in _pieces(units)]
+    stretches = [_Stretch(units, start, stop) for start, stop in _stretches(units)]
     low, high = 0, max(estimate(units, ()).peak_bytes, 1)
-    best = _fit(pieces, segments, high) or ()
-    while low < high:  # the lowest limit within which everything fits
+    best = _fit(stretches, segments, high) or ()
+    while low < high:  # bisect for the lowest limit that some cut fits
         middle = (low + high) // 2
-        found = _fit(pieces, segments, middle)
+        found = _fit(stretches, segments, middle)
         if found is None:
             low = middle + 1
         else:
@@ -31,8 +30,8 @@ def cut(units: Sequence[Unit], segments: int) -> Ranges:
     return best
 
 
-class _Piece:
-    """A chain's units, or those between two chains, with what each chunk of them keeps and needs at its highest."""
+class _Stretch:
+    """A chain's units, or those between two chains, with the bytes that each chunk keeps and its peak."""
 
     def __init__(self, units: Sequence[Unit], start: int, stop: int) -> None:
         n = stop - start
@@ -59,7 +58,7 @@ class _Piece:
         self.peak[first, last] = one.peak_bytes
 
     def fit(self, held: float, segments: int, limit: int) -> tuple[float, Ranges] | None:
-        """The chunks that keep least within the limit, when so much is held before."""
+        """Returns the chunks that keep least within the limit, and what is held after them; `held` is before them."""
         n = len(self.kept)
         if not self.is_chain:
             return None if held + self.last_peak[0] > limit else (held + self.last_kept[0], ())
@@ -89,11 +88,11 @@ class _Piece:
         return total, tuple(found)
 
 
-def _fit(pieces: Sequence[_Piece], segments: int, limit: int) -> Ranges | None:
+def _fit(stretches: Sequence[_Stretch], segments: int, limit: int) -> Ranges | None:
     held = 0.0
     found: list[Range] = []
-    for piece in pieces:
-        one = piece.fit(held, segments, limit)
+    for stretch in stretches:
+        one = stretch.fit(held, segments, limit)
         if one is None:
             return None
         held = one[0]
@@ -101,7 +100,7 @@ def _fit(pieces: Sequence[_Piece], segments: int, limit: int) -> Ranges | None:
     return tuple(found)
 
 
-def _pieces(units: Sequence[Unit]) -> Iterator[tuple[int, int]]:
+def _stretches(units: Sequence[Unit]) -> Iterator[tuple[int, int]]:
     start = 0
     for at in range(1, len(units) + 1):
         if at == len(units) or units[at].chain != units[start].chain:
@@ -110,7 +109,7 @@ def _pieces(units: Sequence[Unit]) -> Iterator[tuple[int, int]]:
 
 
 def _ranges(units: Sequence[Unit], start: int, stop: int) -> Iterator[Range]:
-    """A chunk's ranges: what lies between the units that have to stay outside, from where a range may begin."""
+    """Yields a chunk's ranges: the units between those that must stay outside, from where a range may begin."""
     first = start
     while first < stop:
         if units[first].pinned or not units[first].may_start:

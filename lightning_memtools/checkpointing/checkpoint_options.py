@@ -1,4 +1,4 @@
-"""What can be asked of a plan, checked where it is given."""
+"""The options of checkpoint planning, checked when they are given."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ BnDropout = Literal["skip", "recompute", "avoid"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """The options of `plan_checkpoints`; `parse` makes them from what a person wrote.
+class CheckpointOptions:
+    """The options of `plan_checkpoints`; `parse` makes them from its arguments.
 
     Attributes:
-        segments: How many chunks each Sequential is cut into; None to choose ranges by their worth.
-        budget_share: The share of the plain step's activation peak that the plan may have; None for no limit.
-        budget_bytes: The highest peak allowed, in bytes; None for no limit.
-        bn_dropout: What may happen to BatchNorm and Dropout.
+        segments: The number of chunks that each Sequential is cut into; None to choose ranges freely.
+        budget_share: The share of the plain step's activation memory that the plan may have; None for no limit.
+        budget_bytes: The highest allowed peak, in bytes; None for no limit.
+        bn_dropout: What may happen to BatchNorm and Dropout layers.
         include: Patterns of the modules to take; None for every Sequential.
         exclude: Patterns of modules that are never recomputed.
     """
@@ -31,6 +31,11 @@ class Options:
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether the memory is limited."""
+        return self.budget_bytes is not None or self.budget_share is not None
+
     @staticmethod
     def parse(
         segments: int | Literal["auto"] = "auto",
@@ -38,8 +43,8 @@ class Options:
         bn_dropout: BnDropout = "skip",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
-    ) -> Options:
-        """Check the options and bring them into one form.
+    ) -> CheckpointOptions:
+        """Check the arguments and convert them.
 
         Raises:
             ValueError: A value is not among those accepted; the message names both.
@@ -53,7 +58,7 @@ class Options:
                 f"segments={segments!r} and memory_budget={memory_budget!r} contradict each other: a fixed number of "
                 'chunks leaves nothing to fit. Give one of them, and leave segments at "auto" for a budget.'
             )
-        return Options(
+        return CheckpointOptions(
             segments=chunks,
             budget_share=share,
             budget_bytes=size,
@@ -87,7 +92,7 @@ def _budget(budget: object) -> tuple[float | None, int | None]:
             raise ValueError(f"memory_budget={budget!r} leaves no memory at all. {accepted}")
         return None, size
     if not isinstance(budget, float):
-        raise ValueError(  # noqa: TRY004, one kind of error for all options
+        raise ValueError(  # noqa: TRY004, one type of error for all options
             f"memory_budget={budget!r} could be a share or bytes: a bare {type(budget).__name__} never means either. "
             f"{accepted}"
         )

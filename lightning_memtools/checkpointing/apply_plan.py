@@ -1,6 +1,5 @@
-"""Applies a plan to a model and takes it back: no module is added, replaced or renamed."""
+"""Applies a plan to a model and undoes it: no module is added, replaced or renamed."""
 
-# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -9,15 +8,14 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memtools.checkpointing.exact import RunLog, contexts
-from lightning_memtools.checkpointing.kinds import tracks_statistics
-from lightning_memtools.checkpointing.ranges import ChainPlan, Range, Ranges, items
+from lightning_memtools._torch import StatisticsNorm, is_jit_tracing, tree_flatten, tree_unflatten
+from lightning_memtools.checkpointing.exact_recomputation import RunLog, contexts, updates_statistics
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Ranges, pieces
 
 
-class _Stripped:
+class _PlainState:
     """A module's `__getstate__` while a plan is applied: copies and pickles are of the module as its class made it.
 
     pickle, torch.save, copy.copy and copy.deepcopy all ask the object, not its class, for it.
@@ -28,12 +26,12 @@ class _Stripped:
 
     def __call__(self) -> dict[str, Any]:
         module = self._module
-        own: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
-        return {key: value for key, value in own.items() if key not in {"forward", "__getstate__"}}
+        state: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
+        return {key: value for key, value in state.items() if key not in {"forward", "__getstate__"}}
 
 
 class _PlannedChain:
-    """The forward of a Sequential that runs some of its layers under recomputation."""
+    """The forward of a Sequential that recomputes some of its layers."""
 
     def __init__(self, chain: nn.Sequential, plan: ChainPlan, layers: Sequence[nn.Module]) -> None:
         self._chain = chain
@@ -41,9 +39,7 @@ class _PlannedChain:
         self._layers = tuple(layers)
         self._names = plan.layers
         self._ranges = plan.ranges
-        self._tracking = [
-            [part for part in layer.modules() if isinstance(part, nn.modules.batchnorm._NormBase)] for layer in layers
-        ]
+        self._norms = [[part for part in layer.modules() if isinstance(part, StatisticsNorm)] for layer in layers]
 
     def __call__(self, input: Any) -> Any:  # noqa: A002, Sequential's own name, which callers may use
         chain = self._chain
@@ -57,26 +53,26 @@ class _PlannedChain:
         return len(now) == len(self._layers) and all(a is b for a, b in zip(now, self._layers, strict=True))
 
     def _run(self, value: Any, start: int, stop: int, ranges: Ranges, log: RunLog | None) -> Any:
-        # One name for what is passed on, in one frame: a second would keep what the next layer could let go.
-        for item in items(start, stop, ranges):
-            value = self._run_range(value, item) if isinstance(item, Range) else self._layers[item](value)
+        # One name for what is passed on, in one frame: a second one would keep alive what the next layer could free.
+        for piece in pieces(start, stop, ranges):
+            value = self._run_range(value, piece) if isinstance(piece, Range) else self._layers[piece](value)
             if log is not None:
-                log.note(value)
+                log.note_output(value)
         return value
 
     def _run_range(self, value: Any, one: Range) -> Any:
         def run(log: RunLog, value: Any) -> Any:
             return self._run(value, one.start, one.stop, one.inner, log)
 
-        modules: list[nn.Module] = [
-            part for layer in self._tracking[one.start : one.stop] for part in layer if tracks_statistics(part)
+        norms: list[nn.Module] = [
+            part for layer in self._norms[one.start : one.stop] for part in layer if updates_statistics(part)
         ]
-        return _recomputed(run, self._names_of(one), modules, (value,), {})
+        return _recomputed(run, self._names_of(one), norms, (value,), {})
 
     def _names_of(self, one: Range) -> list[str]:
         return [
-            self._names[item.start if isinstance(item, Range) else item]
-            for item in items(one.start, one.stop, one.inner)
+            self._names[piece.start if isinstance(piece, Range) else piece]
+            for piece in pieces(one.start, one.stop, one.inner)
         ]
 
 
@@ -95,24 +91,23 @@ class _PlannedModule:
 
         def run(log: RunLog, *args: Any, **kwargs: Any) -> Any:
             out = type(module).forward(module, *args, **kwargs)
-            log.note(out)
+            log.note_output(out)
             return out
 
-        return _recomputed(
-            run, [self._name], [part for part in module.modules() if tracks_statistics(part)], args, kwargs
-        )
+        norms = [part for part in module.modules() if updates_statistics(part)]
+        return _recomputed(run, [self._name], norms, args, kwargs)
 
 
 def _passes_through(module: nn.Module, *, trained: bool) -> bool:
-    """Whether a call is to run as ever: without gradients, which keeps nothing, in evaluation, and for compilers.
+    """Returns whether a call runs as usual: without gradients (nothing is kept), in evaluation, and for compilers.
 
-    A model that is trained in evaluation mode (`trained` is the mode in which the plan was applied) is planned as such.
+    `trained` is the mode in which the plan was applied: a model that is trained in evaluation mode is recomputed in it.
     """
     return (
         not torch.is_grad_enabled()
         or (trained and not module.training)
         or torch.compiler.is_compiling()
-        or torch._C._is_tracing()
+        or is_jit_tracing()
     )
 
 
@@ -121,10 +116,10 @@ def _recomputed(
 ) -> Any:
     log = RunLog(names)
     # Flat, because tensors are only kept through autograd's own means (which an enclosing range needs) as arguments.
-    flat, shape = tree_flatten((args, kwargs))
+    flat, structure = tree_flatten((args, kwargs))
 
     def run_flat(*flat: Any) -> Any:
-        args, kwargs = tree_unflatten(flat, shape)
+        args, kwargs = tree_unflatten(flat, structure)
         log.begin()
         return run(log, *args, **kwargs)
 
@@ -133,8 +128,8 @@ def _recomputed(
     )
 
 
-class Applied:
-    """A plan at work in a model: `remove` takes it back, as does leaving it as a context manager.
+class AppliedPlan:
+    """A plan that is applied to a model. `remove` undoes it, as does leaving it as a context manager.
 
     Copies and pickles made meanwhile are of the plain model. Calls in evaluation mode and without gradients are
     unchanged.
@@ -147,7 +142,7 @@ class Applied:
                 self._apply(model, plan)
 
     def remove(self) -> None:
-        """Take the plan back. Twice does no harm."""
+        """Undo the plan. Calling it twice does no harm."""
         while self._modules:
             module = self._modules.pop()
             for name in ("forward", "__getstate__"):
@@ -175,15 +170,13 @@ class Applied:
             assert isinstance(module, nn.Sequential)
             forward = _PlannedChain(module, plan, [model.get_submodule(name) for name in plan.layers])
         vars(module)["forward"] = forward
-        vars(module)["__getstate__"] = _Stripped(module)
+        vars(module)["__getstate__"] = _PlainState(module)
         self._modules.append(module)
 
 
-def _flat_layers(chain: nn.Module, known: set[int]) -> Iterable[nn.Module]:
-    """A chain's layers as the plan names them: a nested Sequential is one layer, if it was, or else its own layers."""
-    for child in chain._modules.values():
-        if child is None:
-            continue
+def _flat_layers(chain: nn.Sequential, known: set[int]) -> Iterable[nn.Module]:
+    """Yields a chain's layers as the plan names them: a Sequential in it is one layer if it was, or else its layers."""
+    for child in chain:
         if id(child) in known or not isinstance(child, nn.Sequential):
             yield child
         else:

@@ -1,6 +1,5 @@
-"""Finds chains: Sequentials, and the modules that patterns name."""
+"""Finds the chains of a model: its Sequentials, or the modules that patterns name."""
 
-# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 import fnmatch
@@ -9,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_memtools.checkpointing.kinds import why_outside
-from lightning_memtools.checkpointing.options import Options
+from lightning_memtools._torch import compiled_call, has_hooks, registered_children
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.exact_recomputation import why_outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Chain:
     Attributes:
         name: The Sequential's qualified name in the model; "" for the model itself.
         layers: The qualified names of its layers, those of nested plain Sequentials in their place.
-        outside: For the layers that must stay outside of recomputed ranges, the reason, by index.
+        outside: Why layers must stay outside of recomputed ranges, by index.
         forced: Whether this is one module that a pattern named: its only range is the module itself.
     """
 
@@ -35,7 +35,7 @@ class NothingToApplyTo(UserWarning):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module runs its children one after the other, as Sequential itself does."""
+    """Returns whether a module runs its children one after the other, as Sequential itself does."""
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
@@ -45,18 +45,12 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile owns a module's call."""
-    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+    """Returns whether torch.compile compiled a module's call."""
+    return compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own on its call or its backward."""
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, table, None) for table in tables)
-
-
-def find_chains(model: nn.Module, options: Options) -> list[Chain]:
-    """Every chain of a model that the options ask for, outermost first, in the order of registration.
+def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
+    """Returns every chain of a model that the options ask for, outermost first, in the order of registration.
 
     Raises:
         ValueError: A pattern matches no module.
@@ -87,7 +81,7 @@ def find_chains(model: nn.Module, options: Options) -> list[Chain]:
 
 
 def depths(chains: Sequence[Chain]) -> list[list[Chain]]:
-    """Groups of chains of which none lies within another: the outermost, then those one level further in, and so on."""
+    """Returns groups of chains of which none lies within another: the outermost, those one level further in, ..."""
 
     def depth(chain: Chain) -> int:
         return sum(other is not chain and _within(chain.name, other.name) for other in chains)
@@ -103,7 +97,7 @@ def depths(chains: Sequence[Chain]) -> list[list[Chain]]:
 
 
 def candidates(model: nn.Module) -> list[str]:
-    """Patterns for `include` that would take repeated blocks: ModuleLists of at least two modules of one class."""
+    """Returns patterns for `include` that match repeated blocks: ModuleLists of two or more modules of one class."""
     return [
         f"{name}.*" if name else "*"
         for name, module in model.named_modules()
@@ -111,8 +105,8 @@ def candidates(model: nn.Module) -> list[str]:
     ]
 
 
-def say_nothing_found(model: nn.Module, options: Options) -> str:
-    """What was looked for, and what else could be taken."""
+def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
+    """Returns what was looked for, and which patterns would match something."""
     looked_for = (
         "nn.Sequential modules with Sequential's own forward"
         if options.include is None
@@ -130,10 +124,10 @@ def say_nothing_found(model: nn.Module, options: Options) -> str:
 
 
 def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
-    for key, child in module._modules.items():
+    for key, child in registered_children(module):
         path = f"{name}.{key}" if name else key
         # A Sequential with hooks must be called as a whole for them to fire.
-        if child is not None and is_plain(child) and len(child) > 0 and not has_hooks(child):  # type: ignore[arg-type]
+        if is_plain(child) and len(child) > 0 and not has_hooks(child):  # type: ignore[arg-type]
             flattened.add(path)
             yield from _layers(path, child, flattened)
         else:
@@ -141,7 +135,7 @@ def _layers(name: str, module: nn.Module, flattened: set[str]) -> Iterator[str]:
 
 
 def _outside(
-    modules: dict[str, nn.Module], layers: Sequence[str], options: Options, excluded: set[str]
+    modules: dict[str, nn.Module], layers: Sequence[str], options: CheckpointOptions, excluded: set[str]
 ) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for index, path in enumerate(layers):
@@ -172,8 +166,8 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
             *modules
         ][1:6]
         raise ValueError(
-            f"{option}: the pattern {pattern!r} matches no module of {type(modules['']).__name__}. Names there are, "
-            f"for instance, {', '.join(map(repr, close))}; '*' stands for any characters."
+            f"{option}: the pattern {pattern!r} matches no module of {type(modules['']).__name__}. Examples of its "
+            f"names: {', '.join(map(repr, close))}; '*' stands for any characters."
         )
     return names
 

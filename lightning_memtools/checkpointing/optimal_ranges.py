@@ -1,10 +1,11 @@
-"""Chooses what to recompute: a dynamic program over the units of a step.
+"""Chooses which units to recompute, by a dynamic program over the units of a step.
 
 The program is that of Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep neural
-networks with limited memory" (2019): the least recomputation of units i to j in m bytes either keeps unit i, or
-recomputes units i to k from the input of i once the rest has been through backward. Here it also knows that a kept
-tensor can be one unit's output and the next one's input, that recomputing ends with the last tensor that was kept, and
-that only some units may be recomputed. All budgets are solved at once: a state holds a cost for each amount of memory.
+networks with limited memory" (2019): the least recomputation of units i to j in m bytes either keeps the tensors of
+unit i, or recomputes units i to k from the input of i when the backward pass of the rest is done. Here it also knows
+that a kept tensor can be the output of one unit and the input of the next, that running again stops at the last tensor
+that was kept, and that some units may not be recomputed. All budgets are solved at once: a state holds a cost per
+amount of memory.
 """
 
 from __future__ import annotations
@@ -14,26 +15,32 @@ from typing import Any
 
 import numpy as np
 
-from lightning_memtools.checkpointing.ranges import Range, Ranges
-from lightning_memtools.checkpointing.units import Unit, after_keeping, boundary_bytes, last_saving
+from lightning_memtools.checkpointing.memory_model import (
+    Range,
+    Ranges,
+    Unit,
+    after_keeping,
+    boundary_bytes,
+    last_saving,
+)
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 INFINITE = float("inf")
 
 
-class Planner:
+class OptimalRanges:
     """All plans of least recomputation, by the memory that they may take.
 
     Args:
         units: The units of a step, in the order of its forward pass.
-        limit_bytes: The most memory that is of interest: the peak of the plain step.
-        resolution: Into how many amounts this is divided. Sizes are rounded to the nearest.
+        limit_bytes: The largest amount of memory to solve for, usually the peak of the plain step.
+        resolution: The number of amounts that this is divided into. Sizes are rounded to the nearest.
     """
 
     def __init__(self, units: Sequence[Unit], limit_bytes: int, resolution: int = 1000) -> None:
         self._units = list(units)
         self._sizes = boundary_bytes(units)
-        # The boundaries are what adds up: a unit of memory that divides the most common one loses nothing there.
+        # The tensors between units add up: a quantum that divides their most common size rounds nothing there.
         self._quantum = max(limit_bytes / resolution, 1.0)
         often = _most_common(self._sizes, units)
         if often > self._quantum:
@@ -45,7 +52,7 @@ class Planner:
         self._solve()
 
     def frontier(self) -> list[tuple[int, int]]:
-        """Every plan that no other beats: pairs of peak in bytes and extra operations, by falling peak."""
+        """Returns peak in bytes and extra operations of every plan that no other one beats, by falling peak."""
         costs = self._outer[0, True]
         points: list[tuple[int, int]] = []
         for slot in range(self._n - 1, -1, -1):
@@ -57,7 +64,7 @@ class Planner:
         return points
 
     def best(self, limit_bytes: float) -> Ranges | None:
-        """The plan of least recomputation whose peak is within the limit; None where there is none."""
+        """Returns the plan of least recomputation whose peak is within the limit; None if there is none."""
         slot = min(int(limit_bytes / self._quantum + 1e-6), self._n - 1)
         if slot < 0 or self._outer[0, True][slot] == INFINITE:
             return None
@@ -84,7 +91,7 @@ class Planner:
                 self._outer[first, held] = self._least_outer(first, held)
 
     def _recompute_inner(self, first: int, last: int) -> Costs | None:
-        """The least that units `first` to `last` cost when a range begins with the first, whose input is held."""
+        """Returns the least costs of units `first` to `last` if a range begins with the first, whose input is held."""
         stops = range(first + 1, last)
         if not self._units[first].may_start or not stops:
             return None
@@ -92,7 +99,7 @@ class Planner:
         inside = np.stack([self._inner[first, at, True] for at in stops])
         inside += [self._inner[at, last, rest_held[at]] for at in stops]
         inside += (self._operations[first + 1 : last] - self._operations[first])[:, None]
-        # Each must also run forward once, which needs room as well.
+        # The range also runs forward, which needs memory too.
         needs = self._running_needs(first, last - 1, self._units[last - 1].backward_base)
         inside[np.arange(self._n)[None, :] < needs[:, None]] = INFINITE
         whole: Costs = inside.min(axis=0)
@@ -128,7 +135,7 @@ class Planner:
             stop += 1
         return range(first + 1, stop + 1)
 
-    # --- their entries
+    # --- entries of the tables
 
     def _slots(self, n_bytes: int) -> int:
         return round(n_bytes / self._quantum)
@@ -142,7 +149,7 @@ class Planner:
         unit = self._units[first]
         added, out_held = after_keeping(unit, input_held=held, in_bytes=self._sizes[first])
         missing = 0 if held else self._sizes[first]
-        # Running again ends in the last unit that keeps anything (`stop`), and does not reach those after it.
+        # Running again stops in the last unit that keeps anything (`stop`), and does not reach those after it.
         runs = unit.stopped_bytes if first == stop else unit.forward_bytes
         need = self._need(missing + runs + (unit.forward_base if base is None else base))
         if stop is not None and first > stop:
@@ -156,7 +163,7 @@ class Planner:
         return out
 
     def _running_needs(self, first: int, last: int, base: int | None) -> Any:
-        """For ranges from `first` that end after each unit up to `last`: what running them forward needs."""
+        """Returns the memory that running forward needs, for ranges from `first` that end after each unit to `last`."""
         needs = []
         highest = 0
         for at in range(first, last):
@@ -168,7 +175,7 @@ class Planner:
         return np.array(needs)
 
     def _rest_held(self, first: int, last: int) -> dict[int, bool]:
-        """For each end of a range from `first`: whether its output is the input that the range holds."""
+        """Returns for each end of a range from `first` whether its output is the input that the range holds."""
         same, found = True, {}
         for at in range(first, last):
             same = same and self._units[at].same_storage
@@ -226,7 +233,7 @@ class Planner:
 
 
 def _stretches(units: Sequence[Unit]) -> list[tuple[int, int]]:
-    """The longest runs of units of one chain that may be recomputed."""
+    """Returns the longest rows of units of one chain that may be recomputed."""
     found: list[tuple[int, int]] = []
     start = 0
     while start < len(units):
@@ -245,7 +252,7 @@ def _stretches(units: Sequence[Unit]) -> list[tuple[int, int]]:
 
 
 def _shifted(costs: Costs, slots: int) -> Costs:
-    """The costs when so much of the memory is taken."""
+    """Returns the costs when this much of the memory is taken already."""
     out = np.full_like(costs, INFINITE)
     if slots < len(costs):
         out[slots:] = costs[: len(costs) - slots]

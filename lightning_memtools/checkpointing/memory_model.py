@@ -1,0 +1,284 @@
+"""A step as a row of units, ranges of them that are recomputed, and the memory that a plan is predicted to need."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Layers `start` to `stop` (exclusive) that keep only their input in the forward pass, and run again in backward.
+
+    Attributes:
+        start: The index of the first layer in its chain.
+        stop: The index after the last.
+        inner: Ranges within this one. When this range runs again, they keep only their input, and run once more later.
+    """
+
+    start: int
+    stop: int
+    inner: tuple[Range, ...] = ()
+
+    def __str__(self) -> str:
+        span = str(self.start) if self.stop == self.start + 1 else f"{self.start}-{self.stop - 1}"
+        return f"{span}({', '.join(map(str, self.inner))})" if self.inner else span
+
+
+Ranges = tuple[Range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """The part of a plan that concerns one chain.
+
+    Attributes:
+        name: The qualified name of the Sequential, or of the module that a pattern named.
+        layers: The qualified names of its layers.
+        ranges: The layers that are recomputed; the others run as usual.
+        outside: Why layers were left out, by index.
+        forced: Whether a pattern named this module.
+        plain_kept_bytes: The bytes that its layers keep from forward to backward without the plan.
+        kept_bytes: The same with the plan.
+        extra_operations: The operations that its layers compute again in a step.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    ranges: Ranges
+    outside: dict[int, str] = field(default_factory=dict)
+    forced: bool = False
+    plain_kept_bytes: int = 0
+    kept_bytes: int = 0
+    extra_operations: int = 0
+
+    def without_ranges(self) -> ChainPlan:
+        """Returns the same chain with nothing recomputed."""
+        return replace(self, ranges=(), kept_bytes=self.plain_kept_bytes, extra_operations=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A layer, or the code between two chains. Sizes in bytes, each storage counted once.
+
+    Attributes:
+        own_bytes: Bytes that it keeps for backward, besides its input and its output.
+        out_bytes: The size of its output; 0 if the output is the input's storage (a view, or changed in place).
+        keeps_input: Whether it keeps its input for backward.
+        keeps_output: Whether it keeps its output for backward.
+        same_storage: Whether its output is its input's storage.
+        may_start: Whether a recomputed range may begin with it: nothing overwrites its input.
+        pinned: Whether it must stay outside of recomputed ranges.
+        chain: The index of its chain; None between chains.
+        saves: Whether it keeps anything for backward, parameters included.
+        operations: The operations of its forward pass.
+        tail_operations: Those of them that follow the last tensor that is kept: recomputation stops there.
+        forward_bytes: The peak of its forward pass, above what was allocated when it began.
+        stopped_bytes: The same up to the last tensor that is kept.
+        dropping_bytes: The peak of its forward pass if nothing is kept for backward.
+        forward_base: What is allocated when its forward pass begins, besides what earlier units keep and its input.
+        backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
+        backward_peak: The same at the peak of its backward pass; None if no gradient passes through it.
+    """
+
+    own_bytes: int = 0
+    out_bytes: int = 0
+    keeps_input: bool = False
+    keeps_output: bool = False
+    same_storage: bool = False
+    may_start: bool = True
+    pinned: bool = False
+    chain: int | None = None
+    saves: bool = True
+    operations: int = 0
+    tail_operations: int = 0
+    forward_bytes: int = 0
+    stopped_bytes: int = 0
+    dropping_bytes: int = 0
+    forward_base: int = 0
+    backward_base: int = 0
+    backward_peak: int | None = None
+
+    def forward_need(self, *, keeping: bool, stops: bool) -> int:
+        """Returns the peak of its forward pass, above what was allocated when it began.
+
+        Args:
+            keeping: It keeps tensors for backward, as outside of ranges.
+            stops: It stops after the last tensor that is kept, as the last unit of a range that runs again.
+        """
+        if not keeping:
+            return self.dropping_bytes
+        return self.stopped_bytes if stops else self.forward_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEstimate:
+    """The memory model's figures for a plan.
+
+    Attributes:
+        peak_bytes: The peak of allocated memory.
+        extra_operations: Operations that are computed again, each time counted.
+        kept_bytes: Bytes that are kept from the forward pass for the backward pass.
+    """
+
+    peak_bytes: int
+    extra_operations: int
+    kept_bytes: int
+
+
+def pieces(start: int, stop: int, ranges: Ranges) -> Iterator[Range | int]:
+    """Yields the ranges of one level and the layers between them, in order."""
+    position = start
+    for one in ranges:
+        yield from range(position, one.start)
+        yield one
+        position = one.stop
+    yield from range(position, stop)
+
+
+def runs_again(ranges: Sequence[Range]) -> Iterator[int]:
+    """Yields the layers that run more than once, each as often as it runs again."""
+    for one in ranges:
+        yield from range(one.start, one.stop)
+        yield from runs_again(one.inner)
+
+
+def after_keeping(unit: Unit, *, input_held: bool, in_bytes: int) -> tuple[int, bool]:
+    """Returns the bytes that a unit adds by keeping its tensors, and whether its output is held afterwards."""
+    added = unit.own_bytes
+    held = input_held
+    if unit.keeps_input and not held:
+        added += in_bytes
+        held = True
+    out_held = held if unit.same_storage else False
+    if unit.keeps_output and not out_held:
+        added += in_bytes if unit.same_storage else unit.out_bytes
+        out_held = True
+    return added, out_held
+
+
+def boundary_bytes(units: Sequence[Unit]) -> list[int]:
+    """Returns the bytes of the storage before each unit and after the last."""
+    sizes = [0]
+    for unit in units:
+        sizes.append(sizes[-1] if unit.same_storage else unit.out_bytes)
+    return sizes
+
+
+def last_saving(units: Sequence[Unit], start: int, stop: int) -> int:
+    """Returns the last unit in a range that keeps anything: running the range again stops in it. -1 if none does."""
+    return next((at for at in range(stop - 1, start - 1, -1) if units[at].saves), -1)
+
+
+def estimate(
+    units: Sequence[Unit], ranges: Ranges, first: int = 0, last: int | None = None, *, input_held: bool = True
+) -> PlanEstimate:
+    """Returns the peak and the extra operations of a plan, following the step unit by unit.
+
+    With `first` and `last` only these units are followed, as if the others kept nothing.
+    """
+    simulated = _SimulatedStep(units)
+    simulated.run(first, len(units) if last is None else last, ranges, 0, input_held=input_held, again=False)
+    return PlanEstimate(simulated.peak, simulated.extra, simulated.kept)
+
+
+class _SimulatedStep:
+    """Runs units forward and back by the memory model, and notes the peak and what is computed again."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.peak = 0
+        self.extra = 0
+        self.kept = 0
+        self._units = units
+        self._sizes = boundary_bytes(units)
+
+    def run(self, start: int, stop: int, ranges: Ranges, held: int, *, input_held: bool, again: bool) -> None:
+        """Run units forward, keeping what is outside of ranges, then backward.
+
+        Args:
+            start: The first unit.
+            stop: The index after the last.
+            ranges: The ranges of this level.
+            held: Bytes that are held before.
+            input_held: Whether the first unit's input is among these.
+            again: Whether this is a range that runs again.
+        """
+        base = self._units[stop - 1].backward_base if again else None
+        end = last_saving(self._units, start, stop) if again else None
+        forward: list[tuple[Range | int, int]] = []
+        for piece in pieces(start, stop, ranges):
+            if isinstance(piece, Range):
+                if not input_held:
+                    held += self._sizes[piece.start]
+                self._run_range(piece, held, base)
+                input_held = all(unit.same_storage for unit in self._units[piece.start : piece.stop])
+                if again:
+                    self.extra += sum(unit.operations for unit in self._units[piece.start : piece.stop])
+            else:
+                self._run_unit(piece, held, base, end, input_held=input_held)
+                added, input_held = after_keeping(
+                    self._units[piece], input_held=input_held, in_bytes=self._sizes[piece]
+                )
+                held += added
+            forward.append((piece, held))
+            self.peak = max(self.peak, held)
+        if not again:
+            self.kept = held
+        for piece, then in reversed(forward):
+            if isinstance(piece, Range):
+                self.run(piece.start, piece.stop, piece.inner, then, input_held=True, again=True)
+            elif (top := self._units[piece].backward_peak) is not None:
+                self.peak = max(self.peak, then + top)
+
+    def _run_range(self, one: Range, held: int, base: int | None) -> None:
+        """Run a range forward: its input is held, and nothing else is kept."""
+        for at in range(one.start, one.stop):
+            unit = self._units[at]
+            below = unit.forward_base if base is None else base
+            missing = 0 if at == one.start else self._sizes[at]
+            self.peak = max(self.peak, held + missing + below + unit.forward_need(keeping=False, stops=False))
+
+    def _run_unit(self, at: int, held: int, base: int | None, end: int | None, *, input_held: bool) -> None:
+        """Run a unit forward that keeps its tensors. `end` is the unit in which running again stops; None at first."""
+        if end is not None and at > end:
+            return
+        unit, stops = self._units[at], at == end
+        below = unit.forward_base if base is None else base
+        missing = 0 if input_held else self._sizes[at]
+        self.peak = max(self.peak, held + missing + below + unit.forward_need(keeping=True, stops=stops))
+        if end is not None:
+            self.extra += unit.operations - (unit.tail_operations if stops else 0)
+
+
+def kept_by_chain(units: Sequence[Unit], ranges: Ranges) -> Counter[int]:
+    """Returns the bytes that each chain keeps from forward to backward; the key -1 stands for the code between."""
+    sizes = boundary_bytes(units)
+    kept: Counter[int] = Counter()
+    held = True
+    for piece in pieces(0, len(units), ranges):
+        if isinstance(piece, Range):
+            chain, added = units[piece.start].chain, 0 if held else sizes[piece.start]
+            held = all(unit.same_storage for unit in units[piece.start : piece.stop])
+        else:
+            chain = units[piece].chain
+            added, held = after_keeping(units[piece], input_held=held, in_bytes=sizes[piece])
+        kept[-1 if chain is None else chain] += added
+    return kept
+
+
+def may_be_range(units: Sequence[Unit], start: int, stop: int) -> bool:
+    """Returns whether units can be one recomputed range: of one chain, none pinned, and their input is not changed."""
+    chain = units[start].chain
+    return (
+        chain is not None
+        and units[start].may_start
+        and all(unit.chain == chain and not unit.pinned for unit in units[start:stop])
+    )
+
+
+def as_forced(unit: Unit) -> Unit:
+    """Returns a unit that is recomputed by every plan: it keeps its input, and needs the rest in its backward pass."""
+    kept = unit.own_bytes + (unit.out_bytes if unit.keeps_output else 0)
+    top = None if unit.backward_peak is None else unit.backward_peak + kept
+    return replace(unit, own_bytes=0, keeps_input=True, keeps_output=False, pinned=True, backward_peak=top)
