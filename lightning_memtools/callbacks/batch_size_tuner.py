@@ -29,7 +29,7 @@ from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.stages import STAGES, Stage
 from lightning_memtools.memory.stats import MemoryReader
-from lightning_memtools.reporting.files import report_directory, write_report
+from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.state.random_state import RandomState
 
@@ -321,10 +321,10 @@ class BatchSizeTuner(Callback):
     def _names(self) -> list[str]:
         return [self.batch_arg_name] if isinstance(self.batch_arg_name, str) else list(self.batch_arg_name)
 
-    def _report(self, trainer: Trainer, result: BatchSizeResult, directory: Path | None) -> None:
+    def _report(self, trainer: Trainer, result: BatchSizeResult, directory: Path | NotWritten) -> None:
         if not trainer.is_global_zero:
             return
-        write_report(directory, "batch_size.md", result.markdown())
+        write_report_or_warn(directory, "batch_size.md", result.markdown())
         log_text(trainer, "memtools/batch_size", result.markdown(), training_step(trainer))
         console = Console()
         console.print(f"BatchSizeTuner: {result.summary()}", markup=False, highlight=False)

@@ -19,7 +19,7 @@ from lightning_memtools.checkpointing.planning import StepPlanner
 from lightning_memtools.checkpointing.tracing import Step, device_of
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.reporting.files import report_directory, write_report
+from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.simulation.fake_training_step import forward_of
@@ -77,7 +77,7 @@ class GradientCheckpointing(Callback):
         self._steps = 0
         self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
-        self._directory: Path | None = None
+        self._directory: Path | NotWritten = NO_RUN
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not at work: what is applied stays with the original.
@@ -128,7 +128,7 @@ class GradientCheckpointing(Callback):
     def _start(self) -> None:
         self._planned = False
         self._steps = 0
-        self._directory = None
+        self._directory = NO_RUN
 
     def _stop(self) -> None:
         if self._applied is not None:
@@ -188,7 +188,7 @@ class GradientCheckpointing(Callback):
             console.print("GradientCheckpointing: " + "; ".join(plan.figures()))
 
     def _write(self, trainer: Trainer, text: str) -> None:
-        write_report(self._directory, _REPORT, text)
+        write_report_or_warn(self._directory, _REPORT, text)
         log_text(trainer, "memtools/checkpoint_plan", text, training_step(trainer))
 
 

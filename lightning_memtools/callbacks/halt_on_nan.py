@@ -141,9 +141,8 @@ class HaltOnNaN(Callback):
             gradients_under(type(trainer.strategy), world_size=trainer.world_size)
         self._ranks = Ranks()
         self._patient = Ranks(PATIENCE) if self.explain or self.capsule else None
-        self._files = report_directory(trainer)
-        if self.directory is not None:
-            self._files = Path(self.directory)
+        files = report_directory(trainer, self.directory)
+        self._files = files if isinstance(files, Path) else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to guard steps and checkpoints."""

@@ -16,7 +16,7 @@ from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stages import Phase, Stage
 from lightning_memtools.reporting.charts import Charts, write_layout
-from lightning_memtools.reporting.files import report_directory, write_report
+from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.intervals import checked_interval, is_due
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.reporting.memory_run import MemoryRun
@@ -63,7 +63,7 @@ class MemoryMonitor(Callback):
         self.eval_batches = eval_batches
         self.reset_peaks = reset_peaks
         self._run: MemoryRun | None = None
-        self._directory: Path | None = None
+        self._directory: Path | NotWritten = NO_RUN
         self._carried = CarriedDevice()
         # TensorBoard drops what stands at a step when the same tag comes again at that step or an earlier one. So these
         # go on over all calls of the Trainer.
@@ -239,7 +239,7 @@ class MemoryMonitor(Callback):
         if not trainer.is_global_zero:
             return
         text = summary.markdown()
-        write_report(self._directory, f"memory_summary_{run.call}.md", text)
+        write_report_or_warn(self._directory, f"memory_summary_{run.call}.md", text)
         self._summary_step = max(self._summary_step + 1, training_step(trainer))
         log_text(trainer, "memtools/memory_summary", text, self._summary_step)
         summary.print(Console())

@@ -64,9 +64,8 @@ class OOMReport(Callback):
         """Begin to listen to the device."""
         self._stop()
         self._carried.enter()
-        files = report_directory(trainer)
-        if self.directory is not None:
-            files = Path(self.directory)
+        found = report_directory(trainer, self.directory)
+        files = found if isinstance(found, Path) else None
         board = None
         if trainer.world_size > 1:
             board = NoticeBoard(files, trainer.strategy.broadcast(uuid.uuid4().hex[:12]))

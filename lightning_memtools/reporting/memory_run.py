@@ -176,7 +176,7 @@ class MemoryRun:
             return scalars
         tags = possible_tags(stage)
         # NaN stands for "this rank cannot tell": every rank must send as many numbers.
-        by_rank = self._gather([scalars.get(tag, float("nan")) for tag in tags])
+        by_rank = self._gather.numbers([scalars.get(tag, float("nan")) for tag in tags])
         known = [{tag: x for tag, x in zip(tags, row, strict=True) if not math.isnan(x)} for row in by_rank]
         return over_ranks(known, stage, per_rank=self._per_rank)
 
@@ -227,7 +227,7 @@ class MemoryRun:
         # -1 stands for "not known" or "no such stage on this rank". A composition is one rank's, so it is left out.
         mine = [peaks.get(stage, StagePeak()) for stage in STAGES]
         numbers = [float(-1 if size is None else size) for peak in mine for size in (peak.allocated, peak.reserved)]
-        highest = [max(column) for column in zip(*self._gather(numbers), strict=True)]
+        highest = [max(column) for column in zip(*self._gather.numbers(numbers), strict=True)]
         merged: dict[Stage, StagePeak] = {}
         for stage, allocated, reserved in zip(STAGES, highest[::2], highest[1::2], strict=True):
             if allocated >= 0:

@@ -1,4 +1,4 @@
-"""One table, for the console (rich) and for reports (markdown)."""
+"""One table of text, for the console (rich) and for reports (markdown)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,35 @@ import rich.text
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Column heads and rows of text; the first column is left-aligned, the others are figures."""
+    """Column heads and rows of text.
+
+    Attributes:
+        heads: One text per column.
+        rows: One text per column in each row.
+        align: One letter per column, "l" for left and "r" for right. Empty: the first column is left-aligned, and the
+            others are figures and right-aligned.
+    """
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
+    align: str = ""
+
+    def alignment(self) -> str:
+        """Return one letter per column."""
+        return self.align or "l" + "r" * (len(self.heads) - 1)
 
 
 def markdown_table(table: Table) -> str:
-    """The table as GitHub-flavoured markdown, which TensorBoard renders too."""
-    rule = ["---", *("---:" for _ in table.heads[1:])]
+    """Return the table as GitHub-flavoured markdown, which TensorBoard renders too."""
+    rule = ["---:" if letter == "r" else "---" for letter in table.alignment()]
     return "\n".join(f"| {' | '.join(_escaped(row))} |" for row in (table.heads, rule, *table.rows))
 
 
 def console_table(table: Table) -> rich.table.Table:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for i, head in enumerate(table.heads):
-        drawn.add_column(head, justify="left" if i == 0 else "right")
+    for head, letter in zip(table.heads, table.alignment(), strict=True):
+        drawn.add_column(head, justify="right" if letter == "r" else "left")
     for row in table.rows:
         drawn.add_row(*(rich.text.Text(cell) for cell in row))  # Text: "[0]" is no markup
     return drawn

@@ -50,7 +50,7 @@ class Outcome:
         figures = [getattr(reading, name) for name in _FIGURES]
         mine = [float(_FAILURES.index(self.failure)), float(_WHERE.index(self.where)),
                 *(-1.0 if one is None else float(one) for one in figures)]  # fmt: skip
-        everyone = gather(mine)
+        everyone = gather.numbers(mine)
         if self.error is not None:
             raise self.error
         failed = [rank for rank, values in enumerate(everyone) if values[0] == len(_FAILURES) - 1]

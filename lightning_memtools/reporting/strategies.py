@@ -1,0 +1,53 @@
+"""Says which callbacks work under which strategy, and why not.
+
+Strategies are recognised by the names of their classes: a callback of `lightning` may serve a Trainer of
+`pytorch_lightning`, whose classes are other objects with the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+StrategyFamily = Literal["DeepSpeed", "XLA", "FSDP", "ModelParallel", "DDP", "SingleDevice", "unknown"]
+
+# The special ones first: in Lightning, those of DeepSpeed and XLA inherit from DDPStrategy or SingleDeviceStrategy.
+_KNOWN: tuple[StrategyFamily, ...] = ("DeepSpeed", "XLA", "FSDP", "ModelParallel", "DDP", "SingleDevice")
+
+_CHECKPOINTS_ITSELF = "{strategy} shards parameters, and its own activation checkpointing knows when they are gathered"
+_CANNOT_TRACE = "{strategy} shards the model, and one rank alone cannot trace a step of it"
+_COLLECTIVES_IN_TRIALS = (
+    "{strategy} shards the model over the ranks or runs collectives in forward and backward, so a rank that runs out "
+    "of memory in a trial would leave the others waiting. Find the size with estimate_memory, or with strategy='ddp' "
+    "where the model fits, and set it by hand"
+)
+_CUTS_THE_GRAPH = "reading a number in every step would cut XLA's graph in two."
+
+# Callbacks that are not named here work under every strategy. A callback works under a family that has no entry.
+_REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
+    "GradientCheckpointing": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CHECKPOINTS_ITSELF),
+    "OOMReport": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CANNOT_TRACE),
+    "BatchSizeTuner": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _COLLECTIVES_IN_TRIALS),
+    "HaltOnNaN": {
+        "DeepSpeed": "DeepSpeed keeps gradients in partitions of its own and leaves p.grad empty, so that a check "
+        "would see none. DeepSpeed skips overflowing steps itself when it trains in fp16.",
+        "XLA": _CUTS_THE_GRAPH,
+    },
+}
+
+
+def strategy_family(strategy: type) -> StrategyFamily:
+    """Return the family of a strategy's class, by the names of the class and of its ancestors."""
+    names = [ancestor.__name__ for ancestor in strategy.__mro__]
+    return next((family for family in _KNOWN if any(family in name for name in names)), "unknown")
+
+
+def why_unsupported(callback: str, strategy: type) -> str | None:
+    """Return the reason why a callback does not work, or works less, under a strategy; None where it works.
+
+    Args:
+        callback: The name of the callback's class.
+        strategy: The class of the Trainer's strategy.
+    """
+    reason = _REASONS.get(callback, {}).get(strategy_family(strategy))
+    return None if reason is None else reason.replace("{strategy}", strategy.__name__)

@@ -1,0 +1,38 @@
+"""One of two ranks: gathers, and gives up a rank that stays away. See test_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+from torch import distributed
+
+from lightning_memtools.reporting.ranks import RankGather
+
+
+def main(store: str) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for gather in (RankGather(), RankGather(timedelta(seconds=30))):
+        assert gather.numbers([rank, 0.5]) == [[0.0, 0.5], [1.0, 0.5]]
+        assert gather.objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+        assert gather.objects("only one" if rank else None) == ["only one"]
+        assert gather.union(["both", f"of {rank}"]) == ["both", "of 0", "of 1"]
+        gather.close()
+        gather.close()
+        assert gather.objects(rank) == [rank]
+    impatient = RankGather(timedelta(seconds=3))
+    if rank == 1:
+        begin = time.monotonic()
+        assert impatient.objects("alone") == ["alone"]
+        assert impatient.numbers([1.0]) == [[1.0]]  # without waiting again
+        assert 2 < time.monotonic() - begin < 30
+        sys.stdout.write("gave up\n")
+    distributed.barrier()
+    impatient.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from lightning_memtools.reporting.ranks import RankGather
+from tests.two_processes import run_ranks
+
+
+@pytest.mark.parametrize("timeout", [None, timedelta(seconds=1)])
+def test_a_single_rank_gets_its_own_values(timeout):
+    gather = RankGather(timeout)
+    assert (gather.rank, gather.world_size) == (0, 1)
+    assert gather.numbers([1.0, 2.0]) == [[1.0, 2.0]]
+    assert gather.objects("mine") == ["mine"]
+    assert gather.union(["a", "a", "b"]) == ["a", "b"]
+    gather.close()
+    gather.close()
+
+
+def test_two_ranks_gather_and_give_up_one_that_stays_away(tmp_path):
+    ranks = run_ranks(Path(__file__).parent / "ranks_run.py", tmp_path / "store", timeout_s=100)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    assert "gave up" in ranks[1].stdout
