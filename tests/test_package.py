@@ -19,17 +19,17 @@ PACKAGE = Path(lightning_memtools.__file__).parent
 FLOOR = {
     "memory": 1,
     "reporting": 2,
-    "simulation": 2,
     "state": 2,
-    "null_cuda": 2,
-    "checkpointing": 3,
-    "nonfinite": 3,
-    "batch_size": 3,
-    "estimate": 3,
-    "doctor": 3,
-    "oom": 4,
-    "callbacks": 5,
-    "cli": 5,
+    "simulation": 3,
+    "null_cuda": 3,
+    "checkpointing": 4,
+    "nonfinite": 4,
+    "batch_size": 4,
+    "estimate": 4,
+    "doctor": 4,
+    "oom": 5,
+    "callbacks": 6,
+    "cli": 6,
 }
 MAY_IMPORT_LIGHTNING = {"callbacks", "cli", "reporting", "batch_size/trainer"}
 APART = "tensorboard_plugin"
