@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
@@ -50,7 +50,31 @@ tree_unflatten = pytree.tree_unflatten
 tree_leaves = pytree.tree_leaves
 
 
+# --- tensors
+
+
+def storage_id(storage: UntypedStorage) -> int:
+    """Returns the identity of a storage: equal for all views of it, and unique among the living.
+
+    `data_ptr` is 0 for all fake and all empty tensors, and every call of `untyped_storage` makes a new Python object.
+    This can go when storages have a public identity.
+    """
+    identity: int = storage._cdata
+    return identity
+
+
+def write_count(tensor: Tensor) -> int:
+    """Returns how often a tensor was written in place; only autograd's version counter tells, and it is not public."""
+    return tensor._version
+
+
 # --- autograd
+
+
+def node_sequence_number(node: Any) -> int:
+    """Returns the number of an autograd node: later nodes have higher ones, and nothing public tells their order."""
+    number: int = node._sequence_nr()
+    return number
 
 
 def autograd_sequence_number() -> int:

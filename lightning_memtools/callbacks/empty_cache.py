@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_memtools._lightning import training_step
+from lightning_memtools._torch import tree_leaves
 from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.boundaries import Boundaries, Retained
 from lightning_memtools.memory.leaks.ledger import Ledger, Surroundings

@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from lightning_memtools._torch import storage_id, tree_leaves
 from lightning_memtools.memory.stats import MemoryReader
 
 OnDevice = Callable[[Tensor], bool]
@@ -105,8 +105,7 @@ def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-    # Equal for views and unique among the living; data pointers are 0 for all fake and all empty tensors.
-    return storage._cdata, storage  # noqa: SLF001, see above
+    return storage_id(storage), storage
 
 
 def block_bytes(storage: UntypedStorage) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memtools._torch import node_sequence_number
 from lightning_memtools.memory.leaks.steps import content_of, is_a, namespace_of
 
 # Leaves have no place in the order: the largest number stands for that.
@@ -33,7 +34,7 @@ def graph_clock() -> int:
     """The number of the latest node of autograd in this thread; later nodes have higher ones."""
     # An empty tensor without a device: nothing is allocated, and no random number is drawn.
     with torch.inference_mode(mode=False), torch.enable_grad():
-        return _number(torch.empty(0, device="meta", requires_grad=True).view(0).grad_fn)
+        return node_sequence_number(torch.empty(0, device="meta", requires_grad=True).view(0).grad_fn)
 
 
 def spans(tensor: Tensor, clocks: Sequence[int]) -> bool:
@@ -46,7 +47,7 @@ def spans(tensor: Tensor, clocks: Sequence[int]) -> bool:
         return False
     missing = set(range(1, len(clocks)))
     # The oldest known node first: in a chain of sums this goes down the chain, and past the graphs of single steps.
-    heap: list[tuple[int, int, Any]] = [(_number(tensor.grad_fn), 0, tensor.grad_fn)]
+    heap: list[tuple[int, int, Any]] = [(node_sequence_number(tensor.grad_fn), 0, tensor.grad_fn)]
     seen = {tensor.grad_fn}
     while heap and len(seen) < MAX_NODES:
         number, _, node = heapq.heappop(heap)
@@ -56,7 +57,7 @@ def spans(tensor: Tensor, clocks: Sequence[int]) -> bool:
         if number <= clocks[0]:  # its own graph is older still
             continue
         for before, _ in node.next_functions:
-            if before is not None and before not in seen and (age := _number(before)) != _LEAF:
+            if before is not None and before not in seen and (age := node_sequence_number(before)) != _LEAF:
                 seen.add(before)
                 heapq.heappush(heap, (age, len(seen), before))  # the count makes ties comparable
     return False
@@ -105,8 +106,3 @@ def _contents(holder: Any) -> Iterable[Any]:
     else:
         contents = islice((namespace_of(holder) or {}).values(), MAX_ELEMENTS)
     return contents
-
-
-def _number(node: Any) -> int:
-    number: int = node._sequence_nr()  # noqa: SLF001, the only order of nodes that autograd shows
-    return number
