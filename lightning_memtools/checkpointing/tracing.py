@@ -3,7 +3,6 @@
 # ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
 from lightning_memtools.simulation.cuda_ops.kernel_mode import KernelMode
 from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
+from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.state.random_state import random_streams_restored
 
 Device = Literal["cpu", "cuda-like", "cuda"]
@@ -159,8 +159,9 @@ class Trace:
             if isinstance(tensor, Tensor):
                 self.ledger.add(tensor.untyped_storage(), Category.INPUT, "")
         self._make_gradients()
+        of = dict(zip(map(id, self._step.model.parameters()), self.model.parameters(), strict=True))
         for one in self._step.optimizers:
-            clone = _optimizer_of_copy(one, self._step.model, self.model)
+            clone = copy_optimizer(one, lambda parameter: of.get(id(parameter)), with_state=False)
             clone.step()
             self._optimizers.append(clone)
 
@@ -234,20 +235,6 @@ def device_of(*, cuda: bool) -> Device:
 def _error(failure: SimulatedOutOfMemory) -> torch.OutOfMemoryError:
     # There is no limit here; the accounting asks for a way to say that one is reached.
     return torch.OutOfMemoryError(str(failure))
-
-
-def _optimizer_of_copy(optimizer: Optimizer, model: nn.Module, twin: nn.Module) -> Optimizer:
-    """The same optimizer over a copy's parameters, with no state yet."""
-    of = dict(zip(map(id, model.parameters()), twin.parameters(), strict=True))
-    clone = object.__new__(type(optimizer))
-    clone.__dict__.update(optimizer.__dict__)
-    vars(clone).pop("step", None)  # a learning rate scheduler wraps it on the instance
-    clone.param_groups = [
-        {**group, "params": [of[id(one)] for one in group["params"] if id(one) in of]}
-        for group in optimizer.param_groups
-    ]
-    clone.state = defaultdict(dict)
-    return clone
 
 
 def _scalar(value: Any) -> Tensor | None:

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_memtools.estimate.batch_sizes import first_rows
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate
 from lightning_memtools.estimate.trace_reading import read_estimate
-from lightning_memtools.memory.virtual.parts import tensors_in
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.simulation.step import Recipe, batch_size_of
 from lightning_memtools.simulation.tracer import Settings, Subject, trace
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +18,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.bad_step import noted
 from lightning_memtools.nonfinite.micro_batches import MicroBatch, put_attributes_back
-from lightning_memtools.nonfinite.rerun_trainer import RerunTrainer
 from lightning_memtools.nonfinite.step_outcome import Conditions, Outcome
 from lightning_memtools.nonfinite.tensor_names import plain_name
-from lightning_memtools.simulation.trainer_stand_in import attach, is_lightning_module
+from lightning_memtools.simulation.trainer_stand_in import (
+    SilentLogger,
+    TrainerStandIn,
+    accepted_arguments,
+    attach,
+    is_lightning_module,
+)
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 
 class CannotRerunError(Exception):
     """The step could not be run once more; the message says why."""
+
+
+_REPLAY_HAS_NO = (
+    "which a replay does not have. Run the step with a Trainer, or give replay() a model that does not ask for it."
+)
 
 
 class _StepIsOver(BaseException):
@@ -170,7 +179,7 @@ class Rerun:
     def _attach(self) -> None:
         if not is_lightning_module(self.module):
             return
-        trainer = RerunTrainer(
+        trainer = TrainerStandIn(
             optimizers=self._optimizers,
             schedulers=self._schedulers,
             backward=self._backward,
@@ -178,6 +187,8 @@ class Rerun:
             facts=self.conditions.trainer,
             module=self.module,
             original=self._trainer,
+            logger=SilentLogger(),
+            missing=_REPLAY_HAS_NO,
         )
         attach(self.module, trainer)
 
@@ -191,7 +202,7 @@ class Rerun:
         _call(module, "on_train_batch_start", batch, micro.index)
         try:
             with self.conditions.forward():
-                out = module.training_step(*_arguments(module.training_step, batch, micro.index))
+                out = module.training_step(*accepted_arguments(module.training_step, batch, micro.index))
         except _StepIsOver:
             return True
         if not self.conditions.automatic:
@@ -265,15 +276,4 @@ def _quiet() -> Iterator[None]:
 
 def _call(module: Any, hook: str, *arguments: Any) -> None:
     if hasattr(module, hook):
-        getattr(module, hook)(*_arguments(getattr(module, hook), *arguments))
-
-
-def _arguments(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
-    """As many of the arguments as the function takes, as Lightning gives them."""
-    kinds = [each.kind for each in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return arguments
-    n_taken = sum(
-        kind in {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD} for kind in kinds
-    )
-    return arguments[:n_taken]
+        getattr(module, hook)(*accepted_arguments(getattr(module, hook), *arguments))

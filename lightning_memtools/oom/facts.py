@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.memory.virtual.parts import tensors_in
 from lightning_memtools.oom.split import Split
 
 MOST_TENSORS = 12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from lightning_memtools.memory.allocator import AllocatorConfig
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.oom.facts import Facts
 from lightning_memtools.oom.fragmentation import History
+from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.simulation.precision import PrecisionName
 from lightning_memtools.simulation.step import Stage
 
@@ -138,7 +138,12 @@ class Situation:
         batch: Any = (
             self.facts.batch if size in {None, self.facts.samples} else resized(self.facts.batch, int(size or 0))
         )
-        own = _without_state(self.optimizers[0]) if len(self.optimizers) == 1 else None
+        own = (
+            # Without its state: what failed in a step may be half made.
+            copy_optimizer(self.optimizers[0], lambda tensor: tensor, with_state=False)
+            if len(self.optimizers) == 1
+            else None
+        )
         applied = plan or self.plan
         # One is still at work where the callback that applied it has not been told of the error yet.
         patched = any("forward" in vars(module) for module in self.model.modules())
@@ -163,12 +168,3 @@ class Situation:
         return Step(
             self.model, self.facts.batch, self.forward, tuple(self.optimizers), device="cuda" if self.cuda else "cpu"
         )
-
-
-def _without_state(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer over the same parameters, before its first step: what failed in a step may be half made."""
-    new: Optimizer = object.__new__(type(optimizer))
-    vars(new).update(vars(optimizer))
-    vars(new).pop("step", None)  # a learning rate scheduler wraps it on the instance
-    new.state = defaultdict(dict)
-    return new

@@ -10,7 +10,7 @@ by putting the noted references back.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -110,7 +110,7 @@ class RealExchange(TensorExchange):
 def borrowed(roots: Iterable[Any], exchange: TensorExchange) -> Iterator[None]:
     """While entered, what the roots hold of tensors are stand-ins; afterwards everything is as it was.
 
-    Not looked into: closures, objects with ``__slots__`` only, and optimizers (see `stand_in_optimizer`).
+    Not looked into: closures, objects with ``__slots__`` only, and optimizers (see `copy_optimizer`).
     """
     noted: list[tuple[Any, Any]] = []
     try:
@@ -121,17 +121,27 @@ def borrowed(roots: Iterable[Any], exchange: TensorExchange) -> Iterator[None]:
             _put_back(container, content)
 
 
-def stand_in_optimizer(optimizer: Optimizer, exchange: TensorExchange) -> Optimizer:
-    """An optimizer of the same class and settings over the stand-ins; the given one is not touched."""
+def copy_optimizer(
+    optimizer: Optimizer, exchange: Callable[[torch.Tensor], torch.Tensor | None], *, with_state: bool
+) -> Optimizer:
+    """Return an optimizer of the same class and settings over other tensors; the given one is not touched.
+
+    Args:
+        optimizer: The optimizer. Its constructor is not called: it may have arguments of its own.
+        exchange: Returns the tensor that takes the place of one of the optimizer's; None leaves that one out.
+        with_state: Exchange its state too; else the copy has taken no step yet.
+    """
     new: Optimizer = object.__new__(type(optimizer))
     vars(new).update(vars(optimizer))
     vars(new).pop("step", None)  # a learning rate scheduler wraps it on the instance: it would step the original
     new.param_groups = [
-        {**group, "params": [exchange(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
+        {**group, "params": [one for old in group["params"] if (one := exchange(old)) is not None]}
+        for group in optimizer.param_groups
     ]
-    new.state = type(optimizer.state)(optimizer.state.default_factory)
-    for parameter, state in optimizer.state.items():
-        new.state[exchange(parameter)] = {
+    new.state = defaultdict(dict)
+    for parameter, state in optimizer.state.items() if with_state else ():
+        exchanged: Any = exchange(parameter)
+        new.state[exchanged] = {
             key: exchange(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
         }
     return new

@@ -10,11 +10,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.memory.virtual.parts import tensors_in
 from lightning_memtools.simulation.precision import Precision
-from lightning_memtools.simulation.trainer_stand_in import TrainerStandIn, attach, configured_optimizers
+from lightning_memtools.simulation.trainer_stand_in import (
+    TrainerStandIn,
+    accepted_arguments,
+    attach,
+    configured_optimizers,
+)
 
 Stage = Literal["train", "val", "test", "predict"]
 STEP_NAMES = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -101,22 +105,21 @@ def run_lightning(
         (scaler.scale(loss) if scaler else loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         watch.begin("forward")
 
-    trainer = TrainerStandIn([], [], backward, recipe.stage)
+    trainer = TrainerStandIn(backward=backward, stage=recipe.stage)
     attach(module, trainer)
     module.train(training)
     if training:
         optimizers, schedulers = (
             ([make_optimizer(list(module.parameters()))], []) if make_optimizer else configured_optimizers(module)
         )
-        trainer.__init__(optimizers, schedulers, backward, recipe.stage)  # type: ignore[misc]
+        trainer.use(optimizers, schedulers)
         watch.seen(optimizers)
     step = getattr(module, STEP_NAMES[recipe.stage])
 
     def run_step(batch: Any, index: int) -> Any:
         if own_step is not None:
             return own_step(module, batch)
-        arguments = (batch, index) if _takes_index(step) else (batch,)
-        return step(*arguments)
+        return step(*accepted_arguments(step, batch, index))
 
     if not training:
         _evaluate(run_step, recipe, watch)
@@ -246,11 +249,6 @@ def _loss_in(out: Any) -> torch.Tensor:
             "requires a gradient, or a dict with it under 'loss'. For a step without a loss use stage='val'."
         )
     return loss
-
-
-def _takes_index(step: Callable[..., Any]) -> bool:
-    code = getattr(getattr(step, "__func__", step), "__code__", None)
-    return code is None or code.co_argcount > 2 or bool(code.co_flags & 4)  # noqa: PLR2004, self and batch; 4: *args
 
 
 class _Scaler:

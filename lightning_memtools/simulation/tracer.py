@@ -15,12 +15,12 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.virtual.parts import tensors_in
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
 from lightning_memtools.simulation.cuda_ops.moves import AlreadyOnCuda
 from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
-from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, stand_in_optimizer
+from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, copy_optimizer
 from lightning_memtools.simulation.step import (
     MakeOptimizer,
     Recipe,
@@ -205,7 +205,7 @@ def _make_optimizer(subject: Subject, exchange: TensorExchange) -> MakeOptimizer
     if given is None:
         return None
     if isinstance(given, Optimizer):
-        return lambda _parameters: stand_in_optimizer(given, exchange)
+        return lambda _parameters: copy_optimizer(given, exchange, with_state=True)
 
     create: MakeOptimizer = given
 

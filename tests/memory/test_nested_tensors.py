@@ -10,8 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from lightning_memtools.memory.nested_tensors import map_tensors
-from lightning_memtools.memory.virtual.parts import tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):

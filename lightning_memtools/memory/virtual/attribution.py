@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual.categories import Category, Composition, by_name
 from lightning_memtools.memory.virtual.ledger import Ledger
 from lightning_memtools.memory.virtual.names import ModuleNames
-from lightning_memtools.memory.virtual.parts import parts, storage_key, tensors_in
+from lightning_memtools.memory.virtual.parts import parts, storage_key
 from lightning_memtools.memory.virtual.place import OUTSIDE
 
 

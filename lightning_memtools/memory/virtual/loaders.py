@@ -8,10 +8,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.ledger import Entry
 from lightning_memtools.memory.virtual.mode import AccountingMode
-from lightning_memtools.memory.virtual.parts import parts, storage_key, tensors_in
+from lightning_memtools.memory.virtual.parts import parts, storage_key
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.memory.virtual.surroundings import Find
 

@@ -13,12 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual.accumulation import is_gradient_sum, references_of_autograd
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.kinds import Kind, compose, is_matmul, kind_of
 from lightning_memtools.memory.virtual.ledger import Entry, Ledger
 from lightning_memtools.memory.virtual.names import ModuleNames
-from lightning_memtools.memory.virtual.parts import flat, is_among, on_device, parts, storage_key, tensors_in
+from lightning_memtools.memory.virtual.parts import flat, is_among, on_device, parts, storage_key
 from lightning_memtools.memory.virtual.place import OUTSIDE, Place, in_backward, stores_gradient
 
 # Tensors that do not handle operators themselves. All others (wrapper subclasses) get their turn first, and the

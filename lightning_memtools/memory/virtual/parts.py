@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _COMPRESSED_ROWS = {torch.sparse_csr, torch.sparse_bsr}
 _COMPRESSED_COLUMNS = {torch.sparse_csc, torch.sparse_bsc}
-_LONG = 1000
-_NO_CONTAINERS = (str, bytes, int, float, complex, type, torch.nn.Module)
 _not_counted: set[str] = set()
 
 
@@ -84,44 +79,6 @@ def _has_storage(tensor: torch.Tensor, key: int) -> bool:
         return storage_key(tensor) == key
     except NotImplementedError:
         return any(storage_key(part) == key for part in parts(tensor))
-
-
-def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested containers, dataclasses and plain objects, in their order, each object visited once.
-
-    Of a container of more than 1000 items only the first is looked at, unless that one holds a tensor: it may be an
-    index of millions of file names.
-    """
-    seen: set[int] = set()
-    stack = [thing]
-    while stack:
-        one = stack.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            yield one
-        else:
-            stack.extend(reversed(tuple(_worth_a_look(_contents(one)))))
-
-
-def _contents(thing: Any) -> Collection[Any]:
-    if isinstance(thing, Mapping):
-        return thing.values()
-    if isinstance(thing, (list, tuple, set, frozenset, deque)):
-        return thing
-    # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
-    if thing is None or callable(thing) or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
-        return ()
-    if is_dataclass(thing):
-        return [getattr(thing, field.name, None) for field in fields(thing)]
-    return vars(thing).values() if hasattr(thing, "__dict__") else ()
-
-
-def _worth_a_look(items: Collection[Any]) -> Collection[Any]:
-    if len(items) > _LONG and next(tensors_in(next(iter(items))), None) is None:
-        return ()
-    return items
 
 
 def _say_not_counted(kind: str) -> None:

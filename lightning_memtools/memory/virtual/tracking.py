@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual.attribution import gradient_of, parameters_of
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.parts import tensors_in
 
 Enter = Callable[[torch.Tensor, Category | None], object]
 

@@ -13,8 +13,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_memtools.memory.nested_tensors import map_tensors
-from lightning_memtools.memory.virtual.parts import tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.nonfinite.cause.operation_trace import in_backward, newest_node, node_in_backward
 from lightning_memtools.nonfinite.micro_batches import list_samples
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, Rerun
