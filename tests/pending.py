@@ -4,5 +4,4 @@ from __future__ import annotations
 
 WRONG_IMPORTS: set[str] = {
     "batch_size/trainer/presence.py",
-    "simulation/fake_training_step.py",
 }
