@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_memtools.memory.allocator import Trace
+from lightning_memtools.memory.allocator import AllocationTrace
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.simulation.step import batch_size_of
 
@@ -33,14 +33,14 @@ class TracedSize:
 
     fits: bool
     peak: int
-    trace: Trace | None = None
+    trace: AllocationTrace | None = None
 
 
 def largest_batch(
     start: int,
     *,
     attempt: Callable[[int], TracedSize],
-    serves: Callable[[Trace], bool],
+    serves: Callable[[AllocationTrace], bool],
     limit: int,
     known: Mapping[int, TracedSize] | None = None,
 ) -> int:
@@ -94,7 +94,9 @@ def largest_batch(
     return low
 
 
-def _guess(trials: dict[int, TracedSize], low: int, high: int, serves: Callable[[Trace], bool], limit: int) -> int:
+def _guess(
+    trials: dict[int, TracedSize], low: int, high: int, serves: Callable[[AllocationTrace], bool], limit: int
+) -> int:
     """The largest size from low on, and below high, that fits by all that is known."""
     nearest = sorted(trials, key=lambda size: abs(size - (low if high == _MOST else (low + high) // 2)))[:_NEAREST]
     for one, other in combinations(nearest, 2):
@@ -105,14 +107,16 @@ def _guess(trials: dict[int, TracedSize], low: int, high: int, serves: Callable[
     return _where_peaks_meet(trials, low, high, limit)
 
 
-def _line(first: int, trace: Trace | None, second: int, other: Trace | None) -> Callable[[int], Trace] | None:
+def _line(
+    first: int, trace: AllocationTrace | None, second: int, other: AllocationTrace | None
+) -> Callable[[int], AllocationTrace] | None:
     """The traces of all sizes by those of two; None where these differ in more than sizes."""
     if trace is None or other is None or not trace.has_same_events(other):
         return None
     return lambda size: trace.extrapolated(other, Fraction(size - first, second - first))
 
 
-def _holds(serves: Callable[[Trace], bool], line: Callable[[int], Trace], size: int) -> bool:
+def _holds(serves: Callable[[AllocationTrace], bool], line: Callable[[int], AllocationTrace], size: int) -> bool:
     return serves(line(size))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_memtools.memory.allocator import Block, CachingAllocator, SimulatedOutOfMemory, Trace
-from lightning_memtools.memory.allocator.trace import Kind
+from lightning_memtools.memory.allocator import AllocationTrace, Block, CachingAllocator, SimulatedOutOfMemory
+from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
 
 
-def run_on(allocator: CachingAllocator, trace: Trace, n_before: int) -> bool:
+def run_on(allocator: CachingAllocator, trace: AllocationTrace, n_before: int) -> bool:
     """Make a trace's requests of an allocator; whether all find memory.
 
     Args:
@@ -18,9 +18,9 @@ def run_on(allocator: CachingAllocator, trace: Trace, n_before: int) -> bool:
     context = trace.contexts[0]
     n_allocations = n_events = 0
     for kind, number in trace.events():
-        if kind == Kind.CONTEXT:
+        if kind == TraceEventKind.CONTEXT:
             context = trace.contexts[number]
-        elif kind == Kind.MALLOC:
+        elif kind == TraceEventKind.MALLOC:
             n_allocations += 1
             n_events += 1
             if n_events <= n_before:
@@ -31,7 +31,7 @@ def run_on(allocator: CachingAllocator, trace: Trace, n_before: int) -> bool:
                 )
             except SimulatedOutOfMemory:
                 return False
-        elif kind == Kind.FREE:
+        elif kind == TraceEventKind.FREE:
             n_events += 1
             if number in live:  # what was there before stays
                 allocator.free(live.pop(number))

@@ -10,7 +10,7 @@ from typing import Self
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.continuing import run_on
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, draw
-from lightning_memtools.memory.allocator import CachingAllocator, Trace, replay, save_snapshot
+from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
 from lightning_memtools.memory.capacity import find_gpu, known_gpus, parse_capacity
 from lightning_memtools.memory.sizes import format_size, parse_size
 from lightning_memtools.memory.virtual.device import DEFAULT_CONTEXT
@@ -103,11 +103,11 @@ class MemoryEstimate:
     notes: tuple[str, ...] = ()
     capacity: str | None = None
     _simulation: CachingAllocator = field(repr=False)
-    _trace: Trace | None = field(repr=False)
+    _trace: AllocationTrace | None = field(repr=False)
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
 
     @property
-    def trace(self) -> Trace | None:
+    def trace(self) -> AllocationTrace | None:
         """Everything that the steps asked of the allocator; None where the estimate is extrapolated."""
         return self._trace
 
@@ -168,7 +168,7 @@ class MemoryEstimate:
             estimate = self if size == self.batch_size else self._retrace(size)
             return TracedSize(estimate.fits(capacity), estimate.peak_allocated, estimate._trace)  # noqa: SLF001, of its class
 
-        def serves(trace: Trace) -> bool:
+        def serves(trace: AllocationTrace) -> bool:
             return replay(trace, capacity=limit.usable).completed
 
         return largest_batch(self.batch_size, attempt=attempt, serves=serves, limit=limit.usable)

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, replay
-from lightning_memtools.memory.allocator.from_snapshot import FailedRequest, begin_of, failed_request, trace_until
-from lightning_memtools.memory.allocator.rounding import SMALL_LIMIT, SMALL_SEGMENT, round_up
+from lightning_memtools.memory.allocator.block_rounding import SMALL_LIMIT, SMALL_SEGMENT, round_up
+from lightning_memtools.memory.allocator.memory_snapshot import FailedRequest, begin_of, failed_request, trace_until
 from lightning_memtools.memory.sizes import format_size
 
 

@@ -11,7 +11,7 @@ from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepP
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.continuing import run_on
-from lightning_memtools.memory.allocator import CachingAllocator, Trace, copy_of, replay
+from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, copy_of, replay
 from lightning_memtools.memory.sizes import MIB, format_size
 from lightning_memtools.oom.deadline import Deadline, OutOfTimeError
 from lightning_memtools.oom.situation import Situation
@@ -245,7 +245,7 @@ class Trials:
         guess = self.size * (self.usable - fixed) // growing if growing else 1
         return max(1, min(guess, self.size - 1))
 
-    def _serves(self, begin: int, trace: Trace) -> bool:
+    def _serves(self, begin: int, trace: AllocationTrace) -> bool:
         """Whether what steps ask for finds memory: as `fits`, of a trace in which they begin at an event."""
         self._deadline.check()
         if self._at_evaluation is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import GradientCheckpointing, OOMReport, VirtualDevice
-from lightning_memtools.memory.allocator.from_snapshot import trace_until
+from lightning_memtools.memory.allocator.memory_snapshot import trace_until
 from lightning_memtools.memory.sizes import parse_size
 from tests.batch_size_models import Samples
 from tests.event_files import texts_of

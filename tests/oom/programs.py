@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, take_snapshot
-from lightning_memtools.memory.allocator import History as Recorded
+from lightning_memtools.memory.allocator import AllocatorHistory as Recorded
 from lightning_memtools.memory.allocator.blocks import Block
 from lightning_memtools.oom.fragmentation import History
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from lightning_memtools.memory.allocator.allocation_trace import AllocationTrace
+from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
 from lightning_memtools.memory.allocator.blocks import Block, Segment
-from lightning_memtools.memory.allocator.caching import CachingAllocator
-from lightning_memtools.memory.allocator.config import AllocatorConfig
-from lightning_memtools.memory.allocator.copying import copy_of
+from lightning_memtools.memory.allocator.caching_allocator import CachingAllocator, copy_of
 from lightning_memtools.memory.allocator.cublas import CublasWorkspaces, cublas_workspace_bytes
-from lightning_memtools.memory.allocator.errors import SimulatedOutOfMemory
+from lightning_memtools.memory.allocator.memory_snapshot import (
+    AllocatorHistory,
+    save_snapshot,
+    take_snapshot,
+    write_snapshot,
+)
 from lightning_memtools.memory.allocator.replay import Replay, replay
-from lightning_memtools.memory.allocator.snapshot import History, save_snapshot, take_snapshot, write_snapshot
-from lightning_memtools.memory.allocator.trace import Trace
+from lightning_memtools.memory.allocator.simulated_oom import SimulatedOutOfMemory
 
 __all__ = [
+    "AllocationTrace",
     "AllocatorConfig",
+    "AllocatorHistory",
     "Block",
     "CachingAllocator",
     "CublasWorkspaces",
-    "History",
     "Replay",
     "Segment",
     "SimulatedOutOfMemory",
-    "Trace",
     "copy_of",
     "cublas_workspace_bytes",
     "replay",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from lightning_memtools.memory.allocator.blocks import Block
-from lightning_memtools.memory.allocator.caching import CachingAllocator
+from lightning_memtools.memory.allocator.caching_allocator import CachingAllocator
 from lightning_memtools.memory.sizes import KIB, MIB
 
 _DEFAULT = 2 * 4096 * KIB + 8 * 16 * KIB  # 8,519,680 B: what ":4096:2:16:8" says

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import EllipsisType
 
+from lightning_memtools.memory.allocator.allocation_trace import AllocationTrace, TraceEventKind
+from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
 from lightning_memtools.memory.allocator.blocks import Block
-from lightning_memtools.memory.allocator.caching import CachingAllocator
-from lightning_memtools.memory.allocator.config import AllocatorConfig
-from lightning_memtools.memory.allocator.errors import SimulatedOutOfMemory
-from lightning_memtools.memory.allocator.reserve import Observer
-from lightning_memtools.memory.allocator.trace import Kind, Trace
+from lightning_memtools.memory.allocator.caching_allocator import CachingAllocator
+from lightning_memtools.memory.allocator.segments import Observer
+from lightning_memtools.memory.allocator.simulated_oom import SimulatedOutOfMemory
 from lightning_memtools.memory.stats import MemoryStats
 
 
@@ -43,7 +43,7 @@ class Replay:
 
 
 def replay(
-    trace: Trace,
+    trace: AllocationTrace,
     *,
     config: AllocatorConfig | None = None,
     capacity: int | EllipsisType | None = ...,
@@ -82,7 +82,7 @@ def replay(
 class _Player:
     """Holds what the next event refers to: the blocks by number, the stream and the label named last."""
 
-    def __init__(self, trace: Trace, allocator: CachingAllocator) -> None:
+    def __init__(self, trace: AllocationTrace, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.contexts = trace.contexts
         self.context = trace.contexts[0]
@@ -92,28 +92,28 @@ class _Player:
 
     def carry_out(self, kind: int, number: int) -> None:  # noqa: C901, one branch per kind of event
         allocator = self.allocator
-        if kind == Kind.MALLOC:
+        if kind == TraceEventKind.MALLOC:
             self.n_allocations += 1
             self.live[self.n_allocations] = self._malloc(number)
-        elif kind == Kind.FREE:
+        elif kind == TraceEventKind.FREE:
             allocator.free(self.live.pop(number))
-        elif kind == Kind.CONTEXT:
+        elif kind == TraceEventKind.CONTEXT:
             self.context = self.contexts[number]
-        elif kind == Kind.FAILED_MALLOC:
+        elif kind == TraceEventKind.FAILED_MALLOC:
             self._try_malloc(number)
-        elif kind == Kind.EMPTY_CACHE:
+        elif kind == TraceEventKind.EMPTY_CACHE:
             allocator.empty_cache()
-        elif kind == Kind.STREAM:
+        elif kind == TraceEventKind.STREAM:
             self.stream = number
-        elif kind == Kind.RECORD_STREAM:
+        elif kind == TraceEventKind.RECORD_STREAM:
             allocator.record_stream(self.live[number], self.stream)
-        elif kind == Kind.SYNCHRONIZE:
+        elif kind == TraceEventKind.SYNCHRONIZE:
             allocator.synchronize(self.stream if number else None)
-        elif kind == Kind.RELEASE_POOL:
+        elif kind == TraceEventKind.RELEASE_POOL:
             allocator.release_pool(number)
-        elif kind == Kind.RESET_PEAKS:
+        elif kind == TraceEventKind.RESET_PEAKS:
             allocator.reset_peaks()
-        elif kind == Kind.USED_BY_OTHERS:
+        elif kind == TraceEventKind.USED_BY_OTHERS:
             allocator.used_by_others = number
         else:
             raise ValueError(f"Unknown kind of event {kind}: the trace was written by a newer version.")

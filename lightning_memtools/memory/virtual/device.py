@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools.memory.allocator import (
+    AllocationTrace,
     AllocatorConfig,
+    AllocatorHistory,
     CachingAllocator,
-    History,
     SimulatedOutOfMemory,
-    Trace,
     take_snapshot,
 )
 from lightning_memtools.memory.capacity import find_gpu, parse_capacity
@@ -111,7 +111,7 @@ class VirtualDevice:
         self._allocator = CachingAllocator(
             AllocatorConfig.parse(allocator), capacity=self._capacity, used_by_others=others, record=record
         )
-        self._history: History | None = None
+        self._history: AllocatorHistory | None = None
         self._ledger = Ledger(self._allocator)
         self._names = ModuleNames()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -292,7 +292,7 @@ class VirtualDevice:
         return as_log_names(self._ledger.bytes_at_peak())
 
     @property
-    def trace(self) -> Trace | None:
+    def trace(self) -> AllocationTrace | None:
         """The allocator's events, with ``record=True``; None without."""
         return self._allocator.trace
 
@@ -313,11 +313,11 @@ class VirtualDevice:
 
     def record_history(self, max_entries: int | None = None) -> None:
         """Keep the last actions of the allocator from now on, for `snapshot`; with 0 entries, stop."""
-        self._history = None if max_entries == 0 else History(max_entries)
+        self._history = None if max_entries == 0 else AllocatorHistory(max_entries)
         self._allocator.observe(self._history)
 
     @property
-    def history(self) -> History | None:
+    def history(self) -> AllocatorHistory | None:
         """What `record_history` has kept; None where it was not asked to."""
         return self._history
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightning_memtools.memory.allocator import Trace, replay
+from lightning_memtools.memory.allocator import AllocationTrace, replay
 from lightning_memtools.memory.allocator.blocks import FREE, UNMAPPED
 from tests.memory.allocator.naive import MIB
 from tests.memory.allocator.pair import CONFIGS, Pair, layout
@@ -97,7 +97,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not hasattr(self, "pair"):
             return
         trace = self.pair.ours.trace
-        assert isinstance(trace, Trace)
+        assert isinstance(trace, AllocationTrace)
         again = replay(trace)
         assert again.completed
         assert again.allocator.memory_stats() == self.pair.ours.memory_stats()

@@ -2,13 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, Trace, replay
-from lightning_memtools.memory.allocator.trace import Kind
+from lightning_memtools.memory.allocator import (
+    AllocationTrace,
+    AllocatorConfig,
+    CachingAllocator,
+    SimulatedOutOfMemory,
+    replay,
+)
+from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
 
 MIB = 2**20
 
 
-def growing_batches() -> Trace:
+def growing_batches() -> AllocationTrace:
     """Batches of 20, 24, ... MiB, one after the other."""
     allocator = CachingAllocator(record=True)
     for size in range(20, 60, 4):
@@ -65,6 +71,6 @@ def test_a_request_that_failed_is_tried_and_given_up_at_once_where_it_succeeds()
 
 def test_an_unknown_kind_of_event_is_an_error() -> None:
     trace = growing_batches()
-    trace.add(max(Kind) + 1)  # type: ignore[arg-type]
+    trace.add(max(TraceEventKind) + 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Unknown kind of event 11"):
         replay(trace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_memtools.memory.allocator import AllocatorConfig
-from lightning_memtools.memory.allocator.rounding import block_size, round_to_power_of_two_division, segment_size
+from lightning_memtools.memory.allocator.block_rounding import block_size, round_to_power_of_two_division, segment_size
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, Trace
-from lightning_memtools.memory.allocator.trace import Context, Kind
+from lightning_memtools.memory.allocator import AllocationTrace, AllocatorConfig, CachingAllocator, SimulatedOutOfMemory
+from lightning_memtools.memory.allocator.allocation_trace import AllocationContext, TraceEventKind
 
 MIB = 2**20
 
@@ -35,29 +35,29 @@ def test_events_are_recorded_in_order_with_allocations_by_number() -> None:
     trace = recorded().trace
     assert trace is not None
     assert list(trace.events()) == [
-        (Kind.CONTEXT, 1),
-        (Kind.MALLOC, 600),
-        (Kind.CONTEXT, 2),
-        (Kind.MALLOC, 12 * MIB),
-        (Kind.STREAM, 4),
-        (Kind.RECORD_STREAM, 2),
-        (Kind.FREE, 2),
-        (Kind.STREAM, 4),
-        (Kind.SYNCHRONIZE, 1),
-        (Kind.SYNCHRONIZE, 0),
-        (Kind.RELEASE_POOL, 1),
-        (Kind.EMPTY_CACHE, 0),
-        (Kind.USED_BY_OTHERS, 2 * MIB),
-        (Kind.CONTEXT, 3),
-        (Kind.FAILED_MALLOC, 100 * MIB),
-        (Kind.RESET_PEAKS, 0),
-        (Kind.FREE, 1),
+        (TraceEventKind.CONTEXT, 1),
+        (TraceEventKind.MALLOC, 600),
+        (TraceEventKind.CONTEXT, 2),
+        (TraceEventKind.MALLOC, 12 * MIB),
+        (TraceEventKind.STREAM, 4),
+        (TraceEventKind.RECORD_STREAM, 2),
+        (TraceEventKind.FREE, 2),
+        (TraceEventKind.STREAM, 4),
+        (TraceEventKind.SYNCHRONIZE, 1),
+        (TraceEventKind.SYNCHRONIZE, 0),
+        (TraceEventKind.RELEASE_POOL, 1),
+        (TraceEventKind.EMPTY_CACHE, 0),
+        (TraceEventKind.USED_BY_OTHERS, 2 * MIB),
+        (TraceEventKind.CONTEXT, 3),
+        (TraceEventKind.FAILED_MALLOC, 100 * MIB),
+        (TraceEventKind.RESET_PEAKS, 0),
+        (TraceEventKind.FREE, 1),
     ]
     assert trace.contexts == [
-        Context(),
-        Context(0, 0, "weight"),
-        Context(3, 1, "activation"),
-        Context(0, 0, "too much"),
+        AllocationContext(),
+        AllocationContext(0, 0, "weight"),
+        AllocationContext(3, 1, "activation"),
+        AllocationContext(0, 0, "too much"),
     ]
 
 
@@ -89,7 +89,7 @@ def test_a_saved_trace_is_the_same_when_loaded(tmp_path: Path) -> None:
     assert trace is not None
     trace.config = config
     trace.save(tmp_path / "trace.json")
-    loaded = Trace.load(tmp_path / "trace.json")
+    loaded = AllocationTrace.load(tmp_path / "trace.json")
     assert (loaded.config, loaded.capacity, loaded.used_by_others) == (config, 100 * MIB, MIB)
     assert loaded.contexts == trace.contexts
     assert list(loaded.events()) == list(trace.events())
@@ -109,10 +109,10 @@ def test_other_files_are_refused_with_their_name(tmp_path: Path, content: str) -
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"other\.json is not an allocator trace of version 1"):
-        Trace.load(path)
+        AllocationTrace.load(path)
 
 
-def trace_of(*sizes: int, labels: tuple[str, ...] = ("a", "a")) -> Trace:
+def trace_of(*sizes: int, labels: tuple[str, ...] = ("a", "a")) -> AllocationTrace:
     allocator = CachingAllocator(AllocatorConfig(), record=True)
     blocks = [allocator.malloc(size, label=label) for size, label in zip(sizes, labels, strict=True)]
     for block in blocks:

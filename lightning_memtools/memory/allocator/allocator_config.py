@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_memtools.memory.allocator.rounding import LARGE_SEGMENT, ROUNDUP_INTERVALS, WHOLE_SEGMENT_FROM
+from lightning_memtools.memory.allocator.block_rounding import LARGE_SEGMENT, ROUNDUP_INTERVALS, WHOLE_SEGMENT_FROM
 from lightning_memtools.memory.sizes import MIB, format_size
 
 

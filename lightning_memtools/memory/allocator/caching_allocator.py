@@ -7,17 +7,23 @@ docs/caching-allocator.md says in which versions, and what is not simulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 
-from lightning_memtools.memory.allocator.blocks import ALLOCATED, WAITING, Block, FreeBlocks, Segment
-from lightning_memtools.memory.allocator.cache import BlockCache
-from lightning_memtools.memory.allocator.config import AllocatorConfig
-from lightning_memtools.memory.allocator.errors import SimulatedOutOfMemory
-from lightning_memtools.memory.allocator.expandable import grow
-from lightning_memtools.memory.allocator.release import collect_garbage, reclaimable, release_cached, release_oversize
-from lightning_memtools.memory.allocator.reserve import Observer, Reserve
-from lightning_memtools.memory.allocator.rounding import MIN_BLOCK, SMALL_LIMIT, block_size, segment_size
+from lightning_memtools.memory.allocator.allocation_trace import AllocationTrace, TraceEventKind
+from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
+from lightning_memtools.memory.allocator.block_rounding import MIN_BLOCK, SMALL_LIMIT, block_size, segment_size
+from lightning_memtools.memory.allocator.blocks import ALLOCATED, WAITING, Block, BlockCache, FreeBlocks, Segment
+from lightning_memtools.memory.allocator.segments import (
+    DeviceSegments,
+    Observer,
+    collect_garbage,
+    grow,
+    reclaimable,
+    release_cached,
+    release_oversize,
+)
+from lightning_memtools.memory.allocator.simulated_oom import SimulatedOutOfMemory
 from lightning_memtools.memory.allocator.tally import Count, Tally
-from lightning_memtools.memory.allocator.trace import Kind, Trace
 from lightning_memtools.memory.stats import MemoryStats
 
 _ROUND_MASK = ~(MIN_BLOCK - 1)
@@ -36,7 +42,7 @@ class CachingAllocator:
         config: The settings; torch's defaults when left out.
         capacity: What the device has in all; None for no limit.
         used_by_others: Held of the device by other processes, and by this one outside the allocator.
-        record: Keep a `Trace` of all that is asked, for replay and for snapshots: 8 to 16 bytes per call.
+        record: Keep a `AllocationTrace` of all that is asked, for replay and for snapshots: 8 to 16 bytes per call.
         observer: Called with every action as torch's snapshots name them, with addresses.
 
     Attributes:
@@ -58,13 +64,13 @@ class CachingAllocator:
         observer: Observer | None = None,
     ) -> None:
         self.config = config = config or AllocatorConfig()
-        self.trace = Trace(config, capacity=capacity, used_by_others=used_by_others) if record else None
+        self.trace = AllocationTrace(config, capacity=capacity, used_by_others=used_by_others) if record else None
         self.free_memory_callbacks: list[Callable[[], bool]] = []
         self.alloc_retries = 0
         self.ooms = 0
         self._whole = Tally()
         self._oversize = Count()
-        self._reserve = Reserve(config, capacity, used_by_others, self._whole, observer)
+        self._reserve = DeviceSegments(config, capacity, used_by_others, self._whole, observer)
         self._collects_garbage = self._reserve.allowed is not None and config.garbage_collection_threshold > 0
         self._cache = cache = BlockCache(config, self._whole, ages=self._collects_garbage)
         self._default_small = cache.pool(0, 0, is_small=True)
@@ -162,15 +168,15 @@ class CachingAllocator:
             block.stream_uses = set()
         block.stream_uses.add(stream)
         if self.trace is not None:
-            self.trace.add(Kind.STREAM, stream)
-            self.trace.add(Kind.RECORD_STREAM, block.id)
+            self.trace.add(TraceEventKind.STREAM, stream)
+            self.trace.add(TraceEventKind.RECORD_STREAM, block.id)
 
     def synchronize(self, stream: int | None = None) -> None:
         """Let a stream (None: every stream) finish its work: blocks that waited only for it become free."""
         if self.trace is not None:
             if stream is not None:
-                self.trace.add(Kind.STREAM, stream)
-            self.trace.add(Kind.SYNCHRONIZE, stream is not None)
+                self.trace.add(TraceEventKind.STREAM, stream)
+            self.trace.add(TraceEventKind.SYNCHRONIZE, stream is not None)
         self._complete_events(stream)
 
     def empty_cache(self) -> None:
@@ -179,19 +185,19 @@ class CachingAllocator:
         Waits for all streams first. Segments of a private pool stay until `release_pool`.
         """
         if self.trace is not None:
-            self.trace.add(Kind.EMPTY_CACHE)
+            self.trace.add(TraceEventKind.EMPTY_CACHE)
         self._release_cached()
 
     def release_pool(self, pool: int) -> None:
         """Say that nobody will use a private pool again, so that `empty_cache` may give its segments back."""
         if self.trace is not None:
-            self.trace.add(Kind.RELEASE_POOL, pool)
+            self.trace.add(TraceEventKind.RELEASE_POOL, pool)
         self._released_pools.add(pool)
 
     def reset_peaks(self) -> None:
         """Set every peak to the current value."""
         if self.trace is not None:
-            self.trace.add(Kind.RESET_PEAKS)
+            self.trace.add(TraceEventKind.RESET_PEAKS)
         for tally in (self._cache.small, self._cache.large, self._whole):
             tally.reset_peaks()
         for count in (self._oversize, self._reserve.oversize):
@@ -241,7 +247,7 @@ class CachingAllocator:
     @used_by_others.setter
     def used_by_others(self, n_bytes: int) -> None:
         if self.trace is not None:
-            self.trace.add(Kind.USED_BY_OTHERS, n_bytes)
+            self.trace.add(TraceEventKind.USED_BY_OTHERS, n_bytes)
         self._reserve.used_by_others = n_bytes
 
     @property
@@ -407,3 +413,19 @@ class CachingAllocator:
             private_pools=sum(block.size for pool in private for block in pool.blocks),
             stream=free_blocks.stream,
         )
+
+
+def copy_of(allocator: CachingAllocator) -> CachingAllocator:
+    """An allocator with the same blocks, cache and counts, which shares nothing with the first.
+
+    Raises:
+        ValueError: The allocator is observed or has callbacks, which a copy would call too.
+    """
+    if allocator.is_observed or allocator.free_memory_callbacks:
+        raise ValueError("An allocator that is observed or has callbacks cannot be copied: the copy would call them.")
+    # The blocks of a segment are a chain, which deepcopy would follow block within block until Python's stack is full.
+    known: dict[int, object] = {id(block): object.__new__(Block) for block in allocator.blocks()}
+    for block in allocator.blocks():
+        for name in Block.__slots__:
+            setattr(known[id(block)], name, deepcopy(getattr(block, name), known))
+    return deepcopy(allocator, known)

@@ -16,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from lightning_memtools.memory.allocator.config import AllocatorConfig
+from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
 
 _KIND_BITS = 4
 _KIND_MASK = (1 << _KIND_BITS) - 1
@@ -24,7 +24,7 @@ _FORMAT = "lightning_memtools allocator trace"
 _VERSION = 1
 
 
-class Kind(IntEnum):
+class TraceEventKind(IntEnum):
     """What happened; in brackets what the number of the event says."""
 
     MALLOC = 0
@@ -32,7 +32,7 @@ class Kind(IntEnum):
     FREE = 1
     """A block was freed (number of its allocation)."""
     CONTEXT = 2
-    """Allocations from here on have another stream, pool or label (index into `Trace.contexts`)."""
+    """Allocations from here on have another stream, pool or label (index into `AllocationTrace.contexts`)."""
     FAILED_MALLOC = 3
     """A request for which there was no memory (bytes asked for). It has no number."""
     EMPTY_CACHE = 4
@@ -52,7 +52,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class AllocationContext:
     """What allocations have in common that follow each other: their stream, their pool, and what they are called."""
 
     stream: int = 0
@@ -60,7 +60,7 @@ class Context:
     label: str | None = None
 
 
-class Trace:
+class AllocationTrace:
     """The events of one allocator since it was made, and the settings it had.
 
     Attributes:
@@ -74,7 +74,7 @@ class Trace:
         self.config = config
         self.capacity = capacity
         self.used_by_others = used_by_others
-        self.contexts: list[Context] = [Context()]
+        self.contexts: list[AllocationContext] = [AllocationContext()]
         self._words = array("q")
         self._index_of_context: dict[tuple[int, int, str | None], int] = {(0, 0, None): 0}
         self._context: tuple[int, int, str | None] = (0, 0, None)
@@ -87,7 +87,7 @@ class Trace:
         """Host memory the events take, labels not counted."""
         return self._words.buffer_info()[1] * self._words.itemsize
 
-    def add(self, kind: Kind, number: int = 0) -> None:
+    def add(self, kind: TraceEventKind, number: int = 0) -> None:
         """Record an event."""
         self._words.append(number << _KIND_BITS | kind)
 
@@ -100,37 +100,37 @@ class Trace:
 
     def add_free(self, allocation: int) -> None:
         """Record that a block was freed."""
-        self._words.append(allocation << _KIND_BITS | Kind.FREE)
+        self._words.append(allocation << _KIND_BITS | TraceEventKind.FREE)
 
     def add_failed_malloc(self, n_bytes: int, stream: int, pool: int, label: str | None) -> None:
         """Record a request for which there was no memory."""
         context = (stream, pool, label)
         if context != self._context:
             self._change_context(context)
-        self.add(Kind.FAILED_MALLOC, n_bytes)
+        self.add(TraceEventKind.FAILED_MALLOC, n_bytes)
 
     def events(self) -> Iterator[tuple[int, int]]:
-        """Every event in order: its `Kind` as a number, and its own number."""
+        """Every event in order: its `TraceEventKind` as a number, and its own number."""
         for word in self._words:
             yield word & _KIND_MASK, word >> _KIND_BITS
 
-    def has_same_events(self, other: Trace) -> bool:
+    def has_same_events(self, other: AllocationTrace) -> bool:
         """Whether another trace holds the same events in the same order, of allocations of whatever sizes."""
         pairs = zip(self._words, other._words, strict=False)
         return (
             len(self) == len(other)
             and self.contexts == other.contexts
-            and all(one == two or (one | two) & _KIND_MASK == Kind.MALLOC for one, two in pairs)
+            and all(one == two or (one | two) & _KIND_MASK == TraceEventKind.MALLOC for one, two in pairs)
         )
 
-    def extrapolated(self, other: Trace, where: Fraction) -> Trace:
+    def extrapolated(self, other: AllocationTrace, where: Fraction) -> AllocationTrace:
         """The trace on the line from this one, at 0, to one of the same events, at 1: with sizes in proportion.
 
         Args:
             other: The other one.
             where: Where on the line, or beyond it.
         """
-        new = Trace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)
+        new = AllocationTrace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)
         new.contexts = list(self.contexts)
         above, below = where.numerator, where.denominator
         for one, two in zip(self._words, other._words, strict=True):
@@ -155,7 +155,7 @@ class Trace:
         Path(path).write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Trace:
+    def load(cls, path: str | Path) -> AllocationTrace:
         """Read a trace that `save` wrote.
 
         Raises:
@@ -168,15 +168,17 @@ class Trace:
             problem = f"format {content['format']!r}, version {content['version']!r}"
         except (ValueError, KeyError, TypeError) as error:
             problem = repr(error)
-        raise ValueError(f"{path} is not an allocator trace of version {_VERSION}, as Trace.save writes it: {problem}.")
+        raise ValueError(
+            f"{path} is not an allocator trace of version {_VERSION}, as AllocationTrace.save writes it: {problem}."
+        )
 
     @classmethod
-    def _from_content(cls, content: dict[str, Any]) -> Trace:
+    def _from_content(cls, content: dict[str, Any]) -> AllocationTrace:
         settings = content["config"]
         settings["roundup_power2_divisions"] = tuple(settings["roundup_power2_divisions"])
         config = AllocatorConfig(**settings)
         trace = cls(config, capacity=content["capacity"], used_by_others=content["used_by_others"])
-        trace.contexts = [Context(*context) for context in content["contexts"]]
+        trace.contexts = [AllocationContext(*context) for context in content["contexts"]]
         trace._words = array("q", content["events"])
         return trace
 
@@ -184,6 +186,6 @@ class Trace:
         index = self._index_of_context.get(context)
         if index is None:
             index = self._index_of_context[context] = len(self.contexts)
-            self.contexts.append(Context(*context))
+            self.contexts.append(AllocationContext(*context))
         self._context = context
-        self.add(Kind.CONTEXT, index)
+        self.add(TraceEventKind.CONTEXT, index)

@@ -1,0 +1,345 @@
+"""The segments that the allocator holds of the simulated device: how they are allocated, extended and released.
+
+An expandable segment is one range of addresses per stream and pool, with memory mapped behind it page by page. Where
+its rules stand in c10/cuda/CUDACachingAllocator.cpp: find_expandable_block, try_allocate_expandable_block, map_block,
+unmap_block and release_expandable_segment.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
+from lightning_memtools.memory.allocator.block_rounding import SEGMENT_STEP, SMALL_SEGMENT, round_up
+from lightning_memtools.memory.allocator.blocks import FREE, UNMAPPED, Block, FreeBlocks, Segment
+from lightning_memtools.memory.allocator.tally import Count, Tally
+from lightning_memtools.memory.sizes import GIB
+
+# Where the simulated addresses begin: anything but zero, which a reader could take for a null pointer.
+_FIRST_ADDRESS = 1 << 40
+# The range of an expandable segment when the device has no limit.
+_UNLIMITED_RANGE = 1024 * GIB
+
+Observer = Callable[[str, int, int, FreeBlocks, str | None], None]
+"""Told of each action: torch's name for it, an address, a size in bytes, the stream's pool, and the block's label."""
+
+
+class DeviceSegments:
+    """The segments held of a device; all sizes in bytes.
+
+    Attributes:
+        capacity: What the device has in all; None for no limit.
+        used_by_others: Held by other processes, and by this one outside the allocator (the CUDA context).
+        allowed: The most that may be reserved (``per_process_memory_fraction``); None for no such limit.
+        large_segment_size: The page size of large expandable segments.
+        segments: Every segment held, by address.
+        whole: Counts over all pools.
+        device_allocs: How often memory was asked of the device, and given.
+        device_frees: How often memory went back.
+        oversize: Segments of at least ``max_split_size``.
+        observer: Told of every segment taken and given back, and of every page mapped and unmapped.
+    """
+
+    def __init__(
+        self,
+        config: AllocatorConfig,
+        capacity: int | None,
+        used_by_others: int,
+        whole: Tally,
+        observer: Observer | None,
+    ) -> None:
+        self.capacity = capacity
+        self.used_by_others = used_by_others
+        self.large_segment_size = config.large_segment_size
+        self.whole = whole
+        self.segments: dict[int, Segment] = {}
+        self.device_allocs = 0
+        self.device_frees = 0
+        self.oversize = Count()
+        self.observer = observer
+        fraction = config.per_process_memory_fraction
+        self.allowed = None if capacity is None or fraction >= 1 else int(fraction * capacity)
+        self._max_split = config.max_split_size
+        self._next_address = _FIRST_ADDRESS
+        self._spare_ranges: dict[int, int] = {}
+
+    @property
+    def device_free(self) -> int | None:
+        """What the device has left; None when it has no limit."""
+        if self.capacity is None:
+            return None
+        return self.capacity - self.used_by_others - self.whole.reserved
+
+    def device_has(self, n_bytes: int) -> bool:
+        """Whether the device can give so much more."""
+        return self.capacity is None or self.used_by_others + self.whole.reserved + n_bytes <= self.capacity
+
+    def within_allowance(self, n_bytes: int) -> bool:
+        """Whether the memory fraction lets the allocator ask for so much more."""
+        return self.allowed is None or self.whole.reserved + n_bytes <= self.allowed
+
+    def take_segment(self, free_blocks: FreeBlocks, size: int) -> Block | None:
+        """Ask the device for a segment (cudaMalloc). One block covers it; None when the device has too little."""
+        if not self.device_has(size):
+            return None
+        segment = Segment(self._new_addresses(size), size, free_blocks)
+        self.segments[segment.address] = segment
+        if self._max_split is not None and size >= self._max_split:
+            self.oversize.add()
+        self.count_taken("segment_alloc", segment.address, size, free_blocks)
+        return segment.first
+
+    def give_back_segment(self, block: Block) -> None:
+        """Give the segment of its only block, which is free, back to the device (cudaFree)."""
+        block.free_blocks.remove(block)
+        del self.segments[block.segment.address]
+        if self._max_split is not None and block.size >= self._max_split:
+            self.oversize.remove()
+        self.count_given_back("segment_free", block.address, block.size, block.free_blocks)
+
+    def take_range(self, free_blocks: FreeBlocks, size: int, page_size: int) -> Segment:
+        """Begin an expandable segment: a range of addresses with no memory behind it yet."""
+        spares = [address for address, spare_size in self._spare_ranges.items() if spare_size == size]
+        address = min(spares, default=None)
+        if address is None:
+            address = self._new_addresses(size)
+        else:
+            del self._spare_ranges[address]
+        segment = Segment(address, size, free_blocks, page_size)
+        self.segments[segment.address] = segment
+        return segment
+
+    def give_up_range(self, segment: Segment) -> None:
+        """End an expandable segment that has no memory behind it any more."""
+        del self.segments[segment.address]
+        # Ranges are as large as the device: were their addresses not reused, a long run could use them up.
+        self._spare_ranges[segment.address] = segment.size
+
+    def count_taken(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
+        """Count memory that the device gave, and tell the observer."""
+        segments = 1 if action == "segment_alloc" else 0
+        self.device_allocs += 1
+        for held in (free_blocks.tally, self.whole):
+            held.add_reserved(segments, size)
+        if self.observer is not None:
+            self.observer(action, address, size, free_blocks, None)
+
+    def count_given_back(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
+        """Count memory that went back to the device, and tell the observer."""
+        segments = 1 if action == "segment_free" else 0
+        self.device_frees += 1
+        for held in (free_blocks.tally, self.whole):
+            held.remove_reserved(segments, size)
+        if self.observer is not None:
+            self.observer(action, address, size, free_blocks, None)
+
+    def _new_addresses(self, size: int) -> int:
+        address = self._next_address
+        self._next_address += round_up(size, SEGMENT_STEP)
+        return address
+
+
+# --- expandable segments
+
+
+def grow(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int) -> Block | None:
+    """Map memory until one free block holds ``size`` bytes, at the lowest address where that is possible.
+
+    Returns:
+        That block, taken out of the free ones; None when the device has too little. Pages mapped before it ran out
+        stay in the cache.
+    """
+    block = _lowest_room(free_blocks, size) or _new_range(reserve, free_blocks)
+    if block.state == UNMAPPED:
+        mapped = map_pages(reserve, block, min(block.size, size))
+        if mapped is None:
+            return None
+        block = mapped
+    while block.size < size:
+        # A free block merges with all that is free behind it, so what follows is an unmapped range.
+        behind = block.next
+        assert behind is not None
+        mapped = map_pages(reserve, behind, min(size - block.size, behind.size))
+        if mapped is None:
+            return None
+        block = mapped
+    free_blocks.remove(block)
+    return block
+
+
+def map_pages(reserve: DeviceSegments, block: Block, size: int) -> Block | None:
+    """Put memory behind the first ``size`` bytes of an unmapped range, rounded up to whole pages.
+
+    Returns:
+        The free block that now holds these bytes, merged with its free neighbours; None when the device has too
+        little, in which case nothing changes.
+    """
+    free_blocks = block.free_blocks
+    page = block.segment.page_size
+    assert page is not None
+    size = round_up(size, page)
+    if not reserve.device_has(size):
+        return None
+    free_blocks.unmapped.remove(block)
+    if size < block.size:
+        _add_unmapped(free_blocks, block.cut(size))
+    reserve.count_taken("segment_map", block.address, size, free_blocks)
+    before, after = block.prev, block.next
+    if before is not None and before.state == FREE:
+        free_blocks.remove(before)
+        before.absorb(block)
+        block = before
+    if after is not None and after.state == FREE:
+        free_blocks.remove(after)
+        block.absorb(after)
+    free_blocks.add(block)
+    return block
+
+
+def unmap_pages(reserve: DeviceSegments, block: Block) -> None:
+    """Give the whole pages within a free block back to the device; a range without any page left is given up."""
+    free_blocks, segment = block.free_blocks, block.segment
+    start, size = whole_pages(block)
+    if size == 0:
+        return
+    free_blocks.remove(block)
+    if start > block.address:
+        front, block = block, block.cut(start - block.address)
+        free_blocks.add(front)
+    if size < block.size:
+        free_blocks.add(block.cut(size))
+    before, after = block.prev, block.next
+    if before is not None and before.state == UNMAPPED:
+        free_blocks.unmapped.remove(before)
+        before.absorb(block)
+        block = before
+    if after is not None and after.state == UNMAPPED:
+        free_blocks.unmapped.remove(after)
+        block.absorb(after)
+    _add_unmapped(free_blocks, block)
+    reserve.count_given_back("segment_unmap", start, size, free_blocks)
+    if not block.is_split:
+        free_blocks.unmapped.remove(block)
+        reserve.give_up_range(segment)
+
+
+def whole_pages(block: Block) -> tuple[int, int]:
+    """The pages that lie wholly within a block: where they start, and how many bytes they are."""
+    segment = block.segment
+    page = segment.page_size
+    assert page is not None
+    offset = block.address - segment.address
+    start = round_up(offset, page)
+    end = (offset + block.size) // page * page
+    return segment.address + start, max(end - start, 0)
+
+
+def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
+    """Where free blocks and unmapped ranges side by side, at least one of them unmapped, hold ``size`` bytes."""
+    for unmapped in free_blocks.unmapped:
+        before = unmapped.prev
+        first = before if before is not None and before.state == FREE else unmapped
+        room = 0
+        block: Block | None = first
+        while block is not None and block.state in {FREE, UNMAPPED} and room < size:
+            room += block.size
+            block = block.next
+        if room >= size:
+            return first
+    return None
+
+
+def _new_range(reserve: DeviceSegments, free_blocks: FreeBlocks) -> Block:
+    page = SMALL_SEGMENT if free_blocks.is_small else reserve.large_segment_size
+    # 1 1/8 of the device, so that a block can grow at the end while pages given back before it lie idle.
+    total = _UNLIMITED_RANGE if reserve.capacity is None else reserve.capacity + reserve.capacity // 8
+    segment = reserve.take_range(free_blocks, round_up(total, page), page)
+    _add_unmapped(free_blocks, segment.first)
+    return segment.first
+
+
+def _add_unmapped(free_blocks: FreeBlocks, block: Block) -> None:
+    block.state = UNMAPPED
+    insort(free_blocks.unmapped, block, key=attrgetter("address"))
+
+
+# --- giving back
+
+
+def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None:
+    """Give back every segment without a used block; of expandable segments every whole free page (release_blocks)."""
+    for free_blocks in pools:
+        for block in list(free_blocks.blocks):  # a copy: giving back changes the list
+            if block.is_expandable:
+                unmap_pages(reserve, block)
+            elif not block.is_split:
+                reserve.give_back_segment(block)
+
+
+def reclaimable(pools: Iterable[FreeBlocks]) -> int:
+    """What `release_cached` would give back, in bytes."""
+    total = 0
+    for free_blocks in pools:
+        for block in free_blocks.blocks:
+            if block.is_expandable:
+                total += whole_pages(block)[1]
+            elif not block.is_split:
+                total += block.size
+    return total
+
+
+def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int, max_split: int) -> bool:
+    """Give back oversize cached blocks of one stream, just enough for a request (release_available_cached_blocks).
+
+    One block that is large enough, else the largest ones until they add up.
+
+    Returns:
+        Whether as much as the request needs went back.
+    """
+    wanted = max(size, max_split)
+    index = free_blocks.first_of_at_least(wanted)
+    blocks = free_blocks.blocks
+    if index < len(blocks) and not blocks[index].is_expandable:
+        # A block of at least max_split_size is never split, so it is a whole segment.
+        reserve.give_back_segment(blocks[index])
+        return True
+    released = 0
+    for block in reversed(blocks[:index]):
+        if released >= wanted or block.size < max_split:
+            break
+        if not block.is_expandable:
+            released += block.size
+            reserve.give_back_segment(block)
+    return released >= wanted
+
+
+def collect_garbage(reserve: DeviceSegments, pools: Iterable[FreeBlocks], lookups: int, threshold: float) -> None:
+    """Give back large cached segments that were not used for long, when the share in use passes the threshold.
+
+    Segments at least as old as the average go, in rounds, until enough went; a block's age is the number of lookups
+    since it was freed (garbage_collect_cached_blocks).
+
+    Args:
+        reserve: What is held of the device; it must have an allowance.
+        pools: The default pool's large free blocks, one set per stream.
+        lookups: How many lookups these have seen.
+        threshold: The share of the allowance above which memory goes back.
+    """
+    assert reserve.allowed is not None
+    target = reserve.whole.reserved - int(threshold * reserve.allowed)
+    # torch counts whole expandable blocks here too, but never gives them back; there are none, since such a segment
+    # always ends in an unmapped range.
+    candidates = [block for free_blocks in pools for block in free_blocks.blocks if not block.is_split]
+    total_age = sum(lookups - block.age_base for block in candidates)
+    released = 0
+    while released < target and candidates:
+        average_age = total_age / len(candidates)
+        # The oldest is never younger than the average, so every round gives something back.
+        old = [block for block in candidates if lookups - block.age_base >= average_age]
+        candidates = [block for block in candidates if lookups - block.age_base < average_age]
+        for block in old:
+            released += block.size
+            total_age -= lookups - block.age_base
+            reserve.give_back_segment(block)
