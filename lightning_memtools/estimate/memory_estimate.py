@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
-from lightning_memtools.estimate.continuing import run_on
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, draw
-from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
+from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, replay_on, save_snapshot
 from lightning_memtools.memory.capacity import find_gpu, known_gpus, parse_capacity
 from lightning_memtools.memory.sizes import format_size, parse_size
 from lightning_memtools.memory.virtual.device import DEFAULT_CONTEXT
@@ -143,7 +142,7 @@ class MemoryEstimate:
         """
         if self._trace is None:
             raise ValueError("An extrapolated estimate has no history of requests.")
-        return run_on(allocator, self._trace, self.begin)
+        return replay_on(allocator, self._trace, n_skipped=self.begin).completed
 
     def shortfall(self, capacity: str) -> int:
         """By how many bytes the peak of allocated memory exceeds a capacity; 0 where it does not."""

@@ -10,8 +10,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
-from lightning_memtools.estimate.continuing import run_on
-from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, copy_of, replay
+from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, copy_of, replay, replay_on
 from lightning_memtools.memory.sizes import MIB, format_size
 from lightning_memtools.oom.deadline import Deadline, OutOfTimeError
 from lightning_memtools.oom.situation import Situation
@@ -249,7 +248,7 @@ class Trials:
         """Whether what steps ask for finds memory: as `fits`, of a trace in which they begin at an event."""
         self._deadline.check()
         if self._at_evaluation is not None:
-            return run_on(copy_of(self._at_evaluation), trace, begin)
+            return replay_on(copy_of(self._at_evaluation), trace, n_skipped=begin).completed
         return replay(trace, capacity=self.usable).completed
 
 

@@ -13,7 +13,7 @@ from lightning_memtools.memory.allocator.memory_snapshot import (
     take_snapshot,
     write_snapshot,
 )
-from lightning_memtools.memory.allocator.replay import Replay, replay
+from lightning_memtools.memory.allocator.replay import ReplayedTrace, replay, replay_on
 from lightning_memtools.memory.allocator.simulated_oom import SimulatedOutOfMemory
 
 __all__ = [
@@ -23,12 +23,13 @@ __all__ = [
     "Block",
     "CachingAllocator",
     "CublasWorkspaces",
-    "Replay",
+    "ReplayedTrace",
     "Segment",
     "SimulatedOutOfMemory",
     "copy_of",
     "cublas_workspace_bytes",
     "replay",
+    "replay_on",
     "save_snapshot",
     "take_snapshot",
     "write_snapshot",

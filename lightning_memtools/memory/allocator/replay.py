@@ -1,4 +1,4 @@
-"""Carrying out a recorded trace again: under other settings, on a device of another size."""
+"""Replays a recorded trace: under other settings, on a device of another size, or on an allocator that is in use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from lightning_memtools.memory.stats import MemoryStats
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
-    """What became of a replayed trace.
+class ReplayedTrace:
+    """The result of replaying a trace.
 
     Attributes:
-        allocator: The allocator after the last event that was carried out.
-        n_events: How many events were carried out.
-        out_of_memory: Why the replay ended early: memory ran out where the recorded program had enough. None if it
-            came to the end.
-        label: What the allocation that found no memory is called.
+        allocator: The allocator after the last event that was replayed.
+        n_events: How many events were replayed.
+        out_of_memory: The failed request that ended the replay early; None if it reached the end.
+        label: The label of the failed request.
     """
 
     allocator: CachingAllocator
@@ -33,7 +32,7 @@ class Replay:
 
     @property
     def completed(self) -> bool:
-        """Whether every event was carried out."""
+        """Whether every event was replayed."""
         return self.out_of_memory is None
 
     @property
@@ -48,16 +47,15 @@ def replay(
     config: AllocatorConfig | None = None,
     capacity: int | EllipsisType | None = ...,
     observer: Observer | None = None,
-) -> Replay:
-    """Carry out what a trace holds on a new allocator.
+) -> ReplayedTrace:
+    """Replay a trace on a new allocator.
 
     With the recorded settings the result is the state that was recorded, block for block. With others it is what the
-    same program would have made of them, up to the first request that finds no memory: what the program would have
-    done then is not known. A request that found no memory when it was recorded is tried again, and freed at once where
-    it now succeeds.
+    same program would have led to, up to the first request that fails: what the program would have done then is not
+    known. A request that failed when it was recorded is tried again, and freed at once if it now succeeds.
 
     Args:
-        trace: What to carry out.
+        trace: The trace.
         config: The allocator's settings; the recorded ones when left out.
         capacity: The device's capacity in bytes, None for no limit; the recorded one when left out.
         observer: Called with every action, as for `CachingAllocator`.
@@ -68,29 +66,44 @@ def replay(
         used_by_others=trace.used_by_others,
         observer=observer,
     )
-    player = _Player(trace, allocator)
+    return replay_on(allocator, trace)
+
+
+def replay_on(allocator: CachingAllocator, trace: AllocationTrace, *, n_skipped: int = 0) -> ReplayedTrace:
+    """Replay a trace on an allocator that may hold blocks already; it is left as the trace leaves it.
+
+    Args:
+        allocator: The allocator.
+        trace: The trace.
+        n_skipped: How many of the first allocations and frees are left out. Blocks that they allocated are not freed
+            later either. In the trace of an estimate these put the model on the device.
+    """
+    player = _Player(trace, allocator, n_skipped)
     n_events = 0
     for kind, number in trace.events():
         try:
-            player.carry_out(kind, number)
+            if not player.skips(kind, number):
+                player.play(kind, number)
         except SimulatedOutOfMemory as error:
-            return Replay(allocator, n_events, error, player.context.label)
+            return ReplayedTrace(allocator, n_events, error, player.context.label)
         n_events += 1
-    return Replay(allocator, n_events)
+    return ReplayedTrace(allocator, n_events)
 
 
 class _Player:
-    """Holds what the next event refers to: the blocks by number, the stream and the label named last."""
+    """Holds what events refer to: the live blocks by number, and the stream and context that were named last."""
 
-    def __init__(self, trace: AllocationTrace, allocator: CachingAllocator) -> None:
+    def __init__(self, trace: AllocationTrace, allocator: CachingAllocator, n_skipped: int) -> None:
         self.allocator = allocator
         self.contexts = trace.contexts
         self.context = trace.contexts[0]
         self.stream = 0
         self.n_allocations = 0
         self.live: dict[int, Block] = {}
+        self._to_skip = n_skipped
+        self._skipped: set[int] = set()
 
-    def carry_out(self, kind: int, number: int) -> None:  # noqa: C901, one branch per kind of event
+    def play(self, kind: int, number: int) -> None:  # noqa: C901, one branch per kind of event
         allocator = self.allocator
         if kind == TraceEventKind.MALLOC:
             self.n_allocations += 1
@@ -117,6 +130,18 @@ class _Player:
             allocator.used_by_others = number
         else:
             raise ValueError(f"Unknown kind of event {kind}: the trace was written by a newer version.")
+
+    def skips(self, kind: int, number: int) -> bool:
+        """Return whether to skip the next event: one of the first, or a free of what these allocated."""
+        if kind > TraceEventKind.FREE:
+            return False
+        if self._to_skip == 0:
+            return kind == TraceEventKind.FREE and number in self._skipped
+        self._to_skip -= 1
+        if kind == TraceEventKind.MALLOC:
+            self.n_allocations += 1
+            self._skipped.add(self.n_allocations)
+        return True
 
     def _malloc(self, n_bytes: int) -> Block:
         context = self.context
