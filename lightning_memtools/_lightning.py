@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning_utilities.core.inheritance import get_all_subclasses
@@ -291,3 +291,11 @@ def end_the_call() -> BaseException:
     `trainer.should_stop` is reset when fit begins, and would still run the sanity check.
     """
     return _TunerExitException()
+
+
+def is_compiled_by_lightning(module: LightningModule) -> bool:
+    """Returns whether `module` is what the Trainer unpacked from `torch.compile(module)`.
+
+    The Trainer passes on the plain module with the compiled call inside; only this attribute tells.
+    """
+    return getattr(module, "_compiler_ctx", None) is not None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 
-from lightning_memtools._lightning import training_step
+from lightning_memtools._lightning import is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
@@ -21,6 +21,7 @@ from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
+from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.simulation.fake_training_step import forward_of
 
@@ -33,22 +34,31 @@ class GradientCheckpointing(Callback):
     """Trains with less memory: recomputes parts of the model's Sequential blocks in backward instead of keeping them.
 
     On the first training batch it traces a step on fake tensors, chooses what to recompute, predicts the peak, and
-    applies the plan unless that does not lower the peak. Gradients, weights, running statistics and random numbers are
-    bit for bit those of the plain run. Names, types, state_dict and checkpoints stay as they are; copies and pickles
-    are of the plain model. Everything is undone when fit ends or fails.
+    applies the plan if that lowers the peak. Gradients, weights, running statistics and random numbers are bit for bit
+    those of the plain run. Names, types, state_dict and checkpoints stay as they are; copies and pickles are of the
+    plain model. Everything is undone when fit ends or fails.
 
-    Forward hooks on layers within recomputed ranges fire again in backward. Compiled modules are left alone, and so are
-    models under FSDP and DeepSpeed.
+    | It writes | content |
+    | --- | --- |
+    | `memtools/checkpoint_plan` (text, to loggers that take it) | what is recomputed, what is left out, bytes, peaks |
+    | `<log_dir>/memtools/checkpoint_plan.md` | the same |
+    | console, rank 0 | the same |
+
+    After the third step the measured peak is added to the predicted one.
+
+    Forward hooks on layers within recomputed ranges fire again in backward. Compiled models, and models under FSDP and
+    DeepSpeed, are left unchanged, with a warning that says why.
 
     Args:
-        segments: Cut each Sequential into so many chunks, all but the last recomputed, at the boundaries with the
-            lowest peak. "auto" takes the plan with the lowest product of activation memory and operations, at most a
-            third more operations than without.
-        memory_budget: With a float, the share of the plain step's activation memory that the plan may have; with a
-            size such as "8GiB", the highest allocated peak. The plan with the least recomputation that fits is taken.
-        bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: "skip", they never run twice;
-            "recompute", they may, exactly; "avoid", nothing that contains one runs twice.
-        include: Patterns of module names to take in place of every Sequential, such as ["blocks.*"]. A match that is
+        segments: Cut each Sequential into this many chunks, all but the last recomputed, at the boundaries with the
+            lowest peak. "auto" takes the plan with the lowest product of activation memory and operations, with at
+            most a third more operations than without.
+        memory_budget: A float is the share of the plain step's activation memory that the plan may have; a size such
+            as "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
+        bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
+            with "recompute" they may, and the results are the same bit for bit; with "avoid" nothing that contains
+            one runs twice.
+        include: Patterns of module names to take instead of every Sequential, such as ["blocks.*"]. A match that is
             no Sequential becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
 
@@ -80,18 +90,18 @@ class GradientCheckpointing(Callback):
         self._directory: Path | NotWritten = NO_RUN
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is not at work: what is applied stays with the original.
+        # What is applied stays with the original: it is undone once.
         return vars(self) | {"_applied": None, "_window": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin afresh."""
-        self._stop()
-        self._start()
-        if stage == "fit":
-            self._directory = report_directory(trainer)
+        """Undo what an earlier fit may have left, and start again."""
+        self._undo()
+        self._planned = False
+        self._steps = 0
+        self._directory = report_directory(trainer) if stage == "fit" else NO_RUN
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plan on the first batch; measure a later step."""
+        """Plan on the first batch; measure the peak of a later step."""
         if not self._planned:
             self._planned = True
             self._plan_and_apply(trainer, pl_module, batch, batch_idx)
@@ -105,7 +115,7 @@ class GradientCheckpointing(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the measured peak beside the predicted one."""
+        """Write the measured peak beside the predicted one."""
         if self._window is None:
             return
         self._window.pause()
@@ -118,19 +128,14 @@ class GradientCheckpointing(Callback):
             Console().print(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the plan back."""
-        self._stop()
+        """Undo the plan."""
+        self._undo()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take the plan back."""
-        self._stop()
+        """Undo the plan."""
+        self._undo()
 
-    def _start(self) -> None:
-        self._planned = False
-        self._steps = 0
-        self._directory = NO_RUN
-
-    def _stop(self) -> None:
+    def _undo(self) -> None:
         if self._applied is not None:
             self._applied.remove()
         if self._window is not None:
@@ -138,45 +143,49 @@ class GradientCheckpointing(Callback):
         self._applied = self._window = None
 
     def _plan_and_apply(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        reason = _why_not(trainer, pl_module)
-        made: CheckpointPlan | Exception | None = None
-        if reason is None:
+        made = _why_unplanned(trainer, pl_module) or self._plan_on_rank_zero(trainer, pl_module, batch, batch_idx)
+        if isinstance(made, str):
             if trainer.is_global_zero:
-                made = self._make_plan(trainer, pl_module, batch, batch_idx)
-            # One rank decides for all, its failure included: nobody is left waiting.
-            made = trainer.strategy.broadcast(made)
-            if isinstance(made, ValueError):
-                raise made
-            if isinstance(made, Exception):
-                reason = (
-                    "a step could not be traced on fake tensors "
-                    f"({type(made).__name__}: {str(made).partition(chr(10))[0]}). "
-                    "plan_checkpoints(module, sample) can plan a part of the model that does not look at values"
-                )
-        if reason is not None:
-            if trainer.is_global_zero:
-                warnings.warn(f"GradientCheckpointing leaves the model alone: {reason}.", stacklevel=2)
+                warnings.warn(f"GradientCheckpointing leaves the model unchanged: {made}.", stacklevel=2)
             return
-        assert isinstance(made, CheckpointPlan)
         self.plan = made
         if trainer.is_global_zero and made.plain is not None:
             self._show(trainer, made)
         self._applied = made.apply(pl_module)
 
-    def _make_plan(
+    def _plan_on_rank_zero(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> CheckpointPlan | Exception:
-        step = Step(
-            pl_module,
-            batch,
-            forward_of(trainer, pl_module, batch_idx),
-            tuple(trainer.optimizers),
-            device=device_of(cuda=trainer.strategy.root_device.type == "cuda"),
-        )
-        try:
-            return StepPlanner(step).plan(self._options)
-        except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything over fake tensors
-            return error.with_traceback(None)
+    ) -> CheckpointPlan | str:
+        """Returns on every rank the plan of rank 0, or the reason why there is none. Collective.
+
+        Raises:
+            ValueError: A pattern matches no module, or no plan fits the budget.
+        """
+        made: CheckpointPlan | Exception | None = None
+        if trainer.is_global_zero:
+            step = Step(
+                pl_module,
+                batch,
+                forward_of(trainer, pl_module, batch_idx),
+                tuple(trainer.optimizers),
+                device=device_of(cuda=trainer.strategy.root_device.type == "cuda"),
+            )
+            try:
+                made = StepPlanner(step).plan(self._options)
+            except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
+                made = error.with_traceback(None)
+        # Failures are broadcast too, so that no rank is left waiting.
+        made = trainer.strategy.broadcast(made)
+        if isinstance(made, ValueError):
+            raise made
+        if isinstance(made, Exception):
+            return (
+                f"a step could not be traced on fake tensors ({type(made).__name__}: "
+                f"{str(made).partition(chr(10))[0]}). plan_checkpoints(module, sample) can plan a part of the model "
+                "that does not read values"
+            )
+        assert made is not None
+        return made
 
     def _show(self, trainer: Trainer, plan: CheckpointPlan) -> None:
         self._write(trainer, plan.table())
@@ -192,13 +201,11 @@ class GradientCheckpointing(Callback):
         log_text(trainer, "memtools/checkpoint_plan", text, training_step(trainer))
 
 
-def _why_not(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Why a model is left alone; None where it can be planned."""
-    strategy = type(trainer.strategy).__name__
-    if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
-        return f"{strategy} shards parameters, and its own activation checkpointing knows when they are gathered"
-    if vars(pl_module).get("_compiler_ctx") is not None or is_compiled(pl_module):
+def _why_unplanned(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Returns why the model cannot be planned; None if it can."""
+    reason = why_unsupported(GradientCheckpointing.__name__, type(trainer.strategy))
+    if reason is None and (is_compiled_by_lightning(pl_module) or is_compiled(pl_module)):
         return (
             "it is compiled. torch.compile recomputes by itself with torch._functorch.config.activation_memory_budget"
         )
-    return None
+    return reason

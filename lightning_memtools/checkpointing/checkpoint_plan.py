@@ -85,6 +85,7 @@ class CheckpointPlan:
                 )
                 for chain in self.chains
             ],
+            align="lrllrrr",
         )
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:

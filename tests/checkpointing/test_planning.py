@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_memtools.checkpointing import planning
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import NothingToApplyTo, find_chains
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
@@ -307,3 +309,40 @@ def test_the_memory_model_says_what_is_traced_where_no_layer_keeps_anything(devi
     traced = predict(step, chain_plans(measured, chains, ranges))
     assert told.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
     assert told.extra_operations == traced.operations - measured.plain.operations
+
+
+def test_all_budgets_share_one_profile_of_the_step(monkeypatch):
+    calls = Counter()
+
+    def counted(name, function):
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        return call
+
+    for name in ("profile", "predict", "OptimalRanges"):
+        monkeypatch.setattr(planning, name, counted(name, getattr(planning, name)))
+    model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    x = torch.empty(4096, 64)
+    planner = planning.StepPlanner(Step(model, (x,), lambda copy, args: copy(*args)))
+    shares = (None, 0.8, 0.7, 0.6)
+    plans = [planner.plan(CheckpointOptions.parse(memory_budget=share)) for share in shares]
+    assert calls["profile"] == calls["OptimalRanges"] == 1
+    assert len({plan.peak_bytes for plan in plans}) == len(plans)
+    traced = calls["predict"]
+    again = [planner.plan(CheckpointOptions.parse(memory_budget=share)) for share in shares]
+    assert again == plans
+    assert calls["predict"] == traced
+    assert plans == [plan_checkpoints(model, x, memory_budget=share) for share in shares]
+
+
+def test_a_refusal_compares_all_ways_of_bn_dropout_on_one_profile(monkeypatch):
+    profiled = []
+    profile_once = planning.profile
+    monkeypatch.setattr(planning, "profile", lambda *args: profiled.append(args) or profile_once(*args))
+    model, x = conv_bn_relu(16, 8), torch.empty(4, 3, 32, 32)
+    plan = plan_checkpoints(model, x)
+    assert len(profiled) == 1
+    assert 'bn_dropout="recompute" would give a peak of' in plan.refused
+    assert 'bn_dropout="avoid" would give no lower peak either' in plan.refused

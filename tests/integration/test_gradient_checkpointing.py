@@ -151,7 +151,7 @@ def test_what_cannot_be_traced_is_left_alone_with_the_reason(tmp_path):
             batch[0].numpy().mean()
             return super().training_step(batch, batch_idx)
 
-    with pytest.warns(UserWarning, match="leaves the model alone: a step could not be traced on fake tensors"):
+    with pytest.warns(UserWarning, match="leaves the model unchanged: a step could not be traced on fake tensors"):
         with_it = fit(tmp_path, GradientCheckpointing(), model=Looks, logger=False)
     assert_same_bits(with_it, fit(tmp_path, model=Looks, logger=False))
 
@@ -172,7 +172,7 @@ def test_a_compiled_model_is_left_alone_in_words(tmp_path):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer(tmp_path, GradientCheckpointing(), logger=False).fit(model, loader(64, 32))
-    assert any("leaves the model alone: it is compiled" in str(one.message) for one in said)
+    assert any("leaves the model unchanged: it is compiled" in str(one.message) for one in said)
 
 
 @pytest.mark.parametrize("case", ["off", "on", "fsdp2"])
@@ -188,7 +188,7 @@ def test_two_ranks_recompute_the_same_and_end_in_the_same_bits(case, tmp_path):
     assert plans[0] == plans[1]
     if case == "fsdp2":
         assert plans[0] is None
-        assert result.stderr.count("leaves the model alone: ModelParallelStrategy shards parameters") == 1
+        assert result.stderr.count("leaves the model unchanged: ModelParallelStrategy shards parameters") == 1
     else:
         assert any(chain.ranges for chain in plans[0])
     for rank in (0, 1):
