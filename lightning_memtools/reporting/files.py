@@ -37,9 +37,12 @@ def report_directory(trainer: Trainer, directory: str | None = None) -> Path | N
         trainer: Its `log_dir` is the parent of the directory "memtools".
         directory: The callback's own argument, which takes precedence and is used as it is.
     """
-    log_dir = trainer.log_dir
     if directory is not None:
         return Path(directory)
+    if not trainer.loggers:
+        # Trainer.log_dir is the working directory then, and nobody asked for files there.
+        return NotWritten("not written: this run keeps no files (logger=False)")
+    log_dir = trainer.log_dir
     if log_dir is None or getattr(trainer, "fast_dev_run", False):
         return NotWritten("not written: this run keeps no files (fast_dev_run)")
     return Path(log_dir) / "memtools"

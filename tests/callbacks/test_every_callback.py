@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -125,6 +126,40 @@ def whole_run(root: Path, *callbacks: L.Callback, model: L.LightningModule | Non
     run.test(model, loader(16, seed=2), verbose=False)
     run.predict(model, loader(8, seed=3))
     return run
+
+
+class Diverges(Regression):
+    """Its loss is NaN in the third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if batch_idx == 2 else loss
+
+
+class RunsOut(Regression):
+    """Runs out of memory in the third step, as on a GPU."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB."
+            )
+        return super().training_step(batch, batch_idx)
+
+
+@every_callback
+@pytest.mark.parametrize("model", [Regression, Diverges, RunsOut])
+def test_without_a_logger_nothing_is_written_unasked(callback, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    run = L.Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[callback()], **quiet)
+    if model is Regression:
+        run.fit(model(), loader(), loader(16, seed=1))
+        run.test(model(), loader(16, seed=2), verbose=False)
+    else:
+        with contextlib.suppress(RuntimeError):
+            run.fit(model(), loader(), loader(16, seed=1))
+    assert not [*tmp_path.iterdir()]
 
 
 def state_of(model: L.LightningModule) -> dict[str, torch.Tensor]:

@@ -30,6 +30,12 @@ def test_a_dry_run_keeps_no_files_and_says_so(tmp_path):
     assert write_report_or_warn(none, "a.md", "text") is None  # and no warning
 
 
+def test_a_run_without_a_logger_keeps_files_only_where_the_callback_says(tmp_path):
+    run = trainer(tmp_path, logger=False)
+    assert report_directory(run) == NotWritten("not written: this run keeps no files (logger=False)")
+    assert report_directory(run, "here") == Path("here")
+
+
 def test_a_report_is_written_into_a_new_directory(tmp_path):
     path = write_report(tmp_path / "new" / "er", "a.md", "gr\u00f6\u00dfe")
     assert path == tmp_path / "new" / "er" / "a.md"

@@ -1,0 +1,237 @@
+"""Rules of the house (docs/design.md) that can be read off the source: floors, private names, class names, docstrings.
+
+`python -m tests.house_rules > pending.py; mv pending.py tests/` writes down the files that do not keep them yet.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "lightning_memtools"
+
+# A room may import itself and the floors below it, and no other room of its own floor.
+FLOOR = {
+    "memory": 1,
+    "reporting": 2,
+    "state": 2,
+    "simulation": 3,
+    "null_cuda": 3,
+    "checkpointing": 4,
+    "nonfinite": 4,
+    "batch_size": 4,
+    "estimate": 4,
+    "doctor": 4,
+    "oom": 5,
+    "callbacks": 6,
+    "cli": 6,
+}
+MAY_IMPORT_LIGHTNING = {"callbacks", "cli", "reporting", "batch_size/trainer"}
+APART = "tensorboard_plugin"
+
+# The only files that may use private parts of torch and Lightning.
+GROUND = {"_torch.py", "_lightning.py"}
+# Underscored but documented: named tuples' methods, and a few functions of Python's library.
+_DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_current_frames", "_exit"}
+# In `torch.ops.aten._softmax`, the underscore belongs to the operator's name.
+_OPERATORS = {"aten", "prims", "c10d_functional"}
+# A key in the capsule's format.
+_NO_ATTRIBUTES = {"_kind"}
+# What these methods take, such as "_gib", is a piece of a name.
+_TAKE_PIECES = {"startswith", "endswith", "removeprefix", "removesuffix", "replace", "split", "partition", "join"}
+_PRIVATE = re.compile(r"_[A-Za-z]\w*")
+_DOTTED = re.compile(r"\w+(\.\w+)*")
+_QUESTION_WORDS = {"What", "Whether", "How", "Why", "Who", "Where"}
+
+Found = Mapping[str, object]
+"""What breaks a rule: a file (or a class) to the places."""
+
+
+def sources() -> list[Path]:
+    """Return every file of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """Return a file's path within the package."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return a file's syntax tree."""
+    return ast.parse(path.read_text())
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Yield every module that a file imports, anywhere in it but under `if TYPE_CHECKING`."""
+    tree = tree_of(path)
+    hidden = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} uses a relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def wrong_imports() -> Found:
+    """Return the imports that a file's floor forbids."""
+    found = {name_of(path): sorted(set(_wrong_imports(path))) for path in sources() if path.parent != PACKAGE}
+    return {name: modules for name, modules in found.items() if modules}
+
+
+def _wrong_imports(path: Path) -> Iterator[str]:
+    part = name_of(path).partition("/")[0]
+    rooms = {str(room) for room in path.relative_to(PACKAGE).parents}
+    for module in imports_of(path):
+        names = module.split(".")
+        if names[0] == "lightning_memtools" and len(names) > 1 and names[1] in FLOOR:
+            other = names[1]
+            if part == APART or (other != part and FLOOR[other] >= FLOOR[part]):
+                yield module
+        is_lightning = names[0] in {"lightning", "pytorch_lightning"} or module == "lightning_memtools._lightning"
+        if is_lightning and not rooms & MAY_IMPORT_LIGHTNING:
+            yield module
+        if part == APART and names[0] in {"torch", "torchmetrics"}:
+            yield module
+
+
+def private_names() -> Found:
+    """Return the uses, in attributes, imports and strings, of private names that the using file does not define itself."""
+    found = {
+        name_of(path): [f"line {line}: {name}" for line, name in private_names_of(path)]
+        for path in sources()
+        if name_of(path) not in GROUND
+    }
+    return {name: uses for name, uses in found.items() if uses}
+
+
+def private_names_of(path: Path) -> list[tuple[int, str]]:
+    """Return line and name of each use in a file."""
+    tree = tree_of(path)
+    own = _DOCUMENTED | _NO_ATTRIBUTES | set(_defined_in(tree))
+    no_names = set(_pieces_of_text(tree))
+    found: set[tuple[int, str]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            holder = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+            is_foreign = node.attr not in own or holder in {"torch", "lightning"}
+            if is_foreign and holder not in _OPERATORS | sys.stdlib_module_names:
+                found |= _private_parts(node, [node.attr])
+        elif isinstance(node, ast.Import):
+            found |= _private_parts(node, (part for alias in node.names for part in alias.name.split(".")))
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [part for alias in node.names for part in (*module.split("."), *alias.name.split("."))]
+            if module.partition(".")[0] == "lightning_memtools":
+                names = [name for name in names if f"{name}.py" not in GROUND]
+            found |= _private_parts(node, names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in no_names:
+            parts = node.value.split(".")
+            if _DOTTED.fullmatch(node.value) and parts[0] not in _OPERATORS | sys.stdlib_module_names:
+                found |= _private_parts(node, (part for part in parts if part not in own))
+    return sorted(found)
+
+
+def _private_parts(node: ast.expr | ast.stmt, names: Iterable[str]) -> set[tuple[int, str]]:
+    return {(node.lineno, name) for name in names if _PRIVATE.fullmatch(name) and name not in sys.stdlib_module_names}
+
+
+def _defined_in(tree: ast.Module) -> Iterator[str]:
+    """Yield names of functions, classes, variables, arguments, and attributes that are set on `self` or `cls`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}:
+                yield node.attr
+
+
+def _pieces_of_text(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Yield texts that name no attribute: docstrings, and pieces of longer texts."""
+    yield from _docstrings(tree)
+    for node in ast.walk(tree):
+        pieces: list[ast.expr] = []
+        if isinstance(node, ast.JoinedStr):
+            pieces = node.values
+        elif isinstance(node, ast.BinOp):
+            pieces = [node.left, node.right]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _TAKE_PIECES:
+            pieces = node.args
+        yield from (piece for piece in pieces if isinstance(piece, ast.Constant))
+
+
+def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Yield texts that stand alone: docstrings, also those of attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value
+
+
+def suppressed_private_access() -> Found:
+    """Return the files that switch off ruff's rule against private access."""
+    return {name_of(path): "SLF001" for path in sources() if "SLF001" in path.read_text()}
+
+
+def duplicate_classes() -> Found:
+    """Return the class names that are defined more than once in the package."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sources():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name_of(path))
+    return {name: where for name, where in places.items() if len(where) > 1}
+
+
+def questioning_docstrings() -> Found:
+    """Return the docstrings that begin with a question word instead of saying what the thing does or returns."""
+    found = {
+        name_of(path): [
+            f"line {text.lineno}: {str(text.value)[:40]}"
+            for text in _docstrings(tree_of(path))
+            if (str(text.value).split() or [""])[0].rstrip(",:") in _QUESTION_WORDS
+        ]
+        for path in sources()
+    }
+    return {name: texts for name, texts in found.items() if texts}
+
+
+RULES = {
+    "WRONG_IMPORTS": wrong_imports,
+    "PRIVATE_NAMES": private_names,
+    "SUPPRESSED_PRIVATE_ACCESS": suppressed_private_access,
+    "DUPLICATE_CLASSES": duplicate_classes,
+    "QUESTIONING_DOCSTRINGS": questioning_docstrings,
+}
+
+
+def _main() -> None:
+    out = sys.stdout.write
+    out('"""Files and classes that do not keep a rule of the house yet; see house_rules.py. The lists only shrink."""\n\n')
+    out("from __future__ import annotations\n\nPENDING: dict[str, set[str]] = {\n")
+    for rule, find in RULES.items():
+        lines = "".join(f'        "{name}",\n' for name in sorted(find()))
+        out(f'    "{rule}": {{\n{lines}    }},\n' if lines else f'    "{rule}": set(),\n')
+    out("}\n")
+
+
+if __name__ == "__main__":
+    _main()
