@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
     from lightning_memtools.callbacks.oom_report import OOMReport
     from lightning_memtools.callbacks.presets import default_callbacks
+    from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
     from lightning_memtools.checkpointing.planning import plan_checkpoints
     from lightning_memtools.estimate import estimate_memory
+    from lightning_memtools.estimate.memory_estimate import MemoryEstimate
     from lightning_memtools.memory.stats import MemoryStats
     from lightning_memtools.memory.virtual import VirtualDevice
-    from lightning_memtools.nonfinite.capsule.capsule_replay import replay
+    from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError
+    from lightning_memtools.nonfinite.capsule.capsule_replay import Replay, replay
     from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 
 __version__ = "0.1.0"
@@ -31,14 +34,18 @@ __version__ = "0.1.0"
 _HOME_OF_NAME = {
     "BatchSizeResult": "batch_size.result",
     "BatchSizeTuner": "callbacks.batch_size_tuner",
+    "CapsuleError": "nonfinite.capsule.capsule_file",
+    "CheckpointPlan": "checkpointing.checkpoint_plan",
     "EmptyCache": "callbacks.empty_cache",
     "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
     "LossCurves": "callbacks.loss_curves",
+    "MemoryEstimate": "estimate.memory_estimate",
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
     "NonFiniteError": "nonfinite.nonfinite_error",
     "OOMReport": "callbacks.oom_report",
+    "Replay": "nonfinite.capsule.capsule_replay",
     "VirtualDevice": "memory.virtual",
     "default_callbacks": "callbacks.presets",
     "estimate_memory": "estimate",
@@ -50,14 +57,18 @@ _HOME_OF_NAME = {
 __all__ = [
     "BatchSizeResult",
     "BatchSizeTuner",
+    "CapsuleError",
+    "CheckpointPlan",
     "EmptyCache",
     "GradientCheckpointing",
     "HaltOnNaN",
     "LossCurves",
+    "MemoryEstimate",
     "MemoryMonitor",
     "MemoryStats",
     "NonFiniteError",
     "OOMReport",
+    "Replay",
     "VirtualDevice",
     "default_callbacks",
     "estimate_memory",
@@ -77,4 +88,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, "__version__"])

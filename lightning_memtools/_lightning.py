@@ -20,7 +20,7 @@ def training_step(trainer: Trainer) -> int:
 
     `trainer.global_step` counts optimizer steps: one too many in on_train_batch_end, and n a batch with n optimizers.
     """
-    return trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001, see above
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_accumulating(trainer: Trainer) -> bool:
@@ -30,7 +30,7 @@ def is_accumulating(trainer: Trainer) -> bool:
     """
     if trainer.lightning_module is not None and not trainer.lightning_module.automatic_optimization:
         return False
-    return trainer.fit_loop._should_accumulate()  # noqa: SLF001, see above
+    return trainer.fit_loop._should_accumulate()
 
 
 def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
@@ -38,10 +38,10 @@ def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
 
     `trainer.callback_metrics` computes every epoch metric at each access, and is only filled after callbacks ran.
     """
-    results: Any = trainer.fit_loop._results  # noqa: SLF001, see above
+    results: Any = trainer.fit_loop._results
     found: dict[str, Tensor] = {}
     for key, metric in results.items():
-        value = metric._forward_cache  # noqa: SLF001, the value of this very step
+        value = metric._forward_cache
         if (
             key.startswith("training_step.")
             and metric.meta.on_step
@@ -58,7 +58,7 @@ def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
     `trainer.callback_metrics` also holds what training logged; only the results know which hook a value came from.
     With several data loaders a name ends with "/dataloader_idx_<i>", as Lightning writes it.
     """
-    results: Any = trainer._results  # noqa: SLF001, see above
+    results: Any = trainer._results
     found: dict[str, Tensor] = {}
     for metric in (results or {}).values():
         index = metric.meta.dataloader_idx
@@ -104,7 +104,7 @@ def mark_loops(trainer: Trainer) -> LoopMark:
     return LoopMark(
         counters,
         [(config.scheduler, config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
-        epoch_loop._batches_that_stepped,  # noqa: SLF001, see above
+        epoch_loop._batches_that_stepped,
     )
 
 
@@ -114,7 +114,7 @@ def turn_back(trainer: Trainer, mark: LoopMark) -> None:
         vars(tracker).update(values)
     for scheduler, state in mark.schedulers:
         scheduler.load_state_dict(state)
-    trainer.fit_loop.epoch_loop._batches_that_stepped = mark.batches_that_stepped  # noqa: SLF001, see above
+    trainer.fit_loop.epoch_loop._batches_that_stepped = mark.batches_that_stepped
 
 
 def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], None]:
@@ -149,7 +149,7 @@ def write_checkpoint(trainer: Trainer, path: Path) -> None:
 
     `trainer.save_checkpoint` ends with a barrier, in which the other ranks would wait for ever if rank 0 cannot write.
     """
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001, see above
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     trainer.strategy.save_checkpoint(checkpoint, path)
 
 
@@ -167,7 +167,7 @@ def forbid_saving_on_exception(trainer: Trainer) -> None:
     """Make ModelCheckpoint(save_on_exception=True) believe that this step is saved already: its weights are bad."""
     for callback in _callbacks(trainer):
         if getattr(callback, "save_on_exception", False) and hasattr(callback, "_last_global_step_saved"):
-            callback._last_global_step_saved = trainer.global_step  # noqa: SLF001, it offers no way to be called off
+            callback._last_global_step_saved = trainer.global_step
 
 
 def gradient_scaler(trainer: Trainer) -> Any:
@@ -188,12 +188,12 @@ def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"])
 
 def source_of(loop: Any) -> Any:
     """Where a loop asks for its data loaders. No public way tells whether these were passed or come from a hook."""
-    return loop._data_source  # noqa: SLF001, see above
+    return loop._data_source
 
 
 def set_source(loop: Any, source: Any) -> None:
     """Have a loop ask somebody else for its data loaders; the hooks cannot be replaced on a user's module or class."""
-    loop._data_source = source  # noqa: SLF001, see above
+    loop._data_source = source
 
 
 def put_loader_classes_back() -> None:
@@ -215,11 +215,11 @@ def forget_loaders(loop: Any) -> None:
 
     The public `reload_dataloaders_every_n_epochs` acts at epochs only, and not between two sizes.
     """
-    fetcher = loop._data_fetcher  # noqa: SLF001, see above
+    fetcher = loop._data_fetcher
     if fetcher is not None:
         fetcher.teardown()
-        loop._data_fetcher = None  # noqa: SLF001, see above
-    loop._combined_loader = None  # noqa: SLF001, see above
+        loop._data_fetcher = None
+    loop._combined_loader = None
 
 
 def prepared_loaders(loop: Any) -> list[Any]:
@@ -227,7 +227,7 @@ def prepared_loaders(loop: Any) -> list[Any]:
 
     `trainer.train_dataloader` gives the collection as the user nested it, and there is none for predict.
     """
-    combined = loop._combined_loader  # noqa: SLF001, see above
+    combined = loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
@@ -239,12 +239,12 @@ def batches_in_evaluation(loop: Any) -> int:
 
 def mode_of(loaders: Any) -> Any:
     """How a CombinedLoader combines its loaders, such as "max_size_cycle"; it tells nobody in public."""
-    return loaders._mode  # noqa: SLF001, see above
+    return loaders._mode
 
 
 def run_sanity_check(trainer: Trainer) -> None:
     """Run the validation batches that come before training. Only `fit` does so, and it cannot be called within fit."""
-    trainer._run_sanity_check()  # noqa: SLF001, see above
+    trainer._run_sanity_check()
 
 
 def validate_every(trainer: Trainer, n_batches: int) -> None:
@@ -267,7 +267,7 @@ def without_collectives(trainer: Trainer) -> None:
 
     A rank that has run out of memory does not take part in them any more, and the others would wait for it.
     """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # noqa: SLF001
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     strategy: Any = trainer.strategy
     strategy.barrier = lambda *args, **kwargs: None  # noqa: ARG005, nobody is waited for
     strategy.broadcast = lambda obj, src=0: obj  # noqa: ARG005, as on one rank

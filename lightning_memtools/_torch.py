@@ -1,6 +1,5 @@
 """Every use of torch's private parts, each with the reason why no public way serves and when it can go."""
 
-# ruff: noqa: SLF001 - reaching into torch in one place is what this file is for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

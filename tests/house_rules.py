@@ -111,7 +111,7 @@ def _wrong_imports(path: Path) -> Iterator[str]:
 
 
 def private_names() -> Found:
-    """Return the uses, in attributes, imports and strings, of private names that the using file does not define itself."""
+    """Return the uses (attributes, imports, strings) of private names that the file does not define itself."""
     found = {
         name_of(path): [f"line {line}: {name}" for line, name in private_names_of(path)]
         for path in sources()
@@ -160,9 +160,13 @@ def _defined_in(tree: ast.Module) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.arg):
             yield node.arg
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}:
-                yield node.attr
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in {"self", "cls"}
+        ):
+            yield node.attr
 
 
 def _pieces_of_text(tree: ast.Module) -> Iterator[ast.Constant]:
@@ -225,7 +229,7 @@ RULES = {
 
 def _main() -> None:
     out = sys.stdout.write
-    out('"""Files and classes that do not keep a rule of the house yet; see house_rules.py. The lists only shrink."""\n\n')
+    out('"""Files and classes that do not keep a rule yet; see house_rules.py. The lists only shrink."""\n\n')
     out("from __future__ import annotations\n\nPENDING: dict[str, set[str]] = {\n")
     for rule, find in RULES.items():
         lines = "".join(f'        "{name}",\n' for name in sorted(find()))

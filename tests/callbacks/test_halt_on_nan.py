@@ -97,7 +97,7 @@ def test_state_is_bitwise_that_before_the_bad_step_and_checkpoints_are_finite(
     bad, optimizer, fused, accumulate, tmp_path
 ):
     ends = []
-    for callback in (Observer(), HaltOnNaN()):
+    for callback in (Observer(), HaltOnNaN(directory=str(tmp_path / "memtools"))):
         L.seed_everything(0, verbose=False)
         model = Net(optimizer, fused=fused)
         savers = [

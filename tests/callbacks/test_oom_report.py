@@ -416,11 +416,16 @@ def test_a_logger_that_takes_no_text_is_left_as_it_is_and_its_folder_has_the_rep
 
 
 @pytest.mark.parametrize("logger", [False, True])
-def test_without_a_directory_it_goes_below_the_log_directory(logger, tmp_path):
-    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError):
+def test_without_a_directory_it_goes_below_the_log_directory_or_with_no_logger_into_a_temporary_one(logger, tmp_path):
+    with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(tmp_path, OOMReport(), logger=logger).fit(Layers(batch=16))
-    below = "lightning_logs/version_0/memtools" if logger else "memtools"
-    assert sorted(path.name for path in (tmp_path / below).iterdir()) == [
+    if logger:
+        directory = tmp_path / "lightning_logs" / "version_0" / "memtools"
+        assert place_of(caught.value).parent == directory
+    else:
+        directory = place_of(caught.value).parent  # a temporary one
+        assert not [*tmp_path.rglob("*.md")]
+    assert sorted(path.name for path in directory.iterdir()) == [
         "oom-train-step0-snapshot.pickle",
         "oom-train-step0.md",
     ]

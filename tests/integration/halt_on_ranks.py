@@ -140,7 +140,7 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
         enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=folder / name,
-        callbacks=[HaltOnNaN(**callback), saver],
+        callbacks=[HaltOnNaN(directory=str(folder / name / "memtools"), **callback), saver],
         **(defaults | options()),
     )
     begin = time.monotonic()

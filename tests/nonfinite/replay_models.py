@@ -173,6 +173,7 @@ def halted(
     L.seed_everything(0, verbose=False)
     make, options = RUNS[name]
     model, recorder = make(), Recorder()
+    arguments = {"directory": str(root / "memtools")} | arguments
     run = trainer(root, recorder, HaltOnNaN(**arguments), logger=False, **(options() | (more or {})))
     dataset: Any = batches()
     try:

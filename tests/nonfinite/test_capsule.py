@@ -115,7 +115,9 @@ class Unsaved(L.LightningModule):
 def halt(model: L.LightningModule, root: Path, data: Any = None, **arguments: Any) -> NonFiniteError:
     dataset: Any = batches() if data is None else data
     with pytest.raises(NonFiniteError) as caught:
-        trainer(root, HaltOnNaN(**arguments), logger=False).fit(model, DataLoader(dataset, batch_size=None))
+        trainer(root, HaltOnNaN(directory=str(root / "memtools"), **arguments), logger=False).fit(
+            model, DataLoader(dataset, batch_size=None)
+        )
     return caught.value
 
 
@@ -185,7 +187,8 @@ class Net(L.LightningModule):
 
 {guard}
     L.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, default_root_dir={root!r},
-              callbacks=[HaltOnNaN()]).fit(Net(6), DataLoader([Batch(torch.zeros(2, 6))], batch_size=None))
+              callbacks=[HaltOnNaN(directory={root!r} + "/memtools")]
+              ).fit(Net(6), DataLoader([Batch(torch.zeros(2, 6))], batch_size=None))
 """
 GUARD = 'if __name__ == "__main__":'
 

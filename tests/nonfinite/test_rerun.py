@@ -58,7 +58,7 @@ class CountingManual(Counting, ManualEverything):
 
 def halt(model: L.LightningModule, root: Path, **options: Any) -> tuple[NonFiniteError, L.Trainer]:
     arguments = options.pop("arguments", {})
-    run = trainer(root, HaltOnNaN(save_last_good=False, **arguments), **options)
+    run = trainer(root, HaltOnNaN(save_last_good=False, directory=str(root / "memtools"), **arguments), **options)
     dataset: Any = batches()
     with pytest.raises(NonFiniteError) as caught:
         run.fit(model, DataLoader(dataset, batch_size=None))
