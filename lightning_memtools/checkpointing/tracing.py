@@ -18,13 +18,12 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory
 from lightning_memtools.memory.virtual import Category, VirtualDevice
-from lightning_memtools.memory.virtual.ledger import Ledger
-from lightning_memtools.memory.virtual.names import ModuleNames
-from lightning_memtools.memory.virtual.patches import Patches
-from lightning_memtools.memory.virtual.substitutions import behave_like_cuda
+from lightning_memtools.memory.virtual.accounting_mode import AccountingMode
+from lightning_memtools.memory.virtual.ledger import VirtualLedger
+from lightning_memtools.memory.virtual.module_scopes import ModuleNames
+from lightning_memtools.memory.virtual.patches import Patches, behave_like_cuda
 from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
-from lightning_memtools.simulation.cuda_ops.kernel_mode import KernelMode
 from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
 from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.state.random_state import random_streams_restored
@@ -114,7 +113,7 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Trace:
     """A fake copy of a step's model in a simulated allocator of its own."""
 
-    def __init__(self, step: Step, model: nn.Module, ledger: Ledger, counted: OperationCount) -> None:
+    def __init__(self, step: Step, model: nn.Module, ledger: VirtualLedger, counted: OperationCount) -> None:
         self.model = model
         self.ledger = ledger
         self.counted = counted
@@ -200,7 +199,7 @@ class Trace:
 def tracing(step: Step) -> Iterator[Trace]:
     """Make a fake copy of a step's model and trace with it, apart from any VirtualDevice that is entered."""
     patches = Patches()
-    ledger = Ledger(CachingAllocator(AllocatorConfig.parse("")))
+    ledger = VirtualLedger(CachingAllocator(AllocatorConfig.parse("")))
     active = VirtualDevice.current()
     with ExitStack() as stack:
         stack.enter_context(active.host() if active is not None else nullcontext())
@@ -213,7 +212,7 @@ def tracing(step: Step) -> Iterator[Trace]:
         stack.enter_context(fake_mode())
         model = fake_model(step.model)
         kernels = SIZED | (KERNELS if step.device == "cuda" else {})
-        stack.enter_context(KernelMode(ledger, ModuleNames(), error_of=_error, kernels=kernels))
+        stack.enter_context(AccountingMode(ledger, ModuleNames(), error_of=_error, replacements=kernels))
         if step.device == "cuda":
             stack.enter_context(CudaFunctions())
         counted = stack.enter_context(OperationCount())

@@ -8,7 +8,7 @@ from html import escape
 
 from lightning_memtools.memory.sizes import GIB, MIB, format_size
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.simulation.recording import WORKSPACE, Allocation, Recorder, is_passing
+from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder, is_passing
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "workspace", "other")
 """What an estimate distinguishes."""
@@ -72,7 +72,7 @@ def part_of(allocation: Allocation) -> str:
     return _PART_OF.get(allocation.kind, "other")
 
 
-def timeline_of(recorder: Recorder) -> MemoryTimeline:
+def timeline_of(recorder: AllocationRecorder) -> MemoryTimeline:
     """Put a recorder's allocations in the order of events."""
     n_events = len(recorder.allocated)
     changes = {name: [0] * (n_events + 1) for name in PARTS}

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate, ModuleMemory, PeakPlace
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, part_of, timeline_of
-from lightning_memtools.memory.virtual.place import BACKWARD, OPTIMIZER, OUTSIDE
-from lightning_memtools.simulation.recording import Allocation, Recorder
+from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
+from lightning_memtools.simulation.recording import Allocation, AllocationRecorder
 from lightning_memtools.simulation.step import batch_size_of
 from lightning_memtools.simulation.tracer import Settings, Traced
 
@@ -26,7 +26,7 @@ def read_estimate(
     notes: tuple[str, ...] = (),
 ) -> MemoryEstimate:
     """Put together what a trace says."""
-    recorder = traced.device.recorder
+    recorder = traced.recorder
     timeline = timeline_of(recorder)
     stats = traced.device.stats()
     assert stats.peak_allocated is not None
@@ -46,13 +46,13 @@ def read_estimate(
         device="cuda" if settings.cuda else "cpu",
         notes=notes,
         capacity=capacity,
-        _simulation=traced.device.simulation,
+        _simulation=traced.device.allocator,
         _trace=traced.device.trace,
         _retrace=retrace,
     )
 
 
-def _place(recorder: Recorder, event: int, model: str) -> PeakPlace:
+def _place(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
     born = next((one for one in recorder.allocations.values() if one.born == event), None)
     if born is None:
         return PeakPlace(0, "setup", "", "")
@@ -81,7 +81,7 @@ def _path(module: str, model: str) -> str:
 
 
 def _modules(traced: Traced, model: nn.Module, timeline: MemoryTimeline) -> tuple[ModuleMemory, ...]:
-    recorder = traced.device.recorder
+    recorder = traced.recorder
     saved, at_peak = _saved_bytes(recorder, timeline), _bytes_at(recorder, timeline.peak)
     root = type(model).__name__
 
@@ -101,7 +101,7 @@ def _modules(traced: Traced, model: nn.Module, timeline: MemoryTimeline) -> tupl
     )
 
 
-def _saved_bytes(recorder: Recorder, timeline: MemoryTimeline) -> dict[str, int]:
+def _saved_bytes(recorder: AllocationRecorder, timeline: MemoryTimeline) -> dict[str, int]:
     """Activations that are there when the last forward ends, by module."""
     last = max((step for _, step, phase in timeline.marks if phase == "forward"), default=0)
     begins = [event for event, step, phase in timeline.marks if (step, phase) == (last, "forward")]
@@ -124,7 +124,7 @@ def _saved_bytes(recorder: Recorder, timeline: MemoryTimeline) -> dict[str, int]
     return saved
 
 
-def _bytes_at(recorder: Recorder, event: int) -> dict[str, int]:
+def _bytes_at(recorder: AllocationRecorder, event: int) -> dict[str, int]:
     """Activations that are there right after an event, by module."""
     found: dict[str, int] = {}
     for allocation in recorder.allocations.values():

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.allocator import Block, CachingAllocator
-from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.ledger import Entry, Ledger
-from lightning_memtools.memory.virtual.place import BACKWARD, OPTIMIZER
+from lightning_memtools.memory.virtual import Category, VirtualDevice
+from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER
 
 WORKSPACE = len(Category)
 """The kind of what libraries take for themselves; all other kinds are a `Category`."""
@@ -46,8 +45,8 @@ class Allocation:
     died: int | None = None
 
 
-class Recorder:
-    """The history of one allocator.
+class AllocationRecorder:
+    """Records what happens on a `VirtualDevice` that it listens to.
 
     Attributes:
         step: The step that runs, from 0; -1 before the first.
@@ -80,7 +79,11 @@ class Recorder:
         self.operation = None
         self.marks.append((len(self.allocated), self.step, phase))
 
-    def enter_place(self, place: str) -> None:
+    def on_operator(self, operator: Any) -> None:
+        """Note the operator that runs."""
+        self.operation = operator
+
+    def on_module(self, place: str) -> None:
         """From now on operators belong to this module."""
         number = torch._C._autograd._get_sequence_nr()
         if self._numbers and self._numbers[-1] == number:
@@ -96,8 +99,8 @@ class Recorder:
         index = bisect_right(self._numbers, number) - 1
         return self._places[index] if index >= 0 else None
 
-    def born(self, block: Block, kind: int, module: str) -> None:
-        """A block was given out."""
+    def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
+        """Note an allocation."""
         node = torch._C._current_autograd_node() if self.phase == "backward" else None
         self.allocations[block.id] = Allocation(
             size=block.size,
@@ -105,55 +108,28 @@ class Recorder:
             step=self.step,
             phase=self.phase,
             operation=self.operation,
-            kind=kind,
+            kind=WORKSPACE if category is None else category,
             module=module,
             node_number=None if node is None else node._sequence_nr(),
         )
         self._note()
 
-    def died(self, number: int, kind: int, module: str) -> None:
-        """A block was freed; what was known of it last."""
-        allocation = self.allocations[number]
+    def on_free(self, block_id: int, category: Category | None, module: str) -> None:
+        """Note that a block was freed, and what was known of it last."""
+        allocation = self.allocations[block_id]
         allocation.died = len(self.allocated)
-        allocation.kind, allocation.module = kind, module
+        allocation.kind, allocation.module = WORKSPACE if category is None else category, module
         self._note()
+
+    def finish(self, device: VirtualDevice) -> None:
+        """Note what all memory is for that is still allocated. The device accounts for nothing afterwards."""
+        for entry in device.freeze():
+            allocation = self.allocations[entry.block.id]
+            allocation.kind, allocation.module = entry.category, entry.module
 
     def _note(self) -> None:
         self.allocated.append(self._allocator.allocated)
         self.reserved.append(self._allocator.reserved)
-
-
-class RecordingLedger(Ledger):
-    """A ledger that tells a recorder of every block."""
-
-    def __init__(self, allocator: CachingAllocator, recorder: Recorder) -> None:
-        super().__init__(allocator)
-        self._recorder = recorder
-
-    def finish(self) -> None:
-        """Write down what is known of the blocks that are alive. Their end is not counted any more."""
-        for entry in self.entries():
-            allocation = self._recorder.allocations[entry.block.id]
-            allocation.kind, allocation.module = entry.category, entry.module
-        # A weak reference that is gone calls nobody.
-        self._entries.clear()
-
-    def _count(self, block: Block, category: Category) -> None:
-        super()._count(block, category)
-        held = block.label == "workspace"
-        self._recorder.born(block, WORKSPACE if held else category, block.label or "")
-
-    def _work_in(self, block: Block) -> None:
-        number = block.id
-        self._serial += 1
-        self._recorder.born(block, WORKSPACE, "")
-        super()._work_in(block)
-        self._recorder.died(number, WORKSPACE, "")
-
-    def _give_back(self, entry: Entry) -> None:
-        number = entry.block.id
-        super()._give_back(entry)
-        self._recorder.died(number, entry.category, entry.module)
 
 
 def is_passing(allocation: Allocation) -> bool:

@@ -16,11 +16,14 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
+from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
 from lightning_memtools.simulation.cuda_ops.moves import AlreadyOnCuda
 from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, copy_optimizer
+from lightning_memtools.simulation.recording import AllocationRecorder
 from lightning_memtools.simulation.step import (
     MakeOptimizer,
     Recipe,
@@ -30,7 +33,6 @@ from lightning_memtools.simulation.step import (
     run_lightning,
     run_module,
 )
-from lightning_memtools.simulation.traced_device import TracedDevice
 from lightning_memtools.simulation.trainer_stand_in import is_lightning_module
 from lightning_memtools.state.random_state import random_streams_restored
 
@@ -72,14 +74,16 @@ class Traced:
     """What a trace leaves.
 
     Attributes:
-        device: The device, with its recorder.
+        device: The device, which accounts for nothing any more.
+        recorder: What was allocated and freed on it.
         shapes: Forward output shapes by module, of the first step.
         n_parameters: Elements of the parameters, each counted once.
         n_gradients: Elements of the parameters that got a gradient.
         parameter_bytes: Bytes of parameters and buffers.
     """
 
-    device: TracedDevice
+    device: VirtualDevice
+    recorder: AllocationRecorder
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     n_parameters: int = 0
     n_gradients: int = 0
@@ -91,7 +95,8 @@ class Tracer(Watch):
 
     def __init__(
         self,
-        device: TracedDevice,
+        device: VirtualDevice,
+        recorder: AllocationRecorder,
         batch: Any,
         dtype: torch.dtype | None,
         buckets: Buckets | None,
@@ -105,13 +110,14 @@ class Tracer(Watch):
         self._n_batches = 0
         self._has_new_batch = False
         self._device = device
+        self._recorder = recorder
         self._batch = batch
         self._dtype = dtype
         self.optimizers: list[Optimizer] = []
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """A phase begins."""
-        self._device.recorder.begin(phase, step)
+        self._recorder.begin(phase, step)
         if phase == "forward" and self._has_new_batch and self._buckets is not None:
             self._has_new_batch = False
             self._buckets.begin_forward(syncs=self._n_batches % self._accumulate == 0)
@@ -146,13 +152,16 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
             are taken that exist there: its dropout masks and optimizers.
     """
     fakes_cuda = settings.cuda and not values
-    device = TracedDevice(
+    device = VirtualDevice(
         allocator=settings.allocator,
-        cuda=settings.cuda,
-        cublas_workspace=settings.cublas_workspace,
-        kernels=not values,
+        cublas_workspace=settings.cublas_workspace if settings.cuda else "0MiB",
+        cuda_like=settings.cuda,
+        record=True,
     )
-    result = Traced(device)
+    recorder = AllocationRecorder(device.allocator)
+    # Real tensors need results of the right values and sizes, which replacements do not give.
+    device.listen(recorder, {} if values else {**SIZED, **(KERNELS if settings.cuda else {})})
+    result = Traced(device, recorder)
     dtype = recipe.precision.dtype
     model = unwrapped(subject.model)
     with ExitStack() as stack:
@@ -177,17 +186,21 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
         if _holds_tensors(model):
             device.track(model)
         buckets = None
+
+        def count_bucket(bucket: torch.Tensor) -> None:
+            device.assign(bucket, Category.GRADIENT, "(DDP bucket)")
+
         if subject.ddp is not None:
-            buckets = Buckets(model, subject.ddp, count=device.count_bucket, on_host=not settings.cuda)
+            buckets = Buckets(model, subject.ddp, count=count_bucket, on_host=not settings.cuda)
         stack.enter_context(_noted_shapes(model, result.shapes))
-        tracer = Tracer(device, batch, dtype, buckets, accumulate=recipe.accumulate, values=values)
+        tracer = Tracer(device, recorder, batch, dtype, buckets, accumulate=recipe.accumulate, values=values)
         _run(replace(subject, model=model), _make_optimizer(subject, exchange), recipe, tracer)
         # The counts of the first tensors found for each parameter: tied ones count once.
         parameters = list(model.parameters())
         result.n_parameters = sum(parameter.numel() for parameter in parameters)
         result.n_gradients = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
         result.parameter_bytes = sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *model.buffers()))
-        device.finish()
+        recorder.finish(device)
     return result
 
 

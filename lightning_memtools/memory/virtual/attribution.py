@@ -1,9 +1,9 @@
-"""Whose memory it is, found by looking at modules and optimizers as they are now."""
+"""Who owns the memory, found by looking at modules and optimizers, and how these are put on the device."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual.categories import Category, Composition, by_name
-from lightning_memtools.memory.virtual.ledger import Ledger
-from lightning_memtools.memory.virtual.names import ModuleNames
-from lightning_memtools.memory.virtual.parts import parts, storage_key
-from lightning_memtools.memory.virtual.place import OUTSIDE
+from lightning_memtools.memory.virtual.ledger import VirtualLedger
+from lightning_memtools.memory.virtual.module_scopes import OUTSIDE, ModuleNames
+from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 
-def attribute(ledger: Ledger, names: ModuleNames, optimizers: Iterable[Optimizer]) -> None:
+def attribute(ledger: VirtualLedger, names: ModuleNames, optimizers: Iterable[Optimizer]) -> None:
     """Correct categories and modules of everything that modules and optimizers hold.
 
     Most is known when it is made. What this adds: gradients set by hand or as views of a bucket (DDP), storages that
@@ -37,7 +36,7 @@ def attribute(ledger: Ledger, names: ModuleNames, optimizers: Iterable[Optimizer
                 _note(ledger, tensor, Category.OPTIMIZER, owner)
 
 
-def composition_of(ledger: Ledger) -> Composition:
+def composition_of(ledger: VirtualLedger) -> Composition:
     """What the ledger holds, by category and by module."""
     by_category = [0] * len(Category)
     by_module: dict[str, list[int]] = defaultdict(lambda: [0] * len(Category))
@@ -61,14 +60,14 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter.grad if parameter.is_leaf else None
 
 
-def _note_parameter(ledger: Ledger, parameter: torch.Tensor, owner: str | None) -> None:
+def _note_parameter(ledger: VirtualLedger, parameter: torch.Tensor, owner: str | None) -> None:
     _note(ledger, parameter, Category.PARAMETER, owner)
     gradient = gradient_of(parameter)
     if gradient is not None:
         _note(ledger, gradient, Category.GRADIENT, owner)
 
 
-def _note(ledger: Ledger, tensor: torch.Tensor, category: Category, module: str | None) -> None:
+def _note(ledger: VirtualLedger, tensor: torch.Tensor, category: Category, module: str | None) -> None:
     for part in parts(tensor):
         entry = ledger.find(storage_key(part))
         if entry is not None:
@@ -82,3 +81,49 @@ def _named_modules(names: ModuleNames) -> Iterator[tuple[nn.Module, str]]:
             if id(module) not in seen:
                 seen.add(id(module))
                 yield module, names.of(module, None)
+
+
+Enter = Callable[[torch.Tensor, Category | None], object]
+
+
+def enter_all(thing: nn.Module | Optimizer | torch.Tensor, enter: Enter) -> None:
+    """Enter a tensor, or each of a module (gradients too) or of an optimizer (parameters, gradients and state)."""
+    if isinstance(thing, nn.Module):
+        # In the order of `module.cuda()`, because blocks are placed in it: children first, a gradient after its
+        # parameter, buffers last.
+        for child in thing.children():
+            enter_all(child, enter)
+        _enter_parameters(thing.parameters(recurse=False), enter)
+        for buffer in thing.buffers(recurse=False):
+            enter(buffer, Category.BUFFER)
+    elif isinstance(thing, Optimizer):
+        _enter_parameters(parameters_of(thing), enter)
+        for tensor in tensors_in(dict(thing.state)):
+            enter(tensor, Category.OPTIMIZER)
+    else:
+        enter(thing, None)
+
+
+def trackable(thing: object) -> Iterator[nn.Module | Optimizer | torch.Tensor]:
+    """The modules, optimizers and tensors in a nesting of containers; of a wrapped optimizer, what it wraps."""
+    if isinstance(thing, (nn.Module, Optimizer, torch.Tensor)):
+        yield thing
+    elif isinstance(getattr(thing, "optimizer", None), Optimizer):
+        # Lightning's optimizers are such wrappers.
+        yield thing.optimizer  # type: ignore[attr-defined]
+    elif isinstance(thing, Mapping):
+        for value in thing.values():
+            yield from trackable(value)
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        for value in thing:
+            yield from trackable(value)
+    elif hasattr(thing, "__dict__") and not callable(thing):
+        yield from tensors_in(thing)
+
+
+def _enter_parameters(parameters: Iterator[torch.Tensor], enter: Enter) -> None:
+    for parameter in parameters:
+        enter(parameter, Category.PARAMETER)
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            enter(gradient, Category.GRADIENT)

@@ -27,17 +27,15 @@ from lightning_memtools.memory.allocator import (
 from lightning_memtools.memory.capacity import find_gpu, parse_capacity
 from lightning_memtools.memory.sizes import format_size, parse_size
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.memory.virtual.attribution import attribute, composition_of
-from lightning_memtools.memory.virtual.categories import Composition, as_log_names
-from lightning_memtools.memory.virtual.ledger import Ledger
+from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, OperatorReplacement
+from lightning_memtools.memory.virtual.attribution import attribute, composition_of, enter_all, trackable
+from lightning_memtools.memory.virtual.categories import Category, Composition, as_log_names
+from lightning_memtools.memory.virtual.cuda_texts import cuda_error, summary_table
+from lightning_memtools.memory.virtual.ledger import DeviceListener, LedgerEntry, VirtualLedger
 from lightning_memtools.memory.virtual.loaders import count_batch
-from lightning_memtools.memory.virtual.mode import AccountingMode
-from lightning_memtools.memory.virtual.names import ModuleNames
-from lightning_memtools.memory.virtual.oom import cuda_error
-from lightning_memtools.memory.virtual.parts import parts, storage_key
-from lightning_memtools.memory.virtual.summary import summary_table
-from lightning_memtools.memory.virtual.tracking import enter_all, trackable
-from lightning_memtools.memory.virtual.watching import Watching
+from lightning_memtools.memory.virtual.module_scopes import ModuleNames
+from lightning_memtools.memory.virtual.storages import parts, storage_key
+from lightning_memtools.memory.virtual.surroundings import DeviceHooks
 
 OomObserver = Callable[[int, int, int, int], object]
 """Called, as torch's own for CUDA, with a device's index, the bytes asked for, its bytes in all, and its free bytes."""
@@ -112,14 +110,15 @@ class VirtualDevice:
             AllocatorConfig.parse(allocator), capacity=self._capacity, used_by_others=others, record=record
         )
         self._history: AllocatorHistory | None = None
-        self._ledger = Ledger(self._allocator)
+        self._ledger = VirtualLedger(self._allocator)
         self._names = ModuleNames()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # Ordered, because handles refer to it weakly, which a plain dict does not allow.
         self._observers: OrderedDict[int, OomObserver] = OrderedDict()
         self._modes: list[AccountingMode] = []
+        self._replacements: Mapping[Any, OperatorReplacement] = {}
         self._thread: int | None = None
-        self._watching = Watching(
+        self._hooks = DeviceHooks(
             _mode_here, seen=self._optimizers.add, run_counted=self._run_counted, cuda_like=cuda_like
         )
 
@@ -139,7 +138,7 @@ class VirtualDevice:
         _active.append(self)
         self._thread = threading.get_ident()
         try:
-            self._watching.begin()
+            self._hooks.begin()
         except BaseException:
             self._leave()
             raise
@@ -183,7 +182,7 @@ class VirtualDevice:
         if VirtualDevice.current() is not self or mode is None:
             raise RuntimeError(f"{self.name} is not entered in this thread, so there is nothing to suspend.")
         with mode.silence():
-            self._watching.end()
+            self._hooks.end()
             _active.remove(self)
             _here.mode = None
             try:
@@ -191,7 +190,7 @@ class VirtualDevice:
             finally:
                 _here.mode = mode
                 _active.append(self)
-                self._watching.begin()
+                self._hooks.begin()
 
     # --- what is on the device
 
@@ -245,6 +244,35 @@ class VirtualDevice:
         handle = RemovableHandle(self._observers)
         self._observers[handle.id] = callback
         return handle
+
+    # --- for whoever records what happens on it
+
+    def listen(self, listener: DeviceListener, replacements: Mapping[Any, OperatorReplacement] | None = None) -> None:
+        """Tell a listener of every operator, module call, allocation and free from the next time it is entered.
+
+        Args:
+            listener: The listener; a device has one.
+            replacements: Functions that run in place of operators, by operator.
+        """
+        self._ledger.listener = listener
+        self._replacements = replacements or {}
+
+    def assign(self, tensor: torch.Tensor, category: Category, module: str) -> None:
+        """Say what a tensor is for and which module to charge, if it is on the device."""
+        self._mode_or_new().note(tensor, category, module)
+
+    def freeze(self) -> list[LedgerEntry]:
+        """Account for nothing any more, and return what is on the device, attributed as in `composition`.
+
+        The allocator then stays as it is, though the storages die.
+        """
+        self._attribute()
+        return self._ledger.freeze()
+
+    @property
+    def allocator(self) -> CachingAllocator:
+        """The simulated allocator."""
+        return self._allocator
 
     # --- reading it (the MemoryReader protocol)
 
@@ -344,7 +372,7 @@ class VirtualDevice:
         for mode in self._modes:
             mode.silent += 1
         self._modes.clear()
-        self._watching.end()
+        self._hooks.end()
         self._thread = None
         _active.remove(self)
 
@@ -360,6 +388,7 @@ class VirtualDevice:
             error_of=self._out_of_memory,
             cublas_workspace=self._cublas_workspace,
             cuda_like=self._cuda_like,
+            replacements=self._replacements,
         )
 
     def _mode_or_new(self) -> AccountingMode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +13,7 @@ from lightning_memtools.memory.allocator import Block, CachingAllocator
 from lightning_memtools.memory.virtual.categories import Category
 
 
-class Entry(weakref.ref[Any]):
+class LedgerEntry(weakref.ref[Any]):
     """One storage on the device; a weak reference, so that the ledger hears of its death.
 
     Attributes:
@@ -36,7 +36,23 @@ class Entry(weakref.ref[Any]):
     serial: int
 
 
-class Ledger:
+class DeviceListener(Protocol):
+    """Is told what happens on a `VirtualDevice`; see `VirtualDevice.listen`."""
+
+    def on_operator(self, operator: Any) -> None:
+        """An operator is about to run."""
+
+    def on_module(self, name: str) -> None:
+        """From now on operators belong to this module."""
+
+    def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
+        """A block was allocated; None in place of a category stands for a library's workspace."""
+
+    def on_free(self, block_id: int, category: Category | None, module: str) -> None:
+        """A block was freed; category and module are the last that were known of it."""
+
+
+class VirtualLedger:
     """The device's books: storages by identity, a block of the allocator for each, and running sums per category.
 
     Storages die whenever Python or autograd lets go of them: in any thread, and in the middle of the ledger's own work
@@ -46,13 +62,15 @@ class Ledger:
     Attributes:
         allocator: Gives out the blocks. Its own `malloc` and `free` are for the ledger alone.
         held: Bytes that belong to no storage: see `hold`.
+        listener: Told of every allocation and free; None for nobody.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.held = 0
-        self._entries: dict[int, Entry] = {}
-        self._dead: deque[Entry] = deque()
+        self.listener: DeviceListener | None = None
+        self._entries: dict[int, LedgerEntry] = {}
+        self._dead: deque[LedgerEntry] = deque()
         self._lock = threading.Lock()
         self._serial = 0
         self._bytes = [0] * len(Category)
@@ -60,7 +78,7 @@ class Ledger:
         self._peak_serial = 0
         self._bytes_at_peak = list(self._bytes)
 
-    def find(self, key: int) -> Entry | None:
+    def find(self, key: int) -> LedgerEntry | None:
         """The entry of a storage, by its ``_cdata``; None for memory that is not on the device."""
         if self._dead:
             self.settle()
@@ -68,12 +86,12 @@ class Ledger:
         # A new storage can have a dead one's address before another thread has settled that death.
         return None if entry is None or entry() is None else entry
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LedgerEntry]:
         """All live entries."""
         self.settle()
         return list(self._entries.values())
 
-    def add(self, storage: torch.UntypedStorage, category: Category, module: str) -> Entry | None:
+    def add(self, storage: torch.UntypedStorage, category: Category, module: str) -> LedgerEntry | None:
         """Give a storage a block on the device, once: a storage that has one keeps it; an empty one needs none.
 
         Raises:
@@ -84,7 +102,7 @@ class Ledger:
             return None
         return self._enter(storage, storage._cdata, n_bytes, category, module)
 
-    def add_copy(self, tensor: torch.Tensor, n_bytes: int, category: Category, module: str) -> Entry | None:
+    def add_copy(self, tensor: torch.Tensor, n_bytes: int, category: Category, module: str) -> LedgerEntry | None:
         """Give a tensor a block of ``n_bytes`` that lives as long as the tensor itself, whatever storage it shares.
 
         Raises:
@@ -116,10 +134,17 @@ class Ledger:
             return
         with self._lock:
             self._settle()
-            self._work_in(self.allocator.malloc(n_bytes, label="workspace"))
+            block = self.allocator.malloc(n_bytes, label="workspace")
+            self._serial += 1
+            number = block.id
+            if self.listener is not None:
+                self.listener.on_allocation(block, None, "")
+            self.allocator.free(block)
+            if self.listener is not None:
+                self.listener.on_free(number, None, "")
         self._settle_late()
 
-    def resize(self, entry: Entry, n_bytes: int) -> None:
+    def resize(self, entry: LedgerEntry, n_bytes: int) -> None:
         """Move a storage to a block of another size: the old one goes back after the new one was had, as on CUDA.
 
         Raises:
@@ -138,7 +163,7 @@ class Ledger:
             entry.serial = self._serial
         self._settle_late()
 
-    def assign(self, entry: Entry, category: Category, module: str | None = None) -> None:
+    def assign(self, entry: LedgerEntry, category: Category, module: str | None = None) -> None:
         """Say what a storage is for, now that it is known; this holds for the last peak as well, if it was there."""
         if module is not None:
             entry.module = module
@@ -154,13 +179,20 @@ class Ledger:
                 self._bytes_at_peak[category] += size
         self._settle_late()
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: LedgerEntry) -> None:
         """Take a storage off the device, though it lives: it is host memory from now on."""
         with self._lock:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
                 self._give_back(entry)
         self._settle_late()
+
+    def freeze(self) -> list[LedgerEntry]:
+        """Follow no storage any more, so that the allocator stays as it is; return the entries that were live."""
+        entries = self.entries()
+        # A weak reference that is gone calls nobody.
+        self._entries.clear()
+        return entries
 
     def settle(self) -> None:
         """Give back the blocks of the storages that died."""
@@ -192,7 +224,7 @@ class Ledger:
         with self._lock:
             self.allocator.empty_cache()
 
-    def _enter(self, owner: object, key: int, n_bytes: int, category: Category, module: str) -> Entry:
+    def _enter(self, owner: object, key: int, n_bytes: int, category: Category, module: str) -> LedgerEntry:
         with self._lock:
             self._settle()
             known = self._entries.get(key)
@@ -200,7 +232,7 @@ class Ledger:
                 return known
             block = self.allocator.malloc(n_bytes, label=module)
             self._count(block, category)
-            entry = Entry(owner, self._note_death)
+            entry = LedgerEntry(owner, self._note_death)
             entry.key = key
             entry.block = block
             entry.n_bytes = n_bytes
@@ -211,21 +243,20 @@ class Ledger:
         self._settle_late()
         return entry
 
-    def _work_in(self, block: Block) -> None:
-        self.allocator.free(block)
-
     def _count(self, block: Block, category: Category) -> None:
         self._serial += 1
         self._bytes[category] += block.size
         if self.allocator.allocated > self._peak:
             self._mark_peak()
+        if self.listener is not None:
+            self.listener.on_allocation(block, None if block.label == "workspace" else category, block.label or "")
 
     def _mark_peak(self) -> None:
         self._peak = self.allocator.allocated
         self._peak_serial = self._serial
         self._bytes_at_peak = self._bytes.copy()
 
-    def _note_death(self, entry: Entry) -> None:
+    def _note_death(self, entry: LedgerEntry) -> None:
         self._dead.append(entry)
         self.settle()
 
@@ -241,6 +272,9 @@ class Ledger:
         if self._dead:
             self.settle()
 
-    def _give_back(self, entry: Entry) -> None:
+    def _give_back(self, entry: LedgerEntry) -> None:
+        number = entry.block.id
         self._bytes[entry.category] -= entry.block.size
         self.allocator.free(entry.block)
+        if self.listener is not None:
+            self.listener.on_free(number, entry.category, entry.module)

@@ -9,17 +9,16 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindMode
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.ledger import Entry
-from lightning_memtools.memory.virtual.mode import AccountingMode
-from lightning_memtools.memory.virtual.parts import parts, storage_key
+from lightning_memtools.memory.virtual.ledger import LedgerEntry
 from lightning_memtools.memory.virtual.patches import Patches
-from lightning_memtools.memory.virtual.surroundings import Find
+from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 
-def watch_loaders(patches: Patches, find: Find) -> None:
+def watch_loaders(patches: Patches, find: FindMode) -> None:
     """Count the batches that data loaders yield, and nothing else of theirs."""
-    copies: weakref.WeakKeyDictionary[_BaseDataLoaderIter, list[Entry]] = weakref.WeakKeyDictionary()
+    copies: weakref.WeakKeyDictionary[_BaseDataLoaderIter, list[LedgerEntry]] = weakref.WeakKeyDictionary()
 
     def make_iter(original: Any) -> Any:
         def iterate(self: DataLoader[Any]) -> Any:
@@ -41,7 +40,7 @@ def watch_loaders(patches: Patches, find: Find) -> None:
                 return original(self)
             made: set[int] = set()
             before = copies.pop(self, [])
-            now: list[Entry] = []
+            now: list[LedgerEntry] = []
             try:
                 with mode.silence(made):
                     batch = original(self)
@@ -63,7 +62,7 @@ def watch_loaders(patches: Patches, find: Find) -> None:
     patches.replace(_BaseDataLoaderIter, "__next__", make_next)
 
 
-def _leaves_dataset_on_host(original: Any, find: Find) -> Any:
+def _leaves_dataset_on_host(original: Any, find: FindMode) -> Any:
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         mode = find()
@@ -73,7 +72,7 @@ def _leaves_dataset_on_host(original: Any, find: Find) -> Any:
     return init
 
 
-def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> list[Entry]:
+def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> list[LedgerEntry]:
     """Enter a batch as moving it to a GPU would: a storage where the batch has its own, or else a copy per tensor.
 
     Args:

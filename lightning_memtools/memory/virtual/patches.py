@@ -1,10 +1,17 @@
-"""Functions of torch that are replaced while a device is active, and put back."""
+"""Functions of torch that are replaced while a device is active: to take the path of CUDA, and to run eagerly."""
 
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.optim import optimizer, swa_utils
+from torch.utils import _foreach_utils
 
 _ABSENT = object()
 
@@ -34,3 +41,79 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, own)
+
+
+def behave_like_cuda(patches: Patches) -> None:
+    """Dropout keeps a mask of bools, and optimizers use their foreach implementation unless told otherwise.
+
+    On CPU tensors, dropout keeps its mask in the input's type and draws other random numbers for it, and optimizers
+    update one parameter after the other. So a run with these differs from one without by its dropout masks, and by
+    rounding.
+    """
+
+    def make_dropout(original: Any) -> Any:
+        def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002, torch's name
+            # The condition of is_fused_kernel_acceptable in ATen/native/Dropout.cpp.
+            if train and 0 < p < 1 and input.numel() > 0:
+                return torch.native_dropout(input, p, train)[0]
+            out: torch.Tensor = original(input, p, train)
+            return out
+
+        return dropout
+
+    patches.replace(torch, "dropout", make_dropout)
+    patches.replace(torch._VF, "dropout", make_dropout)
+    for module in (optimizer, _foreach_utils, swa_utils):
+        patches.replace(module, "_get_foreach_kernels_supported_devices", lambda original: lambda: [*original(), "cpu"])
+    for module in (optimizer, _foreach_utils):
+        patches.replace(module, "_foreach_supported_types", lambda original: [*original, FakeTensor])
+
+
+class EagerCompilation:
+    """Has compiled code run eagerly, and leaves the compiler as it was.
+
+    Under a dispatch mode torch does not compile. But it would run what it has compiled before, whose memory no mode
+    sees, and it would remember of each function called that it is not to be compiled, for good.
+    """
+
+    def __init__(self) -> None:
+        self._stance: Any = None
+        self._said = False
+
+    def begin(self, patches: Patches) -> None:
+        """Switch compilation off; where the compiler is not loaded yet, only when somebody first compiles."""
+        if "torch._dynamo" in sys.modules:
+            self._force_eager()
+
+        def make(original: Any) -> Any:
+            def compile_(*args: Any, **kwargs: Any) -> Any:
+                self.say()
+                self._force_eager()
+                return original(*args, **kwargs)
+
+            return compile_
+
+        patches.replace(torch, "compile", make)
+
+    def say(self) -> None:
+        """Warn, the first time."""
+        if self._said:
+            return
+        self._said = True
+        warnings.warn(
+            "torch.compile has no effect inside a VirtualDevice: compiled code runs eagerly there, and its memory is "
+            "that of the eager run.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    def end(self) -> None:
+        """Switch compilation on again, if it was."""
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+    def _force_eager(self) -> None:
+        if self._stance is None:
+            # Takes effect at once; used as a context manager it remembers what to go back to.
+            self._stance = torch.compiler.set_stance("force_eager")

@@ -16,16 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_memtools.memory.virtual.accounting_mode import FindMode
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.mode import AccountingMode
-from lightning_memtools.memory.virtual.patches import Patches
-from lightning_memtools.memory.virtual.place import OPTIMIZER, OUTSIDE, Place
-
-Find = Callable[[], AccountingMode | None]
-"""Finds the accounting mode of the thread it is called in."""
+from lightning_memtools.memory.virtual.loaders import watch_loaders
+from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER, OUTSIDE, ModuleScopes
+from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches, behave_like_cuda
 
 
-def watch_modules(patches: Patches, find: Find, say_eager: Callable[[], None]) -> None:
+def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
     """Know which module is being called, and with what."""
 
     def make(original: Any) -> Any:
@@ -46,7 +44,7 @@ def watch_modules(patches: Patches, find: Find, say_eager: Callable[[], None]) -
     patches.replace(nn.Module, "__call__", make)
 
 
-def watch_registrations(find: Find) -> list[RemovableHandle]:
+def watch_registrations(find: FindMode) -> list[RemovableHandle]:
     """Know parameters and buffers from the moment that a module gets them."""
 
     def note(category: Category) -> Callable[[nn.Module, str, Any], None]:
@@ -64,7 +62,7 @@ def watch_registrations(find: Find) -> list[RemovableHandle]:
     ]
 
 
-def watch_optimizers(find: Find, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
+def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
     """Know when an optimizer's step runs, but for the closure it may call."""
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,7 +89,7 @@ def watch_optimizers(find: Find, seen: Callable[[Optimizer], None]) -> list[Remo
     return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
 
 
-def _outside(place: Place, depth: int, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _outside(place: ModuleScopes, depth: int, closure: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> Any:
         place.scopes.append(OUTSIDE)
         try:
@@ -106,7 +104,7 @@ def _outside(place: Place, depth: int, closure: Callable[[], Any]) -> Callable[[
     return run
 
 
-def watch_storages(patches: Patches, find: Find) -> None:
+def watch_storages(patches: Patches, find: FindMode) -> None:
     """See storages that no operator makes: resized in place, wrapped around a buffer, copied as bytes."""
 
     def make_resize(original: Any) -> Any:
@@ -148,7 +146,7 @@ def watch_storages(patches: Patches, find: Find) -> None:
     patches.replace(torch.utils.dlpack, "from_dlpack", make_constructor)
 
 
-def watch_threads(patches: Patches, find: Find, run_counted: Callable[[Callable[[], None]], None]) -> None:
+def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Callable[[], None]], None]) -> None:
     """Count in threads that are started from a counting thread. Autograd takes the mode to its own threads itself."""
 
     def make(original: Any) -> Any:
@@ -167,3 +165,50 @@ def watch_threads(patches: Patches, find: Find, run_counted: Callable[[Callable[
         return start
 
     patches.replace(threading.Thread, "start", make)
+
+
+class DeviceHooks:
+    """Watches what an accounting mode cannot see by itself.
+
+    Args:
+        find: Finds the accounting mode of the thread it is called in.
+        seen: Told of each optimizer that takes a step.
+        run_counted: Runs a new thread's work with an accounting mode.
+        cuda_like: Take CUDA's path where CPU tensors take another.
+    """
+
+    def __init__(
+        self,
+        find: FindMode,
+        *,
+        seen: Callable[[Optimizer], None],
+        run_counted: Callable[[Callable[[], None]], None],
+        cuda_like: bool,
+    ) -> None:
+        self._find = find
+        self._seen = seen
+        self._run_counted = run_counted
+        self._cuda_like = cuda_like
+        self._patches = Patches()
+        self._hooks: list[RemovableHandle] = []
+        self._compilation = EagerCompilation()
+
+    def begin(self) -> None:
+        """Replace and hook."""
+        patches, find = self._patches, self._find
+        watch_modules(patches, find, self._compilation.say)
+        watch_storages(patches, find)
+        watch_threads(patches, find, self._run_counted)
+        watch_loaders(patches, find)
+        self._compilation.begin(patches)
+        if self._cuda_like:
+            behave_like_cuda(patches)
+        self._hooks += watch_registrations(find)
+        self._hooks += watch_optimizers(find, self._seen)
+
+    def end(self) -> None:
+        """Leave torch as it was; twice does no harm."""
+        self._patches.undo()
+        self._compilation.end()
+        while self._hooks:
+            self._hooks.pop().remove()

@@ -1,7 +1,7 @@
 """What CUDA's kernels allocate where those for the CPU allocate something else.
 
 Each kernel is called in place of its operator. It runs the operator on the fake tensors and adds what CUDA takes for a
-moment (`mode.work_with`), or replaces results of another size. docs/estimate-memory.md has the table of these with
+moment (`ledger.work_with`), or replaces results of another size. docs/estimate-memory.md has the table of these with
 their sources; tests/estimate/test_kernels.py checks each on its own.
 """
 
@@ -18,14 +18,15 @@ import torch
 aten = torch.ops.aten
 
 
-class Mode(Protocol):
-    """What a kernel needs of the mode that calls it."""
+class Workspace(Protocol):
+    """What a kernel needs of the device's ledger."""
 
-    work_with: Callable[[int], None]
+    def work_with(self, n_bytes: int) -> None:
+        """Allocate memory that a kernel needs while it runs, and free it."""
 
 
 Run = Callable[..., Any]
-Kernel = Callable[[Mode, Run, Any, tuple[Any, ...], dict[str, Any]], Any]
+Kernel = Callable[[Workspace, Run, Any, tuple[Any, ...], dict[str, Any]], Any]
 KERNELS: dict[Any, Kernel] = {}
 """The kernel of each operator that differs."""
 
@@ -47,12 +48,12 @@ def instead_of(*operators: Any) -> Callable[[Kernel], Kernel]:
     return register
 
 
-def _bincount(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _bincount(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Torchmetrics counts classes, and says how many there are."""
     minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)  # noqa: PLR2004, its third argument
     if minlength == 0:
         return run(func, *args, **kwargs)
-    del mode
+    del ledger
     return run(aten.empty.memory_format, [minlength], dtype=torch.int64, device=torch.device("cpu"))
 
 
@@ -64,23 +65,23 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _copy_if_strided(mode: Mode, *tensors: torch.Tensor) -> None:
+def _copy_if_strided(ledger: Workspace, *tensors: torch.Tensor) -> None:
     # Kernels that want rows side by side copy what is not, for as long as they run.
     for tensor in tensors:
         if not tensor.is_contiguous():
-            mode.work_with(nbytes(tensor))
+            ledger.work_with(nbytes(tensor))
 
 
 @instead_of(aten.native_layer_norm.default)
-def layer_norm(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def layer_norm(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Mean and 1/deviation are float32 for half inputs too; a strided input is copied (cuda/layer_norm_kernel.cu)."""
     out = _statistics_in_float(run, func, args, kwargs)
-    _copy_if_strided(mode, args[0])
+    _copy_if_strided(ledger, args[0])
     return out
 
 
 @instead_of(aten.native_group_norm.default)
-def group_norm(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def group_norm(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies what is not contiguous, channels last too, and needs float32 values per channel and per group.
 
     Of halves mean and 1/deviation per group; with a weight or bias, and unless each channel is one value, a and b of
@@ -93,18 +94,18 @@ def group_norm(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: d
     n_values = 2 * n_samples * n_groups if source.dtype in _HALF else 0
     if n_places > 1 and (weight is not None or bias is not None):
         n_values += 2 * n_samples * n_channels
-    mode.work_with(4 * n_values)
+    ledger.work_with(4 * n_values)
     return out
 
 
 @instead_of(aten.native_group_norm_backward.default)
-def group_norm_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def group_norm_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Two or three float32 values per channel, and two per group (cuda/group_norm_kernel.cu)."""
     out = run(func, *args, **kwargs)
     gradient, source, _, _, weight, n_samples, n_channels, n_places, n_groups = args[:9]
-    _copy_if_strided(mode, gradient, source)
+    _copy_if_strided(ledger, gradient, source)
     n_per_channel = 0 if n_places == 1 else 2 + (weight is not None)
-    mode.work_with(4 * n_samples * (n_per_channel * n_channels + 2 * n_groups))
+    ledger.work_with(4 * n_samples * (n_per_channel * n_channels + 2 * n_groups))
     return out
 
 
@@ -121,15 +122,15 @@ def _statistics_in_float(run: Run, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 @instead_of(aten.native_layer_norm_backward.default)
-def layer_norm_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def layer_norm_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Strided gradients and inputs are copied."""
     out = run(func, *args, **kwargs)
-    _copy_if_strided(mode, args[0], args[1])
+    _copy_if_strided(ledger, args[0], args[1])
     return out
 
 
 @instead_of(aten.embedding_dense_backward.default)
-def embedding_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def embedding_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """More than 3072 indices are sorted, and summed in float32 piece by piece (cuda/EmbeddingBackwardKernel.cu)."""
     out = run(func, *args, **kwargs)
     gradient, indices, n_weights = args[0], args[1], args[2]
@@ -140,53 +141,53 @@ def embedding_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], k
         n_runs = min(n_indices, n_weights)
         n_parts = n_indices // _ROWS_PER_THREAD + n_runs
         n_numbers = 3 * n_indices + 2 * n_runs + n_parts
-        mode.work_with(n_numbers * indices.element_size() + 4 * n_parts * gradient.shape[-1])
+        ledger.work_with(n_numbers * indices.element_size() + 4 * n_parts * gradient.shape[-1])
     return out
 
 
 @instead_of(aten._scaled_dot_product_flash_attention_backward.default)
-def flash_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def flash_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums the query's gradient in float32, sequence and head rounded up (cuda/flash_attn/flash_api.cpp, mha_bwd)."""
     out = run(func, *args, **kwargs)
     query = args[1]
     batch, heads, length, head = query.shape
     rounded = -(-length // 128) * 128
     wide = -(-head // 32) * 32 if head <= 192 else 256  # noqa: PLR2004, mha_bwd's head_size_rounded
-    mode.work_with(4 * batch * heads * rounded * (wide + 1))
+    ledger.work_with(4 * batch * heads * rounded * (wide + 1))
     if args[2].shape[1] != heads:  # grouped queries: gradients of key and value are made per query head first
-        mode.work_with(2 * prod((batch, args[2].shape[2], heads, head)) * query.element_size())
+        ledger.work_with(2 * prod((batch, args[2].shape[2], heads, head)) * query.element_size())
     return out
 
 
 @instead_of(aten._scaled_dot_product_efficient_attention_backward.default)
-def efficient_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def efficient_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums the query's gradient in float32, or multiplies gradient and output (cuda/attention_backward.cu)."""
     out = run(func, *args, **kwargs)
     query = args[1]
-    mode.work_with(4 * query.numel() + 4 * query.numel() // query.shape[-1])
+    ledger.work_with(4 * query.numel() + 4 * query.numel() // query.shape[-1])
     return out
 
 
 @instead_of(aten.convolution.default)
-def convolution(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def convolution(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Inputs are contiguous or channels last for cuDNN; any other is copied (cudnn/ConvShared.cpp).
 
     Its own workspace, which its heuristics choose by GPU and shape, is not known here and not counted.
     """
     out = run(func, *args, **kwargs)
-    _copy_for_convolution(mode, args[0], args[1])
+    _copy_for_convolution(ledger, args[0], args[1])
     return out
 
 
 @instead_of(aten.convolution_backward.default)
-def convolution_backward(mode: Mode, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def convolution_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As forward: strided gradients and inputs are copied."""
     out = run(func, *args, **kwargs)
-    _copy_for_convolution(mode, args[0], args[2])
+    _copy_for_convolution(ledger, args[0], args[2])
     return out
 
 
-def _copy_for_convolution(mode: Mode, tensor: torch.Tensor, weight: torch.Tensor) -> None:
+def _copy_for_convolution(ledger: Workspace, tensor: torch.Tensor, weight: torch.Tensor) -> None:
     if tensor.dim() == 4:  # noqa: PLR2004, images
         wants_last = any(_is_last_only(one) for one in (tensor, weight))
         wanted = torch.channels_last if wants_last else torch.contiguous_format
@@ -194,7 +195,7 @@ def _copy_for_convolution(mode: Mode, tensor: torch.Tensor, weight: torch.Tensor
             return
     elif tensor.is_contiguous():
         return
-    mode.work_with(nbytes(tensor))
+    ledger.work_with(nbytes(tensor))
 
 
 def _is_last_only(tensor: torch.Tensor) -> bool:

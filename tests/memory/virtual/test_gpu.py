@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.memory.virtual.oom import MARK
+from lightning_memtools.memory.virtual.cuda_texts import MARK
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

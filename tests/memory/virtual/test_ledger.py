@@ -10,7 +10,7 @@ import torch
 
 from lightning_memtools.memory.allocator import CachingAllocator
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.ledger import Ledger
+from lightning_memtools.memory.virtual.ledger import VirtualLedger
 
 
 def storage(n_bytes: int) -> torch.UntypedStorage:
@@ -19,7 +19,7 @@ def storage(n_bytes: int) -> torch.UntypedStorage:
 
 def test_random_history_keeps_sums_and_the_peaks_composition() -> None:
     rng = random.Random(0)  # noqa: S311, no secret
-    ledger = Ledger(CachingAllocator())
+    ledger = VirtualLedger(CachingAllocator())
     live: list[torch.UntypedStorage] = []
     categories: dict[int, Category] = {}
     peak, at_peak = 0, [0] * len(Category)
@@ -62,7 +62,7 @@ def test_random_history_keeps_sums_and_the_peaks_composition() -> None:
 
 
 def test_later_knowledge_moves_bytes_now_and_at_the_peak_it_was_part_of() -> None:
-    ledger = Ledger(CachingAllocator())
+    ledger = VirtualLedger(CachingAllocator())
     early, late = storage(1000), storage(2000)
     entry = ledger.add(early, Category.OTHER, "m")
     assert entry is not None
@@ -83,7 +83,7 @@ def test_later_knowledge_moves_bytes_now_and_at_the_peak_it_was_part_of() -> Non
 
 
 def test_storages_that_die_in_a_garbage_collection_inside_the_ledger_are_settled() -> None:
-    ledger = Ledger(CachingAllocator())
+    ledger = VirtualLedger(CachingAllocator())
 
     class Cycle:
         def __init__(self) -> None:
@@ -106,7 +106,7 @@ def test_storages_that_die_in_a_garbage_collection_inside_the_ledger_are_settled
 
 
 def test_threads_can_make_and_drop_storages_at_once() -> None:
-    ledger = Ledger(CachingAllocator())
+    ledger = VirtualLedger(CachingAllocator())
 
     def work() -> None:
         for size in range(1, 500):
@@ -125,7 +125,7 @@ def test_threads_can_make_and_drop_storages_at_once() -> None:
 
 
 def test_forgotten_storage_is_freed_now_and_not_again() -> None:
-    ledger = Ledger(CachingAllocator())
+    ledger = VirtualLedger(CachingAllocator())
     made = storage(1000)
     entry = ledger.add(made, Category.OTHER, "m")
     assert entry is not None

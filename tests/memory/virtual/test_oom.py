@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
 
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.memory.virtual.oom import cuda_size
+from lightning_memtools.memory.virtual.cuda_texts import cuda_size
 from tests.memory.virtual.reading import allocated
 
 MIB = 2**20

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.memory.virtual.summary import summary_table
+from lightning_memtools.memory.virtual.cuda_texts import summary_table
 
 
 def test_rows_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,56 @@
-"""The table that ``torch.cuda.memory_summary`` prints, for a simulated device."""
+"""CUDA's texts: the out-of-memory error, and the table of ``torch.cuda.memory_summary``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+import torch
+
+from lightning_memtools.memory.allocator import SimulatedOutOfMemory
+from lightning_memtools.memory.sizes import GIB, KIB, MIB
+
+MARK = "(simulated by lightning_memtools.VirtualDevice)"
+
+
+def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMemoryError:
+    """The error that torch raises on a GPU, with its text and `MARK` at the end.
+
+    Args:
+        failure: What the allocator found.
+        context: Bytes of the CUDA context, which ``failure.used_by_others`` contains: CUDA's text counts them as this
+            process's own.
+    """
+    others = failure.used_by_others - context
+    # The text of CUDACachingAllocator.cpp, piece by piece, as the strings of torch 2.13's libc10_cuda.so (and 2.11's)
+    # have it; two spaces where it has two.
+    pieces = [
+        f"CUDA out of memory. Tried to allocate {cuda_size(failure.segment_size)}.",
+        f" GPU 0 has a total capacity of {cuda_size(failure.capacity or 0)}",
+        f" of which {cuda_size(max(failure.free or 0, 0))} is free.",
+        # Others are one process here, and no process has this number.
+        f" Process 0 has {cuda_size(others)} memory in use." if others > 0 else "",
+        f" Including non-PyTorch memory, this process has {cuda_size(failure.reserved + context)} memory in use.",
+        f" {cuda_size(failure.allowed)} allowed;" if failure.allowed is not None else "",
+        f" Of the allocated memory {cuda_size(failure.allocated)} is allocated by PyTorch,",
+        f" and {cuda_size(failure.reserved - failure.allocated)} is reserved by PyTorch but unallocated.",
+        " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to",
+        " avoid fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/",
+        "cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)",
+        f" {MARK}",
+    ]
+    return torch.OutOfMemoryError("".join(pieces))
+
+
+def cuda_size(n_bytes: int) -> str:
+    """A size as the CUDA allocator prints it: two decimals, and the smaller unit up to 1024 of it."""
+    if n_bytes <= KIB:
+        return f"{n_bytes} bytes"
+    if n_bytes <= MIB:
+        return f"{n_bytes / KIB:.2f} KiB"
+    if n_bytes <= GIB:
+        return f"{n_bytes / MIB:.2f} MiB"
+    return f"{n_bytes / GIB:.2f} GiB"
+
 
 _ROWS = (
     ("Allocated memory", "allocated_bytes"),

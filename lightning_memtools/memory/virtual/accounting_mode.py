@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,18 +14,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
 from lightning_memtools.memory.nested_tensors import tensors_in
-from lightning_memtools.memory.virtual.accumulation import is_gradient_sum, references_of_autograd
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.memory.virtual.kinds import Kind, compose, is_matmul, kind_of
-from lightning_memtools.memory.virtual.ledger import Entry, Ledger
-from lightning_memtools.memory.virtual.names import ModuleNames
-from lightning_memtools.memory.virtual.parts import flat, is_among, on_device, parts, storage_key
-from lightning_memtools.memory.virtual.place import OUTSIDE, Place, in_backward, stores_gradient
+from lightning_memtools.memory.virtual.ledger import LedgerEntry, VirtualLedger
+from lightning_memtools.memory.virtual.module_scopes import (
+    OUTSIDE,
+    ModuleNames,
+    ModuleScopes,
+    in_backward,
+    stores_gradient,
+)
+from lightning_memtools.memory.virtual.operators import (
+    OperatorKind,
+    compose,
+    is_gradient_sum,
+    is_matmul,
+    kind_of,
+    references_of_autograd,
+)
+from lightning_memtools.memory.virtual.storages import flat, is_among, on_device, parts, storage_key
 
 # Tensors that do not handle operators themselves. All others (wrapper subclasses) get their turn first, and the
 # operators they then call on what they wrap are seen here.
 _ORDINARY = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
-_kinds: dict[Any, Kind] = {}
+_kinds: dict[Any, OperatorKind] = {}
+
+
+OperatorReplacement = Callable[[VirtualLedger, Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called in place of an operator with the ledger, a function that runs operators, the operator and its arguments."""
 
 
 class AccountingMode(TorchDispatchMode):
@@ -41,16 +56,17 @@ class AccountingMode(TorchDispatchMode):
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: VirtualLedger,
         names: ModuleNames,
         *,
         error_of: Callable[[SimulatedOutOfMemory], torch.OutOfMemoryError],
         cublas_workspace: int = 0,
         cuda_like: bool = False,
+        replacements: Mapping[Any, OperatorReplacement] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         references_of_autograd()
-        self.place = Place(ledger)
+        self.place = ModuleScopes(ledger)
         self.silent = 0
         self._made_silently: set[int] | None = None
         self._ledger = ledger
@@ -58,6 +74,8 @@ class AccountingMode(TorchDispatchMode):
         self._error_of = error_of
         self._cublas_workspace = cublas_workspace
         self._cuda_like = cuda_like
+        self._replacements = replacements or {}
+        self._is_hooked = bool(replacements) or ledger.listener is not None
         # cuBLAS keeps a workspace per thread, and autograd runs backward in a thread of its own.
         self._has_workspace = {False: False, True: False}
 
@@ -67,8 +85,12 @@ class AccountingMode(TorchDispatchMode):
         # Nothing is compiled while a device is active (see compilation.py).
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then account for what it made."""
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None, *, as_it_is: bool = False
+    ) -> Any:
+        """Run the operator, or what replaces it unless ``as_it_is``; then account for what it made."""
+        if self._is_hooked and not as_it_is:
+            return self._run_hooked(func, types, args, kwargs)
         if types and not _ORDINARY.issuperset(types):
             return NotImplemented
         if is_gradient_sum(func, args, kwargs):
@@ -77,9 +99,9 @@ class AccountingMode(TorchDispatchMode):
         kind = _kinds.get(func)
         if kind is None:
             kind = _kinds[func] = kind_of(func)
-        if kind is Kind.NOTHING:
+        if kind is OperatorKind.NOTHING:
             return func(*args, **kwargs)
-        if kind is not Kind.FRESH or self.silent:
+        if kind is not OperatorKind.FRESH or self.silent:
             return self._run_rare(kind, func, args, kwargs)
         out = func(*args, **kwargs)
         for tensor in (out,) if isinstance(out, torch.Tensor) else flat(out):
@@ -112,6 +134,7 @@ class AccountingMode(TorchDispatchMode):
         if isinstance(module, DistributedDataParallel):
             # A wrapper: what it makes itself are buckets for gradients, and the module in it is the outermost.
             place.scopes.append(OUTSIDE)
+            place.tell_listener()
             return depth
         name = self._names.of(module, caller)
         place.scopes.append(name)
@@ -125,6 +148,7 @@ class AccountingMode(TorchDispatchMode):
             for buffer in module._buffers.values():
                 if buffer is not None:
                     self.note(buffer, Category.BUFFER, name)
+        place.tell_listener()
         return depth
 
     def enter_tensor(self, tensor: torch.Tensor, category: Category | None) -> None:
@@ -143,7 +167,7 @@ class AccountingMode(TorchDispatchMode):
             elif category is not None:
                 self._ledger.assign(entry, category)
 
-    def enter_copy(self, tensor: torch.Tensor, category: Category) -> Entry | None:
+    def enter_copy(self, tensor: torch.Tensor, category: Category) -> LedgerEntry | None:
         """Enter a tensor as if it had been copied to the device: its own bytes, until it dies or `drop` is called.
 
         Raises:
@@ -152,10 +176,10 @@ class AccountingMode(TorchDispatchMode):
         if not on_device(tensor):
             return None
         n_bytes = tensor.numel() * tensor.element_size()
-        entry: Entry | None = self._ask(self._ledger.add_copy, tensor, n_bytes, category, OUTSIDE)
+        entry: LedgerEntry | None = self._ask(self._ledger.add_copy, tensor, n_bytes, category, OUTSIDE)
         return entry
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: LedgerEntry) -> None:
         """What this stood for has left the device."""
         self._ledger.forget(entry)
 
@@ -211,18 +235,30 @@ class AccountingMode(TorchDispatchMode):
             return
         self._ask(self._ledger.add, storage, *self.place.purpose(args, kwargs))
 
-    def _run_rare(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-        if kind is Kind.COMPOSED:
+    def _run_hooked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self._ledger.listener is not None:
+            self._ledger.listener.on_operator(func)
+        replacement = None if self.silent else self._replacements.get(func)
+        if replacement is None:
+            return self.__torch_dispatch__(func, types, args, kwargs, as_it_is=True)
+
+        def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.__torch_dispatch__(func, types, args, kwargs, as_it_is=True)
+
+        return replacement(self._ledger, run, func, args, kwargs or {})
+
+    def _run_rare(self, kind: OperatorKind, func: Any, args: Any, kwargs: Any) -> Any:
+        if kind is OperatorKind.COMPOSED:
             with self:
                 return compose(func, args, kwargs)
         if self.silent:
             out = func(*args, **kwargs)
-            self._note_silent(out, args, kwargs, is_new=kind is Kind.LIFTED or kind is Kind.RESIZED)
-        elif kind is Kind.DETACHED:
+            self._note_silent(out, args, kwargs, is_new=kind is OperatorKind.LIFTED or kind is OperatorKind.RESIZED)
+        elif kind is OperatorKind.DETACHED:
             if stores_gradient():
                 self.note(args[0], Category.GRADIENT)
             out = func(*args, **kwargs)
-        elif kind is Kind.LIFTED:
+        elif kind is OperatorKind.LIFTED:
             out = func(*args, **kwargs)
             # A new optimizer's step counts, which torch keeps in host memory beside parameters on a GPU.
             if not (self._cuda_like and self.place.in_step):
@@ -231,9 +267,9 @@ class AccountingMode(TorchDispatchMode):
             out = self._run_resizing(kind, func, args, kwargs)
         return out
 
-    def _run_resizing(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-        written = [args[0]] if kind is Kind.RESIZED else [*flat(tuple(kwargs.values()))]
-        source = args[1] if kind is Kind.RESIZED and len(args) > 1 else None
+    def _run_resizing(self, kind: OperatorKind, func: Any, args: Any, kwargs: Any) -> Any:
+        written = [args[0]] if kind is OperatorKind.RESIZED else [*flat(tuple(kwargs.values()))]
+        source = args[1] if kind is OperatorKind.RESIZED and len(args) > 1 else None
         before = [_storage_state(tensor) for tensor in written]
         out = func(*args, **kwargs)
         for tensor, state in zip(written, before, strict=True):
@@ -292,3 +328,7 @@ def _storage_state(tensor: torch.Tensor) -> tuple[int, int] | None:
     except NotImplementedError:
         return None
     return storage._cdata, storage.nbytes()
+
+
+FindMode = Callable[[], AccountingMode | None]
+"""Returns the accounting mode of the thread that it is called in; None where there is none."""

@@ -1,0 +1,158 @@
+"""What operators do to storages: make, resize, or sum gradients in place. Read from their schemas once.
+
+Autograd adds a gradient to an earlier one of the same tensor in place, if nobody else refers to that one. Under a
+dispatch mode, and for fake tensors, it cannot tell whether this is so and makes a new tensor: in a network with
+residual connections one more of the size of an activation, while both others live. `is_gradient_sum` finds these
+sums; the condition is that of ``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+class OperatorKind(Enum):
+    """What has to be looked at after an operator has run."""
+
+    NOTHING = auto()  # It returns views of its inputs, its inputs themselves, or no tensors.
+    FRESH = auto()  # It may return new storages.
+    LIFTED = auto()  # It returns its input, which is new all the same: torch.tensor and from_numpy end with it.
+    RESIZED = auto()  # It may give its first argument a storage of another size, or another storage.
+    OUT = auto()  # It writes to tensors given as `out`, and resizes them when they do not fit.
+    DETACHED = auto()  # Autograd stores a gradient by detaching it.
+    COMPOSED = auto()  # It is made of other operators, which are looked at in its place.
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_NAMED = {
+    "aten::lift_fresh": OperatorKind.LIFTED,
+    "aten::lift": OperatorKind.LIFTED,
+    "aten::detach": OperatorKind.DETACHED,
+    "aten::resize_": OperatorKind.RESIZED,
+    "aten::resize_as_": OperatorKind.RESIZED,
+    "aten::_resize_output_": OperatorKind.RESIZED,
+    "aten::set_": OperatorKind.RESIZED,
+}
+# Namespaces of operators that make no tensors, and are called very often.
+_NO_TENSORS = {"prim", "profiler"}
+# The operators for which torch calls cuBLAS on a GPU.
+_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot"}
+
+
+def kind_of(func: Any) -> OperatorKind:
+    """The kind of an operator; of anything but an OpOverload, such as a higher-order operator, `OperatorKind.FRESH`."""
+    if not isinstance(func, OpOverload):
+        return OperatorKind.FRESH
+    schema = func._schema
+    if schema.name in _NAMED:
+        return _NAMED[schema.name]
+    if func.namespace in _NO_TENSORS:
+        return OperatorKind.NOTHING
+    if _is_composed(func):
+        return OperatorKind.COMPOSED
+    if any(argument.is_out for argument in schema.arguments):
+        return OperatorKind.OUT
+    makes_new = any(_may_hold_tensors(out.type) and out.alias_info is None for out in schema.returns)
+    return OperatorKind.FRESH if makes_new else OperatorKind.NOTHING
+
+
+def is_matmul(func: Any) -> bool:
+    """Whether cuBLAS computes this operator on a GPU."""
+    return isinstance(func, OpOverload) and func._schema.name in _MATMULS
+
+
+def compose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of `OperatorKind.COMPOSED` by the operators it is made of."""
+    return func._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+def _is_composed(func: OpOverload) -> bool:
+    # Under inference_mode these arrive whole: their schemas promise aliases that reshape, contiguous, to do not keep.
+    # Only kernels in C++ count: the Python decompositions that `func.decompose` prefers compute other roundings.
+    name = func._schema.name if not func._schema.overload_name else f"{func._schema.name}.{func._schema.overload_name}"
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
+def _may_hold_tensors(kind: torch.JitType) -> bool:
+    return "Tensor" in str(kind) or "Any" in str(kind)
+
+
+_ADD = torch.ops.aten.add.Tensor
+# Without these counts, which are private in torch, sums take a new tensor each.
+_CAN_TELL = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+def is_gradient_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether this operator is autograd's sum of two gradients, and the first one is held by autograd alone.
+
+    A formula of backward that adds to a tensor which it alone holds looks the same, and is taken for it.
+    """
+    if func is not _ADD or kwargs or torch._C._current_graph_task_id() == -1 or not _CAN_TELL:
+        return False
+    return not torch.is_grad_enabled() and _fits(*args) and _references(args) == references_of_autograd()
+
+
+def _fits(total: Any, gradient: Any) -> bool:
+    return (
+        isinstance(total, torch.Tensor)
+        and isinstance(gradient, torch.Tensor)
+        and total.shape == gradient.shape
+        and total.dtype is gradient.dtype
+        and total.layout is gradient.layout is torch.strided
+        and _is_dense(total)
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """How many refer to the first argument: in C++, to its storage, and in Python."""
+    storage = args[0].untyped_storage()
+    return args[0]._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(args[0])
+
+
+@cache
+def references_of_autograd() -> tuple[int, int, int]:
+    """What `_references` is for a gradient held by autograd alone; versions of torch differ in it.
+
+    Found by a small backward, so it has to be called before any operator is handled, where autograd is off.
+    """
+    if not _CAN_TELL:
+        return 0, 0, 0
+    probe = _Probe()  # type: ignore[no-untyped-call]
+    with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad(), probe:
+        x = torch.ones(1, requires_grad=True, device="cpu")
+        twice = x * 2
+        (twice.sin() * twice.cos()).backward()  # type: ignore[no-untyped-call]
+    return probe.seen
+
+
+class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    seen = (0, 0, 0)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As in AccountingMode; and otherwise torch would load its compiler for this.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+            self.seen = _references(args)
+        return func(*args, **(kwargs or {}))
