@@ -24,7 +24,7 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
 from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
-from lightning_memtools.checkpointing.predict import predict
+from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions

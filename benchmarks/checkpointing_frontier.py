@@ -14,8 +14,7 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, estimate
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
-from lightning_memtools.checkpointing.predict import predict
-from lightning_memtools.checkpointing.profiling import profile
+from lightning_memtools.checkpointing.step_profile import predict, profile_step
 from lightning_memtools.checkpointing.tracing import Cost
 
 # What the picture shows: a panel's size, and the most operations of a step, as a multiple of the plain step's.
@@ -53,7 +52,7 @@ def _ends(chain: Any, module: nn.Module) -> list[int]:
 def frontier(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
     step = step_of(model, shape)
     chains = depths(find_chains(model, CheckpointOptions.parse(bn_dropout="recompute")))[0]
-    measured = profile(step, chains)
+    measured = profile_step(step, chains)
     planner = OptimalRanges(measured.units, int(1.02 * measured.plain.peak_bytes))
     known: dict[Any, Cost] = {}
 

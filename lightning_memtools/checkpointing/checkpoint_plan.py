@@ -19,7 +19,7 @@ from lightning_memtools.checkpointing.memory_model import (
     kept_by_chain,
     runs_again,
 )
-from lightning_memtools.checkpointing.profiling import Profile
+from lightning_memtools.checkpointing.step_profile import StepProfile
 from lightning_memtools.checkpointing.tracing import Cost
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.tables import Table, markdown_table
@@ -120,7 +120,7 @@ class CheckpointPlan:
         return self.table()
 
 
-def units_under(profile: Profile, chains: Sequence[Chain]) -> list[Unit]:
+def units_under(profile: StepProfile, chains: Sequence[Chain]) -> list[Unit]:
     """Returns the units of a profile with what the chains leave out pinned, and what a pattern named recomputed."""
     units = []
     for place, profiled in zip(profile.places, profile.units, strict=True):
@@ -134,7 +134,9 @@ def units_under(profile: Profile, chains: Sequence[Chain]) -> list[Unit]:
     return units
 
 
-def chain_plans(profile: Profile, chains: Sequence[Chain], ranges: Ranges, *, forced: bool = True) -> list[ChainPlan]:
+def chain_plans(
+    profile: StepProfile, chains: Sequence[Chain], ranges: Ranges, *, forced: bool = True
+) -> list[ChainPlan]:
     """Returns ranges of units as ranges of each chain's layers. A chain that is called twice goes by its first call."""
     of_chain: dict[int, list[Range]] = {}
     offsets: dict[int, int] = {}
@@ -157,7 +159,7 @@ def chain_plans(profile: Profile, chains: Sequence[Chain], ranges: Ranges, *, fo
     return plans
 
 
-def with_figures(plans: Sequence[ChainPlan], profile: Profile, units: Sequence[Unit]) -> list[ChainPlan]:
+def with_figures(plans: Sequence[ChainPlan], profile: StepProfile, units: Sequence[Unit]) -> list[ChainPlan]:
     """Returns the plans with what each chain keeps and computes again. `units` are those of `units_under`."""
     before = kept_by_chain(profile.units, ())
     ranges = [

@@ -17,8 +17,8 @@ from lightning_memtools._torch import (
     autograd_sequence_number,
     forward_pre_hooks,
     saved_tensor_hooks,
-    tree_leaves,
 )
+from lightning_memtools.memory.nested_tensors import tensors_in
 
 # By name, for libraries that are not imported here: torchvision has StochasticDepth, timm DropPath and DropBlock2d.
 _DROPOUTS_BY_NAME = {"StochasticDepth", "DropPath", "DropBlock2d", "PatchDropout", "DropBlock"}
@@ -213,16 +213,12 @@ def _watched(log: RunLog) -> Iterator[None]:
         yield
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _signature(out: Any) -> tuple[Any, ...]:
-    return tuple((tuple(one.shape), one.dtype, type(one.grad_fn).__name__) for one in _tensors(out))
+    return tuple((tuple(one.shape), one.dtype, type(one.grad_fn).__name__) for one in tensors_in(out))
 
 
 def _device_of(value: Any) -> str:
-    return next((one.device.type for one in _tensors(value)), "cpu")
+    return next((one.device.type for one in tensors_in(value)), "cpu")
 
 
 def _described(seen: tuple[Any, ...]) -> str:

@@ -21,8 +21,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan, cha
 from lightning_memtools.checkpointing.fixed_segments import cut
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Ranges, Unit, estimate
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
-from lightning_memtools.checkpointing.predict import predict
-from lightning_memtools.checkpointing.profiling import Profile, profile
+from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
 from lightning_memtools.checkpointing.tracing import Cost, Step, device_of
 from lightning_memtools.memory.sizes import format_size
 
@@ -138,7 +137,7 @@ class StepPlanner:
     def _group(self, chains: Sequence[Chain]) -> _PlanningGroup:
         key = tuple((chain.name, chain.layers, chain.forced, tuple(chain.outside)) for chain in chains)
         if key not in self._groups:
-            self._groups[key] = _PlanningGroup(self._step, profile(self._step, chains))
+            self._groups[key] = _PlanningGroup(self._step, profile_step(self._step, chains))
         return self._groups[key]
 
     def _alternatives(self, options: CheckpointOptions) -> str:
@@ -160,7 +159,7 @@ class StepPlanner:
 class _PlanningGroup:
     """The profile of chains that are planned together, and everything that was computed from it."""
 
-    def __init__(self, step: Step, profiled: Profile) -> None:
+    def __init__(self, step: Step, profiled: StepProfile) -> None:
         self.profile = profiled
         gradients = sum(one.numel() * one.element_size() for one in step.model.parameters() if one.requires_grad)
         # Gradients are not allocated all the time: they are new in every step.

@@ -11,8 +11,7 @@ from lightning_memtools.checkpointing.chains import depths, find_chains
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
-from lightning_memtools.checkpointing.predict import predict
-from lightning_memtools.checkpointing.profiling import profile
+from lightning_memtools.checkpointing.step_profile import predict, profile_step
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = json.loads((BENCHMARKS / "results" / "checkpointing.json").read_text())
@@ -89,7 +88,7 @@ def test_the_committed_figures_are_what_the_code_gives(monkeypatch):
     model = conv_bn()
     step = step_of(model, (16, 3, 64, 64))
     chains = depths(find_chains(model, CheckpointOptions.parse(bn_dropout="recompute")))[0]
-    measured = profile(step, chains)
+    measured = profile_step(step, chains)
     assert measured.plain.peak_bytes == found["plain_peak_bytes"]
     assert measured.plain.operations == found["plain_operations"]
     least = found["lowest_baseline"]

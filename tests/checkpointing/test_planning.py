@@ -17,8 +17,7 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan, chain_plans
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, estimate
 from lightning_memtools.checkpointing.planning import plan_checkpoints
-from lightning_memtools.checkpointing.predict import predict
-from lightning_memtools.checkpointing.profiling import profile
+from lightning_memtools.checkpointing.step_profile import predict, profile_step
 from lightning_memtools.checkpointing.tracing import Step
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.checkpointing.models import ZOO, Block, conv_bn_relu, encoder, mlp, nested, same_seed
@@ -302,7 +301,7 @@ def test_the_memory_model_says_what_is_traced_where_no_layer_keeps_anything(devi
     model, x = encoder(6), torch.empty(64, 24, 32)
     step = Step(model, (x,), lambda copy, args: copy(*args), device=device)
     chains = find_chains(model, CheckpointOptions.parse())[:1]
-    measured = profile(step, chains)
+    measured = profile_step(step, chains)
     ranges = tuple(Range(at, at + length, (Range(at, at + 1),) if length == 3 else ()) for at in range(1, 7, length))
     assert [place for place in measured.places if place is not None] == [(0, at) for at in range(6)]
     told = estimate(measured.units, ranges)
@@ -321,14 +320,14 @@ def test_all_budgets_share_one_profile_of_the_step(monkeypatch):
 
         return call
 
-    for name in ("profile", "predict", "OptimalRanges"):
+    for name in ("profile_step", "predict", "OptimalRanges"):
         monkeypatch.setattr(planning, name, counted(name, getattr(planning, name)))
     model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
     x = torch.empty(4096, 64)
     planner = planning.StepPlanner(Step(model, (x,), lambda copy, args: copy(*args)))
     shares = (None, 0.8, 0.7, 0.6)
     plans = [planner.plan(CheckpointOptions.parse(memory_budget=share)) for share in shares]
-    assert calls["profile"] == calls["OptimalRanges"] == 1
+    assert calls["profile_step"] == calls["OptimalRanges"] == 1
     assert len({plan.peak_bytes for plan in plans}) == len(plans)
     traced = calls["predict"]
     again = [planner.plan(CheckpointOptions.parse(memory_budget=share)) for share in shares]
@@ -339,8 +338,8 @@ def test_all_budgets_share_one_profile_of_the_step(monkeypatch):
 
 def test_a_refusal_compares_all_ways_of_bn_dropout_on_one_profile(monkeypatch):
     profiled = []
-    profile_once = planning.profile
-    monkeypatch.setattr(planning, "profile", lambda *args: profiled.append(args) or profile_once(*args))
+    profile_once = planning.profile_step
+    monkeypatch.setattr(planning, "profile_step", lambda *args: profiled.append(args) or profile_once(*args))
     model, x = conv_bn_relu(16, 8), torch.empty(4, 3, 32, 32)
     plan = plan_checkpoints(model, x)
     assert len(profiled) == 1

@@ -1,6 +1,5 @@
-"""Measures, on fake tensors, what each layer keeps, needs and computes in one training step."""
+"""Measures on fake tensors what each layer keeps, needs and computes in one training step, and traces planned steps."""
 
-# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,23 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_memtools._torch import storage_id, write_count
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
-from lightning_memtools.checkpointing.memory_model import Unit
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Unit
 from lightning_memtools.checkpointing.tracing import Cost, Step, Trace, tracing
+from lightning_memtools.memory.nested_tensors import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """A step in units.
+class StepProfile:
+    """A training step as a row of units.
 
     Attributes:
-        units: What the model does, in the order of the forward pass.
-        places: For each unit, the indices of its chain and of its layer; None between chains.
-        plain: What the plain step needs.
-        outside: Reasons found while running why layers may not be recomputed, by indices of chain and layer.
+        units: The layers of the chains and the code between them, in the order of the forward pass.
+        places: The indices of each unit's chain and layer; None between chains.
+        plain: The memory and operations of the step without a plan.
+        outside: Why layers may not be recomputed, as far as only running them shows; by indices of chain and layer.
     """
 
     units: tuple[Unit, ...]
@@ -36,7 +37,7 @@ class Profile:
 
 @dataclass(slots=True)
 class _Record:
-    """What was seen of one unit."""
+    """The measurements of one unit."""
 
     place: tuple[int, int] | None
     allocated_before: int = 0
@@ -55,11 +56,11 @@ class _Record:
     backward_peak: int | None = None
 
 
-def profile(step: Step, chains: Sequence[Chain]) -> Profile:
-    """Run one step on fake tensors and say what each layer of the chains, and what lies between them, needs.
+def profile_step(step: Step, chains: Sequence[Chain]) -> StepProfile:
+    """Run one step on fake tensors, and return what each layer of the chains and the code between them needs.
 
     Raises:
-        Exception: Whatever the step raises over fake tensors, when it asks for data that they do not have.
+        Exception: Whatever the step raises on fake tensors, for instance when it reads values.
     """
     with tracing(step) as trace:
         recorder = _Recorder(trace)
@@ -68,11 +69,17 @@ def profile(step: Step, chains: Sequence[Chain]) -> Profile:
         plain = trace.run(recorder.around_forward, recorder.begin_backward)
         recorder.finish()
         del watched
-        return _units(recorder.records, chains, plain, outside)
+        return _profile_of(recorder.records, chains, plain, outside)
+
+
+def predict(step: Step, plans: Sequence[ChainPlan]) -> Cost:
+    """Trace a step under a plan, and return its peak and operations; without plans, those of the plain step."""
+    with tracing(step) as trace, AppliedPlan(trace.model, plans):
+        return trace.run()
 
 
 class _Recorder:
-    """Follows the step from unit to unit, forward and back."""
+    """Measures the units of a step one after the other, forward and backward."""
 
     def __init__(self, trace: Trace) -> None:
         self.records: list[_Record] = []
@@ -88,32 +95,35 @@ class _Recorder:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def begin_backward(self) -> None:
-        """The forward pass is over; what is left of it goes backward first."""
+        """Note that the forward pass is over. The unit that ran last is the first to go backward."""
         self._end(())
         self._enter_backward(self.records[-1])
 
     def finish(self) -> None:
-        """The step is over."""
+        """Note that the step is over."""
         self._leave_backward()
 
     def call_layer(
         self, place: tuple[int, int], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], again: Any = None
     ) -> Any:
-        """Run a layer as a unit of its own, unless it is called from within one; then `again`, keeping nothing."""
+        """Run a layer as a unit of its own, unless it is called from within one, and return its output.
+
+        `again` then runs it once more to measure what it needs if nothing is kept; None leaves that out.
+        """
         if self._inside:
             return layer(*args, **kwargs)
-        if self._open is not None and self._is_worth_a_unit(self._open):  # what came since the last layer
+        if self._open is not None and self._is_worth_a_unit(self._open):  # the code since the last layer
             self._end(args)
         self._begin(place, args)
         self._inside = True
-        versions = [one._version for one in _tensors(args)]
+        versions = [write_count(one) for one in tensors_in(args)]
         try:
             out = layer(*args, **kwargs)
         finally:
             self._inside = False
         record = self._open
         assert record is not None
-        record.overwrites = versions != [one._version for one in _tensors(args)]
+        record.overwrites = versions != [write_count(one) for one in tensors_in(args)]
         self._end(out)
         if again is not None and not record.overwrites:
             record.dropping = self._needed_keeping_nothing(again, args, kwargs)
@@ -121,7 +131,7 @@ class _Recorder:
         return out
 
     def _needed_keeping_nothing(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """What a layer needs where nothing is kept for backward: most of what it makes is then gone before it ends."""
+        """Returns the peak of a layer if nothing is kept for backward: it then frees most tensors before it ends."""
         self._inside = True
         try:
             with (
@@ -151,9 +161,9 @@ class _Recorder:
         record.output = self._keys(value)
         self._open = None
         self.records.append(record)
-        for one in _tensors(value):
+        for one in tensors_in(value):
             if one.requires_grad and one.grad_fn is not None:
-                # When its gradient is there, this unit's backward begins.
+                # When the gradient of its output is ready, this unit's backward pass begins.
                 one.register_hook(  # type: ignore[no-untyped-call]
                     lambda _, record=record: self._enter_backward(record)
                 )
@@ -177,26 +187,26 @@ class _Recorder:
             record.operations_at_last_save = self._trace.counted.total
             record.peak_at_last_save = self._trace.peak_so_far()
             record.saved.update(self._keys(tensor))
-        # Not the tensor itself: an operator that keeps its own output would keep itself.
+        # Not the tensor itself: an operator that keeps its own output would keep itself alive.
         return tensor.detach() if tensor.requires_grad else tensor
 
     def _keys(self, value: Any) -> dict[int, int]:
         found: dict[int, int] = {}
-        for one in _tensors(value):
-            entry = self._trace.ledger.find(one.untyped_storage()._cdata)
+        for one in tensors_in(value):
+            entry = self._trace.ledger.find(storage_id(one.untyped_storage()))
             if entry is not None and entry.serial not in self.static:
                 found[entry.serial] = entry.block.size
         return found
 
 
 def _forget(_: Any) -> Any:
-    """Stands for a tensor that is not kept."""
+    """Stands for packing and unpacking a tensor that is not kept."""
 
 
 def _watch(
     model: nn.Module, index: int, chain: Chain, recorder: _Recorder, outside: dict[tuple[int, int], str]
 ) -> nn.Module:
-    """Make a chain of a fake model tell the recorder of its layers."""
+    """Have a chain of a fake model call its layers through the recorder, and return the chain."""
     module = model.get_submodule(chain.name)
     layers = [model.get_submodule(name) for name in chain.layers]
 
@@ -233,11 +243,10 @@ def _watch(
 def _buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     # exact_recomputation.py takes care of running statistics, but of no other buffer that a forward pass changes.
     return {
-        f"{path}.{name}" if path else name: (id(tensor), tensor._version)
+        f"{path}.{name}" if path else name: (id(tensor), write_count(tensor))
         for path, part in module.named_modules()
         if not updates_statistics(part)
-        for name, tensor in part._buffers.items()
-        if tensor is not None
+        for name, tensor in part.named_buffers(recurse=False, remove_duplicate=False)
     }
 
 
@@ -245,9 +254,9 @@ def _changed_buffer(module: nn.Module, before: dict[str, tuple[int, int]]) -> st
     return next((name for name, seen in _buffer_versions(module).items() if before.get(name) != seen), None)
 
 
-def _units(
+def _profile_of(
     records: Sequence[_Record], chains: Sequence[Chain], plain: Cost, outside: dict[tuple[int, int], str]
-) -> Profile:
+) -> StepProfile:
     units: list[Unit] = []
     held: dict[int, int] = {}
     for record in records:
@@ -281,18 +290,14 @@ def _units(
                 backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
             )
         )
-    return Profile(tuple(_with_starts(units, records)), tuple(one.place for one in records), plain, outside)
+    return StepProfile(tuple(_with_starts(units, records)), tuple(one.place for one in records), plain, outside)
 
 
 def _with_starts(units: list[Unit], records: Sequence[_Record]) -> list[Unit]:
-    """Mark the units that no range may begin with: their input is overwritten, by them or through a view of it."""
+    """Returns the units; no range may begin with those whose input is overwritten, by them or through a view of it."""
     overwritten = False
     marked: list[Unit] = []
     for unit, record in zip(reversed(units), reversed(records), strict=True):
         overwritten = record.overwrites or (unit.same_storage and overwritten)
         marked.append(replace(unit, may_start=not overwritten))
     return marked[::-1]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
