@@ -21,7 +21,6 @@ PENDING: dict[str, set[str]] = {
         "callbacks/oom_report.py",
         "checkpointing/exact_recomputation.py",
         "checkpointing/fakes.py",
-        "checkpointing/profiling.py",
         "checkpointing/tracing.py",
         "estimate/cpu_fallback.py",
         "estimate/estimator.py",
@@ -57,7 +56,6 @@ PENDING: dict[str, set[str]] = {
     "SUPPRESSED_PRIVATE_ACCESS": {
         "callbacks/batch_size_tuner.py",
         "checkpointing/fakes.py",
-        "checkpointing/profiling.py",
         "checkpointing/tracing.py",
         "estimate/memory_estimate.py",
         "nonfinite/buffer_keeper.py",
@@ -117,7 +115,6 @@ PENDING: dict[str, set[str]] = {
         "callbacks/oom_report.py",
         "callbacks/presets.py",
         "checkpointing/checkpoint_options.py",
-        "checkpointing/profiling.py",
         "checkpointing/tracing.py",
         "cli/estimate.py",
         "estimate/batch_sizes.py",
