@@ -24,9 +24,17 @@ def registered_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
-def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """Returns the hooks that run before a module's forward: they can be added in public, but not listed."""
-    return list(module._forward_pre_hooks.values())
+# The pre-forward hook of torch.nn.utils.spectral_norm, and the parametrization of its successor.
+_POWER_ITERATIONS = {"SpectralNorm", "_SpectralNorm"}
+
+
+def iterates_power(module: nn.Module) -> bool:
+    """Returns whether a forward pass in training advances a power iteration, so that a second one has another weight.
+
+    Hooks can be added in public, but not listed, and the parametrization's class is private.
+    """
+    candidates = (module, *module._forward_pre_hooks.values())
+    return any(type(one).__name__ in _POWER_ITERATIONS for one in candidates)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ class CheckpointOptions:
 
     @property
     def has_budget(self) -> bool:
-        """Whether the memory is limited."""
+        """True if the memory is limited."""
         return self.budget_bytes is not None or self.budget_share is not None
 
     @staticmethod

@@ -15,7 +15,7 @@ from lightning_memtools._torch import (
     AnyDropout,
     StatisticsNorm,
     autograd_sequence_number,
-    forward_pre_hooks,
+    iterates_power,
     saved_tensor_hooks,
 )
 from lightning_memtools.memory.nested_tensors import tensors_in
@@ -23,8 +23,6 @@ from lightning_memtools.memory.nested_tensors import tensors_in
 # By name, for libraries that are not imported here: torchvision has StochasticDepth, timm DropPath and DropBlock2d.
 _DROPOUTS_BY_NAME = {"StochasticDepth", "DropPath", "DropBlock2d", "PatchDropout", "DropBlock"}
 _RATES = ("p", "drop_prob")
-# The pre-forward hooks of torch.nn.utils.spectral_norm, and the parametrization of its successor.
-_POWER_ITERATIONS = {"SpectralNorm", "_SpectralNorm"}
 
 
 def is_dropout(module: nn.Module) -> bool:
@@ -50,21 +48,13 @@ def updates_statistics(module: nn.Module) -> bool:
     return isinstance(module, StatisticsNorm) and module.training and module.track_running_stats
 
 
-def iterates_power(module: nn.Module) -> bool:
-    """Returns whether a forward pass advances a power iteration, so that a second one has another weight."""
-    if not module.training:
-        return False
-    hooks = (type(hook).__name__ for hook in forward_pre_hooks(module))
-    return type(module).__name__ in _POWER_ITERATIONS or any(name in _POWER_ITERATIONS for name in hooks)
-
-
 def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
     """Returns why a layer may not be part of a recomputed range; None if it may."""
     # Run twice, it would communicate twice.
     sync = _first_within(layer, lambda part: isinstance(part, nn.SyncBatchNorm) and part.training)
     if sync is not None:
         return f"{sync} talks to other ranks"
-    if _first_within(layer, iterates_power) is not None:
+    if _first_within(layer, lambda part: part.training and iterates_power(part)) is not None:
         return "power iteration (spectral_norm) would run twice"
     if bn_dropout == "skip" and is_special(layer):
         return f"{type(layer).__name__} never runs twice"

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.memory.virtual import mode
+from lightning_memtools.memory.virtual import accounting_mode
 
 
 def blocks_of_backward(loss_of, make):
@@ -49,7 +49,7 @@ def test_the_sum_takes_a_block_only_where_autograd_cannot_reuse_a_gradient(loss_
             return blocks_of_backward(loss_of, torch.empty)
 
     in_place = blocks()
-    monkeypatch.setattr(mode, "is_gradient_sum", lambda *_: False)
+    monkeypatch.setattr(accounting_mode, "is_gradient_sum", lambda *_: False)
     assert blocks() - in_place == n_saved
 
 
