@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_memtools.batch_size.result import BatchSizeResult
+    from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
     from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
     from lightning_memtools.callbacks.empty_cache import EmptyCache
     from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
-    "BatchSizeResult": "batch_size.result",
+    "BatchSizeResult": "batch_size.batch_size_result",
     "BatchSizeTuner": "callbacks.batch_size_tuner",
     "CapsuleError": "nonfinite.capsule.capsule_file",
     "CheckpointPlan": "checkpointing.checkpoint_plan",

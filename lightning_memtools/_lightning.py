@@ -210,6 +210,15 @@ def put_loader_classes_back() -> None:
                     delattr(one, f"__old{name}")
 
 
+def forget_saved_arguments(loader: Any) -> None:
+    """Have Lightning construct a changed loader from its attributes when it replaces the sampler.
+
+    It would use the arguments that it saved of the original, with the old batch size; nothing public says otherwise.
+    """
+    for name in [name for name in vars(loader) if name.startswith("__pl_saved")]:
+        delattr(loader, name)
+
+
 def forget_loaders(loop: Any) -> None:
     """Have a loop ask for its loaders anew at its next `setup_data`, and end the workers of the present ones.
 

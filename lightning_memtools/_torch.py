@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 # --- modules
 
@@ -99,3 +102,55 @@ def is_jit_tracing() -> bool:
     """Returns whether torch.jit.trace runs; `torch.jit.is_tracing` is public, but not exported for type checkers."""
     tracing: bool = torch._C._is_tracing()
     return tracing
+
+
+# --- data loaders and schedulers
+
+
+def loader_with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int | None) -> DataLoader[Any]:
+    """Returns a copy of a loader with another batch sampler, which shares everything else.
+
+    DataLoader refuses assignments to these attributes, because an iterator under way would not follow them; the
+    copy has none. Constructing a loader anew would lose a subclass's own arguments and attributes.
+    """
+    new = copy.copy(loader)
+    vars(new).update(batch_sampler=batch_sampler, batch_size=size, _iterator=None)
+    return new
+
+
+# What a scheduler's state_dict says of its progress. The keys are written to every checkpoint, but not documented.
+SCHEDULER_PROGRESS = frozenset({"_step_count", "last_epoch", "_last_lr", "_get_lr_called_within_step", "_is_initial"})
+
+
+def inner_schedulers(scheduler: Any) -> list[Any]:
+    """Returns the schedulers that a SequentialLR or ChainedScheduler is made of; nothing public lists them."""
+    return list(getattr(scheduler, "_schedulers", []))
+
+
+# --- torch.distributed
+
+_COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced",
+    "allgather_coalesced", "alltoall", "alltoall_base", "barrier", "monitored_barrier", "broadcast", "gather", "reduce",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter", "send", "recv",
+    "recv_anysource",
+)  # fmt: skip
+
+
+@contextmanager
+def replaced_collectives(replacement: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
+    """Within, every collective of a process group calls `replacement(name)` in its place, whoever started it.
+
+    All public functions of torch.distributed, also those imported by name, end in these methods of ProcessGroup, some
+    of which are private. This can go when torch.distributed has a public hook for collectives.
+    """
+    group: Any = torch.distributed.ProcessGroup
+    # As they are in the class: getattr would return functions, which do not become methods again.
+    originals = {name: vars(group)[name] for name in _COLLECTIVES if name in vars(group)}
+    try:
+        for name in originals:
+            setattr(group, name, replacement(name))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(group, name, original)

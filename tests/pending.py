@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 PENDING: dict[str, set[str]] = {
-    "WRONG_IMPORTS": {
-        "batch_size/trainer/presence.py",
-    },
+    "WRONG_IMPORTS": set(),
     "PRIVATE_NAMES": {
-        "batch_size/limits.py",
-        "batch_size/trainer/collectives.py",
-        "batch_size/trainer/schedulers.py",
-        "batch_size/trainer/sources.py",
         "callbacks/_oom_situation.py",
         "callbacks/_oom_write.py",
         "callbacks/_rerun.py",
@@ -53,7 +47,6 @@ PENDING: dict[str, set[str]] = {
         "simulation/trainer_stand_in.py",
     },
     "SUPPRESSED_PRIVATE_ACCESS": {
-        "callbacks/batch_size_tuner.py",
         "checkpointing/fakes.py",
         "checkpointing/tracing.py",
         "estimate/memory_estimate.py",
@@ -77,32 +70,13 @@ PENDING: dict[str, set[str]] = {
     "DUPLICATE_CLASSES": {
         "History",
         "Kind",
-        "Outcome",
-        "Reading",
-        "Settings",
         "Step",
         "Trace",
         "Watch",
     },
     "QUESTIONING_DOCSTRINGS": {
         "_lightning.py",
-        "batch_size/fit.py",
-        "batch_size/limits.py",
-        "batch_size/loaders.py",
-        "batch_size/result.py",
-        "batch_size/search.py",
         "batch_size/trainer/__init__.py",
-        "batch_size/trainer/cache.py",
-        "batch_size/trainer/collectives.py",
-        "batch_size/trainer/outcome.py",
-        "batch_size/trainer/places.py",
-        "batch_size/trainer/presence.py",
-        "batch_size/trainer/probe.py",
-        "batch_size/trainer/runner.py",
-        "batch_size/trainer/schedulers.py",
-        "batch_size/trainer/sources.py",
-        "batch_size/trainer/tuning.py",
-        "batch_size/trials.py",
         "callbacks/_halt_files.py",
         "callbacks/_oom_situation.py",
         "callbacks/_oom_watch.py",

@@ -85,6 +85,9 @@ class HaltOnNaN(Callback):
         NonFiniteError: From the hooks, when a step or an evaluation run is bad.
     """
 
+    takes_part_in_trials = False
+    """BatchSizeTuner's trials leave this callback out."""
+
     def __init__(
         self,
         *,

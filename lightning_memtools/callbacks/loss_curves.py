@@ -44,6 +44,9 @@ class LossCurves(Callback):
         ValueError: `every_n_steps` is below 1, or a list of names is empty.
     """
 
+    takes_part_in_trials = False
+    """BatchSizeTuner's trials leave this callback out."""
+
     def __init__(
         self,
         *,

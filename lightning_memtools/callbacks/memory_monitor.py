@@ -48,6 +48,9 @@ class MemoryMonitor(Callback):
         ValueError: `every_n_steps` is below 1.
     """
 
+    takes_part_in_trials = False
+    """BatchSizeTuner's trials leave this callback out."""
+
     def __init__(
         self,
         *,
@@ -106,7 +109,7 @@ class MemoryMonitor(Callback):
         if trainer.is_global_zero and self._run.shortcoming and device.type != "cpu":
             warnings.warn(self._run.shortcoming, stacklevel=2)
 
-    def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
+    def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
         """Do not count what happened in trials; BatchSizeTuner calls this."""
         if self._run is not None:
             self._run.leave_out(alloc_retries=alloc_retries, ooms=ooms)

@@ -45,6 +45,9 @@ class OOMReport(Callback):
         ValueError: `top` is below 1.
     """
 
+    takes_part_in_trials = False
+    """BatchSizeTuner's trials leave this callback out."""
+
     def __init__(self, *, directory: str | None = None, snapshot: bool = True, top: int = 10) -> None:
         if top < 1:
             raise ValueError(f"top={top} is not a number of modules. Use 1 or more.")

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import nn
 
-from lightning_memtools.batch_size.trainer.collectives import why_refused
+from lightning_memtools.batch_size.trainer.trial_isolation import why_no_trials
 from lightning_memtools.memory.sizes import MIB
 from tests.two_processes import run_script
 
@@ -91,9 +91,11 @@ def test_own_collectives_in_the_step_are_refused_with_the_reason(three):
 
 def test_what_needs_the_other_ranks_in_forward_is_refused():
     ddp = SimpleNamespace(strategy=DDPStrategy(), world_size=2)
-    assert why_refused(ddp, nn.Linear(1, 1)) is None
-    assert "SyncBatchNorm exchanges" in why_refused(ddp, nn.Sequential(nn.SyncBatchNorm(2)))
-    assert "FSDPStrategy shards" in why_refused(SimpleNamespace(strategy=FSDPStrategy(), world_size=2), nn.Linear(1, 1))
+    assert why_no_trials(ddp, nn.Linear(1, 1)) is None
+    assert "SyncBatchNorm exchanges" in why_no_trials(ddp, nn.Sequential(nn.SyncBatchNorm(2)))
+    assert "FSDPStrategy shards" in why_no_trials(
+        SimpleNamespace(strategy=FSDPStrategy(), world_size=2), nn.Linear(1, 1)
+    )
 
 
 def test_an_error_of_one_rank_ends_all(two):

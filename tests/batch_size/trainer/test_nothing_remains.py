@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.batch_size.trainer.runner import TrialRunner
+from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner
 from lightning_memtools.callbacks.batch_size_tuner import tune_batch_size
 from lightning_memtools.memory.sizes import MIB
 from tests.lightning_models import trainer

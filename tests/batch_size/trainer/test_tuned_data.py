@@ -110,7 +110,7 @@ def test_an_interval_of_validation_in_batches_still_works(tmp_path):
 
 
 def test_workers_shared_memory_caps_the_size(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_memtools.batch_size.limits.free_shared_memory", lambda: 10 * MIB)
+    monkeypatch.setattr("lightning_memtools.batch_size.size_limits.free_shared_memory", lambda: 10 * MIB)
     tuner = Tuner(stages=("train",))
     fit(tmp_path, tuner, loaders=DataLoader(Data(), 2, num_workers=1, prefetch_factor=2), limit_val_batches=0)
     assert tuner.result.sizes["train"] <= 13  # 10 MiB / 3 batches / 256 KiB

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from lightning_memtools.batch_size.cache import key_of, load_sizes, store_sizes
+from lightning_memtools.batch_size.trainer.size_cache import key_of, load_sizes, store_sizes
 
 
 def test_what_is_stored_is_found_under_the_same_facts_only(tmp_path):

@@ -1,4 +1,4 @@
-"""Data loaders of another batch size: everything else of theirs stays."""
+"""Copies of data loaders with another batch size, or with the largest samples first."""
 
 from __future__ import annotations
 
@@ -11,40 +11,47 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from lightning_memtools._torch import loader_with_batch_sampler
+from lightning_memtools.state.random_state import random_streams_restored
+
 WorstCase = Callable[[Any, int], Sequence[int]]
-"""Given a data set and a number n, tells the indices of the n samples that take the most memory, worst first."""
+"""Returns the indices of the n samples of a data set that take the most memory, largest first."""
 
 
-class CannotResize(ValueError):  # noqa: N818, named for what it says
-    """A loader whose batch size cannot be set from outside; the message says why, and what to change."""
+class CannotResizeError(ValueError):
+    """Raised for a loader whose batch size cannot be set from outside; the message says why, and what to change."""
 
 
 def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
-    """A DataLoader that gives batches of `size`, and is like `loader` in all else: the data set, the sampler and its
-    generator are the very same objects, and so are collate function, workers' settings and attributes of a subclass.
+    """Returns a copy of a DataLoader that yields batches of `size`.
+
+    All else is shared: the data set, the sampler and its generator are the same objects, and so are the collate
+    function, the workers' settings and the attributes of a subclass.
 
     Raises:
-        CannotResize: Its batch size is not its own to set.
-    """  # noqa: D205, a sentence that does not fit one line
+        CannotResizeError: The loader does not determine its batch size itself.
+    """
     if not isinstance(loader, DataLoader):
-        raise CannotResize(
-            f"The batch size of a {type(loader).__name__} cannot be set: it is no torch.utils.data.DataLoader. Pass a "
-            "DataLoader, or give the model or data module an attribute batch_size that its *_dataloader hook uses."
+        raise CannotResizeError(
+            f"The batch size of a {type(loader).__name__} cannot be set: it is not a torch.utils.data.DataLoader. Pass "
+            "a DataLoader, or give the model or data module an attribute batch_size that its *_dataloader hook uses."
         )
     batch_sampler = loader.batch_sampler
     if batch_sampler is None:
-        raise CannotResize(
-            f"The batch size of {_named(loader)} cannot be set: it has batch_size=None, so its data set makes the "
+        raise CannotResizeError(
+            f"The batch size of {_described(loader)} cannot be set: it has batch_size=None, so its data set makes the "
             "batches. Let the DataLoader make them, or give the model or data module an attribute batch_size that the "
             "*_dataloader hook passes to the data set."
         )
     if type(batch_sampler) is BatchSampler:
-        return _replaced(loader, BatchSampler(batch_sampler.sampler, size, batch_sampler.drop_last), size)
-    return _replaced(loader, _resized_sampler(loader, batch_sampler, size), None)
+        return loader_with_batch_sampler(
+            loader, BatchSampler(batch_sampler.sampler, size, batch_sampler.drop_last), size
+        )
+    return loader_with_batch_sampler(loader, _resized_sampler(loader, batch_sampler, size), None)
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Samples per batch; None where the loader does not say."""
+    """Returns the samples per batch; None where the loader does not say."""
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -52,7 +59,7 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 def n_samples_of(loader: Any) -> int | None:
-    """Samples per epoch, on this rank; None where nobody knows before they are through (iterable data sets)."""
+    """Returns the samples per epoch on this rank; None if unknown, as for an iterable data set."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -63,15 +70,15 @@ def n_samples_of(loader: Any) -> int | None:
 
 
 def drops_last(loader: Any) -> bool:
-    """Whether an incomplete last batch is left out."""
+    """Returns True if the loader leaves out an incomplete last batch."""
     return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))
 
 
 def worst_first(loader: Any, n: int, worst_case: WorstCase | None) -> Any:
-    """The loader with the n samples first that take the most memory, where somebody can tell; else itself.
+    """Returns the loader with the n samples first that take the most memory; the loader itself where they are unknown.
 
-    Who can: the `worst_case` hook, a method `worst_case(n)` of the data set, or its attribute `lengths` (one number
-    per sample, such as tokens). They are given in the order of the worst, all in one batch.
+    They come from the `worst_case` function, from a method `worst_case(n)` of the data set, or from its attribute
+    `lengths` (one number per sample, such as its tokens). The largest samples are in one batch.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
@@ -82,11 +89,13 @@ def worst_first(loader: Any, n: int, worst_case: WorstCase | None) -> Any:
     if not indices or size is None:
         return loader
     n_rest = max(n_samples_of(loader) or 0, len(indices))
-    return _replaced(loader, BatchSampler(_Cycle(indices, n_rest), size, drop_last=False), loader.batch_size)
+    return loader_with_batch_sampler(
+        loader, BatchSampler(_Cycle(indices, n_rest), size, drop_last=False), loader.batch_size
+    )
 
 
 class _Cycle(Sampler[int]):
-    """The same indices over and over, so that every batch of a trial is the worst one."""
+    """Repeats the same indices, so that every batch of a trial is the largest one."""
 
     def __init__(self, indices: Sequence[int], length: int) -> None:
         self.indices = indices
@@ -112,28 +121,28 @@ def _worst_indices(dataset: Any, n: int, worst_case: WorstCase | None) -> list[i
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int) -> Any:
-    """A batch sampler of one's own: made anew when its arguments are known, else copied with the new size."""
+    """Returns a user's batch sampler with a new size: constructed anew if its arguments are known, copied otherwise."""
     kind = type(batch_sampler).__name__
     old = getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
-        raise CannotResize(
-            f"The batch size of {_named(loader)} cannot be set: its batch_sampler {kind} has no batch_size. Give it "
-            "an int attribute batch_size that its batches follow."
+        raise CannotResizeError(
+            f"The batch size of {_described(loader)} cannot be set: its batch_sampler {kind} has no batch_size. Give "
+            "it an int attribute batch_size that its batches follow."
         )
     new = _made_anew(batch_sampler, size)
     if new is None:
         new = copy.copy(batch_sampler)
         new.batch_size = size
-    # Only its batches tell whether it took the size: it may have made them up when it was constructed.
+    # Only a batch shows that the size had an effect: the batches may have been formed in the constructor.
     states = _states_of_generators(batch_sampler)
-    with torch.random.fork_rng(devices=[]):
+    with random_streams_restored():
         first = len(list(next(iter(new), [])))
     for generator, state in states:
         generator.set_state(state)
     if size != old and first == old:
-        raise CannotResize(
-            f"The batch size of {_named(loader)} cannot be set: its batch_sampler {kind} still gives {first} samples "
-            f"with batch_size={size}. Let it read self.batch_size when it is iterated over."
+        raise CannotResizeError(
+            f"The batch size of {_described(loader)} cannot be set: its batch_sampler {kind} still gives {first} "
+            f"samples with batch_size={size}. Let it read self.batch_size when it is iterated over."
         )
     return new
 
@@ -153,15 +162,5 @@ def _states_of_generators(batch_sampler: Any) -> list[tuple[torch.Generator, tor
     return [(value, value.get_state()) for value in found if isinstance(value, torch.Generator)]
 
 
-def _replaced(loader: DataLoader[Any], batch_sampler: Any, size: int | None) -> DataLoader[Any]:
-    """A copy with another batch sampler. DataLoader refuses to have it set, for the sake of running iterators."""
-    new = copy.copy(loader)
-    vars(new).update(batch_sampler=batch_sampler, batch_size=size, _iterator=None)
-    # What Lightning noted of the arguments of the original would bring the old size back when it makes it anew.
-    for name in [name for name in vars(new) if name.startswith("__pl_saved")]:
-        del vars(new)[name]
-    return new
-
-
-def _named(loader: DataLoader[Any]) -> str:
+def _described(loader: DataLoader[Any]) -> str:
     return f"the {type(loader).__name__} over {type(loader.dataset).__name__}"

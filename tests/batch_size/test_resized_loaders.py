@@ -16,8 +16,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_memtools.batch_size.loaders import (
-    CannotResize,
+from lightning_memtools.batch_size.resized_loaders import (
+    CannotResizeError,
     batch_size_of,
     drops_last,
     n_samples_of,
@@ -139,7 +139,7 @@ class Whole(Dataset[torch.Tensor]):
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        ([torch.zeros(3)], "batch size of a list cannot be set: it is no torch.utils.data.DataLoader"),
+        ([torch.zeros(3)], "batch size of a list cannot be set: it is not a torch.utils.data.DataLoader"),
         (DataLoader(Whole(), batch_size=None), "over Whole cannot be set: it has batch_size=None"),
         (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "its batch_sampler list has no batch_size"),
         (DataLoader(DATA, batch_sampler=Fixed(20, 4)), "Fixed still gives 4 samples with batch_size=8"),
@@ -147,7 +147,7 @@ class Whole(Dataset[torch.Tensor]):
     ids=["no loader", "data set makes batches", "no batch_size", "made up before"],
 )
 def test_why_a_loader_cannot_be_resized(loader, reason):
-    with pytest.raises(CannotResize, match=reason) as caught:
+    with pytest.raises(CannotResizeError, match=reason) as caught:
         resize_loader(loader, 8)
     assert any(word in str(caught.value) for word in ("Pass ", "Let ", "Give "))  # what to change
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memtools.batch_size.limits import Limits
-from lightning_memtools.batch_size.search import best, find_largest
-from lightning_memtools.batch_size.trials import Reading, Trial
+from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
+from lightning_memtools.batch_size.size_limits import SizeLimits
+from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits
 
 MIB = 1 << 20
 
@@ -27,14 +27,14 @@ class Device:
         limit = int(capacity * (1 - self.margin))
         failure = "out of memory" if peak > capacity else ""
         if not self.tells:
-            return Reading(failure=failure)
-        return Reading(peak=min(peak, capacity), limit=limit, peak_allocated=allocated, batch_allocated=allocated,
+            return RankReading(failure=failure)
+        return RankReading(peak=min(peak, capacity), limit=limit, peak_allocated=allocated, batch_allocated=allocated,
                        base_allocated=self.base, failure=failure)  # fmt: skip
 
     def run(self, size):
         self.ran.append(size)
         capacities = [self.capacity, self.capacity // 2][: self.ranks]
-        return Trial(stage="train", size=size, readings=[self.reading(size, capacity) for capacity in capacities])
+        return SizeTrial(stage="train", size=size, readings=[self.reading(size, capacity) for capacity in capacities])
 
     def truth(self, limits):
         size = fits = 0
@@ -46,11 +46,11 @@ class Device:
         return fits
 
     def search(self, limits=None, start=2, max_trials=8):
-        limits = limits or Limits()
+        limits = limits or SizeLimits()
         trials = find_largest(
             self.run, start=start, round_down=limits.round_down, smallest=limits.smallest, max_trials=max_trials
         )
-        found = best(trials)
+        found = largest_that_fits(trials)
         return 0 if found is None else found.size
 
 
@@ -78,7 +78,7 @@ def test_small_maxima_are_found_exactly():
 
 def test_a_parabola_is_bent_to_after_a_third_point():
     device = Device(lambda n: 100 * MIB + n * MIB / 4 + n * n * 1000, 4000 * MIB, base=100 * MIB)
-    truth = device.truth(Limits())
+    truth = device.truth(SizeLimits())
     found = device.search()
     assert 0.97 * truth <= found <= truth
     assert len(device.ran) <= 8
@@ -86,7 +86,7 @@ def test_a_parabola_is_bent_to_after_a_third_point():
 
 def test_slack_that_grows_is_foreseen():
     device = Device(lambda n: n * MIB, 4000 * MIB, slack=lambda n: n * MIB / 10, base=0)
-    truth = device.truth(Limits())
+    truth = device.truth(SizeLimits())
     found = device.search()
     assert 0.97 * truth <= found <= truth
     assert len(device.ran) == 3
@@ -125,13 +125,13 @@ def test_a_first_size_that_is_too_large_is_come_back_from():
 @pytest.mark.parametrize("max_val", [1, 2, 10, 64])
 def test_max_val_is_kept_and_reached(max_val):
     device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB)
-    assert device.search(Limits(max_val=max_val)) == max_val
+    assert device.search(SizeLimits(max_val=max_val)) == max_val
     assert max(device.ran) == max_val
 
 
 def test_no_limit_goes_straight_to_the_largest():
     device = Device(lambda n: n * MIB, 1 << 60)
-    assert device.search(Limits(n_samples=1000)) == 1000
+    assert device.search(SizeLimits(n_samples=1000)) == 1000
     assert len(device.ran) == 2
 
 
@@ -154,7 +154,7 @@ def test_what_is_returned_was_run_and_fits(  # noqa: PLR0917, hypothesis names t
         slack=lambda n: (n * 7919 % (lumps + 1)) * MIB,
         base=base * MIB,
     )
-    limits = Limits(multiple_of=multiple, n_samples=100_000)
+    limits = SizeLimits(multiple_of=multiple, n_samples=100_000)
     found = device.search(limits, start, max_trials)
     assert len(device.ran) <= max_trials
     assert len(set(device.ran)) == len(device.ran), "no size is run twice"

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memtools.batch_size.limits import (
-    Limits,
+from lightning_memtools.batch_size.size_limits import (
+    SizeLimits,
     normalizes_batches,
     samples_in_shared_memory,
     samples_per_rank,
@@ -22,32 +22,36 @@ def brute(limits, size, admitted):
 @pytest.mark.parametrize("size", [1, 2, 5, 17, 33, 64, 100, 1000])
 def test_rounding_down_is_the_largest_admitted_size(size):
     cases = [
-        (Limits(multiple_of=8), lambda n: n % 8 == 0),
-        (Limits(max_val=50), lambda n: n <= 50),
-        (Limits(per_rank=96), lambda n: 96 % n == 0),
-        (Limits(per_rank=96, multiple_of=16), lambda n: 96 % n == 0 and n % 16 == 0),
-        (Limits(n_samples=33), lambda n: n <= 33),
-        (Limits(n_samples=100, min_batches=4), lambda n: n <= 25),
-        (Limits(n_samples=65, avoid_single=True), lambda n: n <= 65 and n > 1 and 65 % n != 1),
-        (Limits(n_samples=65, avoid_single=True, drop_last=True), lambda n: 1 < n <= 65),
-        (Limits(shm=40, multiple_of=3), lambda n: n <= 40 and n % 3 == 0),
+        (SizeLimits(multiple_of=8), lambda n: n % 8 == 0),
+        (SizeLimits(max_val=50), lambda n: n <= 50),
+        (SizeLimits(per_rank=96), lambda n: 96 % n == 0),
+        (SizeLimits(per_rank=96, multiple_of=16), lambda n: 96 % n == 0 and n % 16 == 0),
+        (SizeLimits(n_samples=33), lambda n: n <= 33),
+        (SizeLimits(n_samples=100, min_batches=4), lambda n: n <= 25),
+        (SizeLimits(n_samples=65, avoid_single=True), lambda n: n <= 65 and n > 1 and 65 % n != 1),
+        (SizeLimits(n_samples=65, avoid_single=True, drop_last=True), lambda n: 1 < n <= 65),
+        (SizeLimits(shm=40, multiple_of=3), lambda n: n <= 40 and n % 3 == 0),
     ]
     for limits, admitted in cases:
         assert limits.round_down(size) == brute(limits, size, admitted), limits
 
 
-def test_what_cut_a_size_is_said():
-    limits = Limits(n_samples=65, avoid_single=True)
+def test_the_reasons_against_a_size():
+    limits = SizeLimits(n_samples=65, avoid_single=True)
     assert limits.round_down(64) == 63  # 65 = 1 * 64 + 1
-    assert limits.cut == {"a last batch of one sample in front of BatchNorm"}
-    limits = Limits(n_samples=10)
-    assert limits.round_down(math.inf) == 10
-    assert limits.cut == {"the number of samples"}
+    assert limits.reasons_against(64) == ["a last batch of one sample in front of BatchNorm"]
+    limits = SizeLimits(n_samples=10, max_val=5)
+    assert limits.round_down(math.inf) == 5
+    assert limits.reasons_against(11) == ["the number of samples"]
+    assert limits.reasons_against(10) == []
+    assert SizeLimits(per_rank=12).reasons_against(5) == ["the effective batch size"]
+    assert SizeLimits(per_rank=12).reasons_against(13) == ["the effective batch size"]
+    assert SizeLimits(shm=4).reasons_against(5) == ["the workers' shared memory"]
 
 
 def test_no_size_at_all_is_an_error_with_the_facts():
     with pytest.raises(ValueError, match="multiple_of=8, max_val=None, effective batch size per rank 12"):
-        Limits(per_rank=12, multiple_of=8).smallest()
+        SizeLimits(per_rank=12, multiple_of=8).smallest()
 
 
 def test_ranks_share_an_effective_batch_evenly():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
-from lightning_memtools.batch_size.trainer.probe import Probe
+from lightning_memtools.batch_size.trainer.trial_probe import TrialProbe
 from lightning_memtools.memory.sizes import MIB
 from tests.lightning_models import trainer
 from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, assert_same, everything_of, fit
@@ -30,10 +30,10 @@ def test_callbacks_take_part_but_those_that_watch(tmp_path):
 
     average = WeightAveraging(avg_fn=lambda old, new, n: old)
     fit(tmp_path, Tuner(), None, average, Looks(), EarlyStopping("val_loss"), MemoryMonitor())
-    in_trials = [names for names in present if "Probe" in names]
+    in_trials = [names for names in present if "TrialProbe" in names]
     assert in_trials
-    assert all(set(names) == {"WeightAveraging", "Looks", "Room", "Probe"} for names in in_trials)
-    assert "Probe" not in present[-1]
+    assert all(set(names) == {"WeightAveraging", "Looks", "CacheReleaser", "TrialProbe"} for names in in_trials)
+    assert "TrialProbe" not in present[-1]
     assert {"BatchSizeTuner", "EarlyStopping", "MemoryMonitor"} <= set(present[-1])
 
 
@@ -55,7 +55,7 @@ def test_accumulation_does_not_multiply_the_work(tmp_path):
 
     class Counts(Small):
         def training_step(self, batch, batch_idx):
-            if any(isinstance(c, Probe) for c in self.trainer.callbacks):
+            if any(isinstance(c, TrialProbe) for c in self.trainer.callbacks):
                 n_batches.append(len(batch))
             return super().training_step(batch, batch_idx)
 
@@ -130,7 +130,7 @@ def test_the_largest_samples_are_used_in_trials(tmp_path, who):
 
     class Watching(Small):
         def training_step(self, batch, batch_idx):
-            if any(isinstance(c, Probe) for c in self.trainer.callbacks):
+            if any(isinstance(c, TrialProbe) for c in self.trainer.callbacks):
                 longest.append((len(batch), batch.shape[1]))
             return super().training_step(nn.functional.pad(batch, (0, WIDTH - batch.shape[1])), batch_idx)
 
@@ -161,7 +161,7 @@ def test_a_trial_is_what_a_fit_is(tmp_path):
 
     class Counts(Constant):
         def is_trial(self):
-            return any(isinstance(c, Probe) for c in self.trainer.callbacks)
+            return any(isinstance(c, TrialProbe) for c in self.trainer.callbacks)
 
         def training_step(self, batch, batch_idx):
             if self.is_trial():

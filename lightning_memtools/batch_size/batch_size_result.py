@@ -1,0 +1,159 @@
+"""Results of single trials and of a whole search, for programs and for readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.tables import Table, markdown_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReading:
+    """The memory of one rank's device during a trial. Sizes in bytes; None where the device does not report them.
+
+    Attributes:
+        peak: The highest use of the device: reserved by this process, plus held by all others.
+        limit: The highest use that is allowed: the capacity less the margin.
+        peak_allocated: The most that tensors held.
+        batch_allocated: The most that tensors held until the backward pass ended: the part that depends on the batch.
+            An optimizer that makes temporary copies has a peak of its own, which does not.
+        base_allocated: Held before the second batch was fetched: weights, gradients and optimizer state.
+        failure: Why this rank could not run the size; empty where it could.
+    """
+
+    peak: int | None = None
+    limit: int | None = None
+    peak_allocated: int | None = None
+    batch_allocated: int | None = None
+    base_allocated: int | None = None
+    failure: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """True if the trial ran to its end within the limit."""
+        return not self.failure and (self.peak is None or self.limit is None or self.peak <= self.limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeTrial:
+    """One batch size, run on every rank.
+
+    Attributes:
+        stage: train, val, test or predict.
+        size: Samples per batch and rank.
+        readings: One for each rank.
+        seconds: Duration of the trial.
+        accumulate: Micro-batches per optimizer step that belong to this size.
+    """
+
+    stage: str
+    size: int
+    readings: Sequence[RankReading]
+    seconds: float = 0.0
+    accumulate: int = 1
+
+    @property
+    def fits(self) -> bool:
+        """True if every rank ran the size within its limit."""
+        return all(reading.fits for reading in self.readings)
+
+    @property
+    def tightest(self) -> RankReading:
+        """The first rank that failed, or the one with the least memory left."""
+        return min(self.readings, key=lambda r: (not r.failure, (r.limit or 0) - (r.peak or 0)))
+
+    @property
+    def outcome(self) -> str:
+        """Returns "fits", or the reason why the size does not fit, with the rank."""
+        if self.fits:
+            return "fits"
+        reading = self.tightest
+        reason = reading.failure or "over the limit"
+        rank = f" (rank {list(self.readings).index(reading)})" if len(self.readings) > 1 else ""
+        return reason + rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizeResult:
+    """The batch sizes that were found, and the trials that led to them.
+
+    Attributes:
+        sizes: Samples per batch and rank, for each stage that was tuned. Each of them was run.
+        trials: Every trial, in order.
+        peaks: For each stage, the highest use of the device at that size on the tightest rank, in bytes.
+        accumulate: Micro-batches per optimizer step.
+        n_ranks: Number of ranks that train together.
+        seconds: Duration of the search.
+        device: A sentence that names the device and says if it is simulated.
+        notes: Sentences about limits, the learning rate and schedules.
+    """
+
+    sizes: Mapping[str, int]
+    trials: Sequence[SizeTrial]
+    peaks: Mapping[str, int | None]
+    accumulate: int
+    seconds: float
+    device: str = ""
+    n_ranks: int = 1
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Samples per optimizer step over all ranks; None where training was not tuned."""
+        train = self.sizes.get("train")
+        return None if train is None else train * self.accumulate * self.n_ranks
+
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Returns stage, size, outcome, peak and limit of each trial, as text."""
+        return [
+            (
+                trial.stage,
+                str(trial.size),
+                trial.outcome,
+                _size_or_unknown(trial.tightest.peak),
+                _size_or_unknown(trial.tightest.limit),
+            )
+            for trial in self.trials
+        ]
+
+    def table(self) -> str:
+        """Returns the trials as a markdown table."""
+        return markdown_table(Table(("stage", "batch size", "outcome", "peak", "limit"), self.rows()))
+
+    def summary(self) -> str:
+        """Returns the sizes, the cost of the search and the effective batch size in one sentence."""
+        found = ", ".join(f"{stage} {size}" for stage, size in self.sizes.items())
+        text = f"Batch size: {found} (in {len(self.trials)} trials, {self.seconds:.1f} s)"
+        if "train" in self.sizes and (self.accumulate > 1 or self.n_ranks > 1):
+            ranks = f" x {self.n_ranks} ranks" if self.n_ranks > 1 else ""
+            text += f"; {self.accumulate} micro-batches{ranks} = {self.effective_batch_size} samples per step"
+        return f"{text}. {self.device}"
+
+    def markdown(self) -> str:
+        """Returns the whole report."""
+        return "\n\n".join(["# Batch size", self.summary(), self.table(), *self.notes]) + "\n"
+
+
+def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
+    """Returns the message of the error raised when even the smallest size does not fit.
+
+    It gives the lowest need that was measured and what to change.
+    """
+    smallest = min(trials, key=lambda trial: trial.size)
+    reading = smallest.tightest
+    needs = [trial.tightest.peak for trial in trials if trial.tightest.peak is not None]
+    text = f"No batch size fits for {stage}: already {smallest.size} does not fit ({smallest.outcome}"
+    if needs:
+        text += f"; it needs at least {format_size(min(needs))}"
+    if reading.limit is not None:
+        text += f", and {format_size(reading.limit)} may be used"
+    return (
+        f"{text}). The model and the data are unchanged. Next: a smaller model or smaller samples, "
+        "GradientCheckpointing, a lower precision, a smaller margin, or a device with more memory."
+    )
+
+
+def _size_or_unknown(n_bytes: int | None) -> str:
+    return "not known" if n_bytes is None else format_size(n_bytes)

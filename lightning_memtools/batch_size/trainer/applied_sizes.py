@@ -1,0 +1,215 @@
+"""Found sizes put into effect: attributes, data loaders, optimizers, schedulers, and the allocator's cache."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_memtools._lightning import forget_loaders, loop_of, prepared_loaders, source_of
+from lightning_memtools._torch import SCHEDULER_PROGRESS, inner_schedulers
+from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes
+from lightning_memtools.memory.stages import Stage
+from lightning_memtools.memory.stats import MemoryReader
+from lightning_memtools.state.random_state import RandomState, random_streams_restored
+from lightning_memtools.state.state_snapshot import StateSnapshot
+
+# The functions of two LambdaLR are compared at this many points.
+_POINTS = 64
+
+
+def write_sizes(attributes: BatchSizeAttributes, stages: Sequence[Stage], found: Mapping[Stage, int]) -> None:
+    """Write each stage's size to its attributes. Attributes that several stages share get training's size."""
+    for stage in stages:
+        has_own = any(name.startswith(f"{stage}_") for name in attributes.names_for(stage))
+        if has_own or stage == "train" or len(stages) == 1:
+            attributes.write(stage, found[stage], for_loggers=True)
+
+
+def forget_fit_loaders(trainer: Trainer) -> None:
+    """Have training and validation request their loaders again."""
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+        forget_loaders(loop)
+
+
+def renew_fit_loaders(trainer: Trainer) -> None:
+    """Request the loaders again in the middle of training, where the training loaders are needed at once."""
+    has_loaders = bool(prepared_loaders(trainer.fit_loop))
+    forget_fit_loaders(trainer)
+    if has_loaders:
+        with random_streams_restored():
+            trainer.fit_loop.setup_data()
+            for loader in prepared_loaders(trainer.fit_loop):
+                _set_epoch(loader, trainer.current_epoch)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+class OptimizerSetup:
+    """Observes the Trainer's setup of optimizers and schedulers, and can repeat it with the same random numbers."""
+
+    def __init__(self) -> None:
+        self._before: StateSnapshot | None = None
+        self._random_after: RandomState | None = None
+
+    def observe(self, trainer: Trainer) -> None:
+        """Record the random streams when the Trainer sets up its optimizers."""
+        strategy: Any = trainer.strategy
+        set_up = strategy.setup_optimizers
+
+        def observed(*args: Any, **kwargs: Any) -> None:
+            strategy.__dict__.pop("setup_optimizers", None)
+            self._before = StateSnapshot(_passed_loaders(trainer))
+            set_up(*args, **kwargs)
+            self._random_after = RandomState.now()
+
+        strategy.setup_optimizers = observed
+
+    def forget(self, trainer: Trainer) -> None:
+        """Stop observing and discard what was recorded. Calling it twice does no harm."""
+        trainer.strategy.__dict__.pop("setup_optimizers", None)
+        self._before = self._random_after = None
+
+    def restore_random_streams(self) -> None:
+        """Restore the random streams, and those of the passed loaders, to their state before the setup."""
+        if self._before is not None:
+            self._before.restore()
+
+    def repeat(self, trainer: Trainer) -> None:
+        """Set up the optimizers again, with the random numbers of the first time.
+
+        The result is that of a model which had its present batch size from the beginning.
+        """
+        now = RandomState.now()
+        is_undisturbed = self._random_after is not None and now == self._random_after
+        self.restore_random_streams()
+        trainer.strategy.setup_optimizers(trainer)
+        trainer.strategy.setup_precision_plugin()
+        if not is_undisturbed:
+            now.restore()  # numbers were drawn since the first setup, and would have been drawn after this one too
+
+
+def _passed_loaders(trainer: Trainer) -> list[Any]:
+    sources = [source_of(loop_of(trainer, stage)) for stage in ("train", "val")]
+    return [source.instance for source in sources if not source.is_module()]
+
+
+def renew_schedulers(trainer: Trainer) -> bool:
+    """Replace schedulers that depend on the number of steps; returns True if any was replaced.
+
+    The new scheduler has the progress that it would have if all epochs so far had had the present batch size.
+    Optimizers keep their state. A scheduler that steps once per epoch, or does not depend on the number of steps,
+    is kept.
+    """
+    if not trainer.lightning_module.automatic_optimization:
+        return False
+    strategy: Any = trainer.strategy
+    optimizers, old = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
+    with random_streams_restored():
+        strategy.setup_optimizers(trainer)
+    fresh, new = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
+    strategy.optimizers = optimizers
+    steps = trainer.current_epoch * math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    renewed = False
+    for index, (before, after) in enumerate(zip(old, new, strict=True)):
+        by_step = before.interval == "step" and not before.reduce_on_plateau
+        if not by_step or _are_alike(before.scheduler, after.scheduler, trainer.estimated_stepping_batches):
+            continue
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before")
+            for _ in range(steps // before.frequency):
+                after.scheduler.step()
+        for source, target in zip(fresh, optimizers, strict=True):
+            if after.scheduler.optimizer is source:
+                _attach(after.scheduler, source, target)
+        old[index] = after
+        renewed = True
+    strategy.lr_scheduler_configs = old
+    return renewed
+
+
+def _are_alike(one: Any, other: Any, n_steps: float) -> bool:
+    """Returns True if two schedulers differ only in their progress."""
+    if isinstance(one, LambdaLR) and isinstance(other, LambdaLR):
+        # Functions are not part of the state, so their values are compared.
+        points = [int(n_steps * i / _POINTS) for i in range(_POINTS)] if math.isfinite(n_steps) else range(_POINTS)
+        pairs = zip(one.lr_lambdas, other.lr_lambdas, strict=True)
+        return all(f(point) == g(point) for f, g in pairs for point in points)
+    return bool(_without_progress(one.state_dict()) == _without_progress(other.state_dict()))
+
+
+def _without_progress(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _without_progress(value) for key, value in state.items() if key not in SCHEDULER_PROGRESS}
+    if isinstance(state, Sequence) and not isinstance(state, str):
+        return [_without_progress(value) for value in state]
+    return state
+
+
+def _attach(scheduler: Any, source: Optimizer, target: Optimizer) -> None:
+    """Have a scheduler, with those that it is made of, set the learning rates of another optimizer."""
+    for group, into in zip(source.param_groups, target.param_groups, strict=True):
+        into.update({key: value for key, value in group.items() if key != "params"})
+    waiting = [scheduler]
+    while waiting:
+        one = waiting.pop()
+        if getattr(one, "optimizer", None) is source:
+            one.optimizer = target
+        waiting += inner_schedulers(one)
+
+
+class CacheReleaser(Callback):
+    """Empties the allocator's cache between training and validation, where both would not fit beside each other.
+
+    Blocks that one stage has cached do not fit the other's tensors. Where both sizes were chosen to fill the device,
+    the second stage would begin with allocation retries, or run out of memory between the other's fragments.
+
+    Args:
+        reader: Reads the device's memory; with None nothing is done.
+        limit: The highest use of the device by all processes that is allowed, in bytes; None for no limit.
+        peaks: The highest use of the device, by all processes, while a stage runs that began with an empty cache, in
+            bytes. A stage that is not listed always begins with an empty cache.
+    """
+
+    def __init__(self, reader: MemoryReader | None, limit: int | None, peaks: Mapping[Stage, int | None]) -> None:
+        self._reader = reader
+        self._limit = limit
+        self._peaks = peaks
+        self._was_validating = False
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Release the cache for validation within fit."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._release_for("val")
+            self._was_validating = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Release the cache for training, now that the last validation batch is freed."""
+        if self._was_validating:
+            self._was_validating = False
+            self._release_for("train")
+
+    def _release_for(self, stage: Stage) -> None:
+        if self._reader is None:
+            return
+        need = self._peaks.get(stage)
+        if need is not None:
+            if self._limit is None:
+                return
+            stats = self._reader.stats()
+            others = max((stats.device_used or 0) - (stats.reserved or 0), 0)
+            # In the worst case no cached block can be reused, and all that is not allocated yet is reserved anew.
+            more = max(need - others - (stats.allocated or 0), 0)
+            if (stats.reserved or 0) + others + more <= self._limit:
+                return
+        self._reader.empty_cache()

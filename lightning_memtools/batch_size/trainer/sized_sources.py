@@ -1,0 +1,219 @@
+"""Attributes that hold a batch size, and data loaders that follow the size of their stage."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_memtools._lightning import (
+    correct_logged_hparam,
+    forget_saved_arguments,
+    loop_of,
+    mode_of,
+    put_loader_classes_back,
+    set_source,
+    source_of,
+)
+from lightning_memtools._torch import tree_flatten, tree_unflatten
+from lightning_memtools.batch_size.resized_loaders import resize_loader
+from lightning_memtools.memory.stages import STAGES, Stage
+
+
+class BatchSizeAttributes:
+    """Every attribute and hyperparameter of the model and of the data module that holds a batch size.
+
+    Args:
+        trainer: Attached to the model and the data module.
+        names: The names to look for. One that begins with a stage, such as `val_batch_size`, is for that stage alone.
+    """
+
+    def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
+        self._owners: dict[str, Any] = {"model": trainer.lightning_module}
+        datamodule = getattr(trainer, "datamodule", None)
+        if datamodule is not None:
+            self._owners["datamodule"] = datamodule
+        self._names = list(names)
+
+    def check(self) -> None:
+        """Raise for the first name that does not exist.
+
+        Raises:
+            ValueError: Names the places that were searched, and similar names there.
+        """
+        for name in self._names:
+            if any(self._holders(name)):
+                continue
+            searched = [f"{owner}{part}" for owner in self._owners for part in ("", ".hparams")]
+            similar = self._similar(name)
+            raise ValueError(
+                f"No {name!r} in {', '.join(searched)}. "
+                + (f"Similar names there: {', '.join(similar)}. " if similar else "Nothing there has a similar name. ")
+                + "Set batch_arg_name to the name that the *_dataloader hooks read, add that attribute, or pass the "
+                "DataLoaders to the Trainer directly."
+            )
+
+    def names_for(self, stage: Stage) -> list[str]:
+        """Returns the names that hold a stage's size: its own, or else the general ones."""
+        own = [name for name in self._names if name.startswith(f"{stage}_")]
+        general = [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
+        return own or general
+
+    def read(self, stage: Stage) -> int | None:
+        """Returns the present size of a stage; None where no attribute holds one."""
+        for name in self.names_for(stage):
+            for read, _ in self._holders(name):
+                value = read()
+                if isinstance(value, int):
+                    return value
+        return None
+
+    def write(self, stage: Stage, size: int, *, for_loggers: bool = False) -> None:
+        """Write a stage's size to all of its attributes and hyperparameters.
+
+        Raises:
+            AttributeError: An attribute cannot be set, such as a property without a setter.
+        """
+        for name in self.names_for(stage):
+            for _, write in self._holders(name):
+                write(size)
+            for owner in self._owners.values() if for_loggers else ():
+                correct_logged_hparam(owner, name, size)
+
+    @contextmanager
+    def written(self, stage: Stage, size: int) -> Iterator[None]:
+        """Within, the attributes of a stage hold this size."""
+        before = [(write, read()) for name in self.names_for(stage) for read, write in self._holders(name)]
+        self.write(stage, size)
+        try:
+            yield
+        finally:
+            for write, value in before:
+                write(value)
+
+    def _holders(self, name: str) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
+        """Yields for each place with this name a function that reads it and one that writes it."""
+        for owner in self._owners.values():
+            hparams = getattr(owner, "hparams", None)
+            if isinstance(hparams, Mapping) and name in hparams:
+                yield lambda held=hparams: held[name], lambda value, held=hparams: held.__setitem__(name, value)  # type: ignore[misc]
+            if hasattr(owner, name):
+                yield (
+                    lambda owner=owner: getattr(owner, name),  # type: ignore[misc]
+                    lambda value, owner=owner: setattr(owner, name, value),  # type: ignore[misc]
+                )
+
+    def _similar(self, name: str) -> list[str]:
+        known: dict[str, None] = {}
+        for owner in self._owners.values():
+            known.update(dict.fromkeys(key for key in vars(owner) if not key.startswith("_")))
+            known.update(dict.fromkeys(str(key) for key in getattr(owner, "hparams", None) or ()))
+        close = difflib.get_close_matches(name, known, n=5)
+        return list(dict.fromkeys([*close, *(key for key in known if "batch" in key.lower())]))
+
+
+class SizedSource:
+    """Replaces the object that a loop asks for its data loaders, and returns loaders with the size of the stage.
+
+    Loaders that were passed to the Trainer are resized. Hooks are called while their attribute holds the stage's size,
+    so that training and validation can have different sizes under the same name.
+
+    Args:
+        original: The object that the loop asked before.
+        stage: The loop's stage.
+        attributes: Hold the batch size.
+        size_of: Returns the stage's size; with None the loaders keep theirs.
+    """
+
+    def __init__(
+        self,
+        original: Any,
+        stage: Stage,
+        attributes: BatchSizeAttributes,
+        size_of: Callable[[Stage], int | None],
+    ) -> None:
+        self.original = original
+        self.name = original.name
+        self.alter: Callable[[Any], Any] | None = None
+        self._stage = stage
+        self._attributes = attributes
+        self._size_of = size_of
+
+    @property
+    def instance(self) -> Any:
+        """The module or the loaders that the Trainer was given."""
+        return self.original.instance
+
+    @instance.setter
+    def instance(self, value: Any) -> None:
+        self.original.instance = value
+
+    def is_module(self) -> bool:
+        """Returns True if the loaders come from a hook."""
+        return bool(self.original.is_module())
+
+    def is_defined(self) -> bool:
+        """Returns True if there are loaders."""
+        return bool(self.original.is_defined())
+
+    def dataloader(self) -> Any:
+        """Returns the loaders, with the size of the stage."""
+        try:
+            return self._dataloader()
+        except BaseException:
+            put_loader_classes_back()
+            raise
+
+    def _dataloader(self) -> Any:
+        size = self._size_of(self._stage)
+        if size is None:
+            loaders = self.original.dataloader()
+        elif self.is_module():
+            with self._attributes.written(self._stage, size):
+                loaders = self.original.dataloader()
+        else:
+            loaders = _map_loaders(self.original.dataloader(), lambda loader: resize_loader(loader, size))
+        return loaders if self.alter is None else _map_loaders(loaders, self.alter)
+
+
+def _map_loaders(loaders: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a collection of loaders of the same structure, each changed."""
+    if isinstance(loaders, CombinedLoader):
+        return CombinedLoader(_map_loaders(loaders.iterables, change), mode_of(loaders))
+    flat, structure = tree_flatten(loaders)
+    changed = [change(loader) for loader in flat]
+    for before, after in zip(flat, changed, strict=True):
+        if after is not before:
+            forget_saved_arguments(after)
+    return tree_unflatten(changed, structure)
+
+
+def wrap_sources(
+    trainer: Trainer,
+    stages: Sequence[Stage],
+    attributes: BatchSizeAttributes,
+    size_of: Callable[[Stage], int | None],
+) -> dict[Stage, SizedSource]:
+    """Put a SizedSource into the loop of each stage; one that an earlier call has put there is replaced."""
+    sources: dict[Stage, SizedSource] = {}
+    for stage in stages:
+        loop = loop_of(trainer, stage)
+        source = source_of(loop)
+        original = source.original if isinstance(source, SizedSource) else source
+        sources[stage] = SizedSource(original, stage, attributes, size_of)
+        set_source(loop, sources[stage])
+    return sources
+
+
+def unwrap_sources(trainer: Trainer) -> None:
+    """Remove every SizedSource. Calling it twice does no harm."""
+    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop,
+             trainer.predict_loop]  # fmt: skip
+    for loop in loops:
+        source = source_of(loop)
+        if isinstance(source, SizedSource):
+            set_source(loop, source.original)
