@@ -1,7 +1,7 @@
-"""What gradient checkpointing saves and costs: simulated peaks, counted operations, and the time that planning takes.
+"""Measures what gradient checkpointing saves and costs: simulated peaks, operations, and the time of planning.
 
-Everything here is traced on fake tensors in the simulated allocator, along CUDA's path: but for the times, the figures
-are the same on every machine. Writes results/checkpointing.json and docs/gradient-checkpointing.svg.
+Everything here is traced on fake tensors in the simulated allocator, with CUDA's operators. Except for the times, the
+figures are the same on every machine. Writes results/checkpointing.json and docs/gradient-checkpointing.svg.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step really takes on this CPU: plain, with a plan, and compiled by torch's inductor at memory budgets.
+"""Measures a real step on this CPU: plain, with a plan, and compiled by torch's inductor at memory budgets.
 
 Each in a process of its own, whose resident memory is read: highest during a step, above what it was before. Needs
 Linux and a C++ compiler. Writes results/checkpointing_inductor.json.

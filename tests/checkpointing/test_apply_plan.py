@@ -1,4 +1,4 @@
-"""Applying leaves the model what it is, and taking it back leaves nothing."""
+"""Applying a plan does not change what the model is, and removing it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_removing_twice_and_removing_after_an_error():
     assert set(vars(model)) == attributes
 
 
-def test_a_second_plan_is_refused():
+def test_a_second_plan_on_the_same_module_raises():
     model = same_seed(nested)
     with applied_to(model, Range(0, 8)), pytest.raises(RuntimeError, match="forward of its own instance already"):
         AppliedPlan(model, [ChainPlan("", ("0",), (Range(0, 1),))])
@@ -149,7 +149,7 @@ def test_evaluation_passes_straight_through_unless_the_model_is_trained_like_tha
     assert runs["first layer"] == 1 + trained_in_evaluation_mode
 
 
-def test_what_a_range_gave_is_let_go_as_soon_as_in_the_plain_chain():
+def test_the_output_of_a_range_is_freed_as_soon_as_in_the_plain_chain():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
     given: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []

@@ -66,7 +66,7 @@ def test_include_takes_what_it_names_and_nothing_else():
     assert set(found(Model(), exclude=["stem"])) == {"list.0"}
 
 
-def test_compiled_parts_are_left_to_their_compiler():
+def test_compiled_layers_are_not_recomputed():
     model = nn.Sequential(nn.Linear(4, 4), Subclass(4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.ReLU())
     model[1].compile(backend="eager")
     model[3].compile(backend="eager")
@@ -75,7 +75,7 @@ def test_compiled_parts_are_left_to_their_compiler():
     assert chain.outside == {1: "compiled", 4: "compiled"}
 
 
-def test_candidates_are_lists_of_one_kind_of_block():
+def test_candidates_are_module_lists_of_one_class():
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList([nn.Linear(2, 2)] * 3), "mixed": nn.ModuleList([nn.ReLU(), Model()])}
     )
@@ -100,7 +100,7 @@ DROPOUTS = {
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
-def test_dropout_of_any_kind_stays_outside_while_it_drops(name):
+def test_dropout_of_any_class_stays_outside_in_training(name):
     layer = DROPOUTS[name]()
     assert is_dropout(layer)
     assert not is_dropout(layer.eval())
@@ -115,7 +115,7 @@ def test_dropout_that_drops_nothing_is_an_ordinary_layer(rate):
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LazyBatchNorm1d])
-def test_batchnorm_of_any_kind_stays_outside_while_it_trains(kind):
+def test_batchnorm_of_any_class_stays_outside_in_training(kind):
     layer = kind() if kind is nn.LazyBatchNorm1d else kind(4)
     model = nn.Sequential(nn.Linear(4, 4), layer)
     (training,) = find_chains(model, CheckpointOptions.parse())

@@ -1,4 +1,4 @@
-"""What the benchmark measured holds what is claimed of it, and is what the code gives."""
+"""The committed results of the benchmark support the claims of the docs, and the code reproduces them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_48_encoder_blocks_train_a_batch_ten_times_as_large(dropout, activation)
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("dropout", [0.1, 0.0])
-def test_a_small_budget_makes_it_a_sixteenth(dropout, activation):
+def test_a_small_budget_divides_the_memory_per_sample_by_sixteen(dropout, activation):
     found = headline(dropout=dropout, activation=activation, memory_budget=0.05)
     assert found["plain"]["kib_per_sample"] / found["planned"]["kib_per_sample"] >= 16
     assert found["planned"]["flops_per_sample"] / found["plain"]["flops_per_sample"] <= 1.7

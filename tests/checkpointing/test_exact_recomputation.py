@@ -17,7 +17,7 @@ MODES = ("skip", "recompute", "avoid")
 
 
 def train(model: nn.Module, shape: tuple[int, ...], steps: int = 20) -> dict[str, torch.Tensor]:
-    """What training leaves behind: weights, buffers, the last gradients, and the random number generator's state."""
+    """Returns the result of training: weights, buffers, the last gradients, and the state of the random generator."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     torch.manual_seed(1)
     for _ in range(steps):

@@ -68,7 +68,7 @@ def test_a_plan_is_found_wherever_tensors_are_held(holder):
     ]
 
 
-def test_what_is_held_twice_is_one_tensor_in_the_copy():
+def test_a_tensor_that_is_held_twice_is_one_tensor_in_the_copy():
     model = Model("dictionary")
     model.again = [model.held["a"]]
     with fake_mode():

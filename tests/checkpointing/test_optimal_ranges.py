@@ -1,4 +1,4 @@
-"""The dynamic program against all plans there are, under the same memory model."""
+"""The dynamic program finds plans as good as the best of all possible plans, under the same memory model."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ def test_no_plan_recomputes_less_in_the_same_memory(units):
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chains(7, 9))
-def test_nor_on_chains_of_nine_layers(units):
+def test_no_plan_recomputes_less_in_the_same_memory_on_chains_of_nine_layers(units):
     assert_as_good_as_any(units)

@@ -1,4 +1,4 @@
-"""What plan_checkpoints finds, chooses, predicts and refuses."""
+"""Tests of plan_checkpoints: what it finds, chooses, predicts and refuses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_planning_touches_neither_the_model_nor_random_numbers():
     assert all("forward" not in vars(one) for one in model.modules())
 
 
-def test_the_options_named_in_words():
+def test_skip_is_refused_where_only_recompute_saves_memory_and_the_refusal_says_so():
     sample = torch.empty(4, 3, 32, 32)
     model = conv_bn_relu(16, 8)
     skip, recompute = (plan_checkpoints(model, sample, bn_dropout=mode) for mode in ("skip", "recompute"))
@@ -285,7 +285,7 @@ def test_a_plan_is_plain_data_and_prints_as_a_table():
     assert "+0.0% of the predicted one" in text
 
 
-def test_planning_within_a_virtual_device_leaves_it_alone():
+def test_planning_within_a_virtual_device_does_not_change_its_statistics():
     with VirtualDevice() as device:
         model, x = nested(), torch.empty(8, 32)
         before = device.stats()
@@ -296,8 +296,8 @@ def test_planning_within_a_virtual_device_leaves_it_alone():
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_memory_model_says_what_is_traced_where_no_layer_keeps_anything(device, length):
-    """What a range needs in the forward pass is less than a layer that keeps its intermediate results."""
+def test_the_memory_model_predicts_the_traced_peak_of_ranges(device, length):
+    """A range needs less in the forward pass than layers that keep their intermediate results."""
     model, x = encoder(6), torch.empty(64, 24, 32)
     step = Step(model, (x,), lambda copy, args: copy(*args), device=device)
     chains = find_chains(model, CheckpointOptions.parse())[:1]

@@ -1,4 +1,4 @@
-"""What is measured of each layer, against arithmetic."""
+"""The measurements of each layer agree with arithmetic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def units_of(*layers: nn.Module) -> dict[int, Unit]:
     return {place[1]: unit for unit, place in zip(found.units, found.places, strict=True) if place is not None}
 
 
-def test_what_a_linear_layer_keeps_gives_and_computes():
+def test_a_linear_layer_keeps_its_input():
     one = units_of(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH))[1]
     assert (one.keeps_input, one.keeps_output, one.own_bytes) == (True, False, 0)
     assert one.out_bytes == 2 * BYTES
@@ -39,14 +39,14 @@ def test_what_a_linear_layer_keeps_gives_and_computes():
     assert one.stopped_bytes == 0
 
 
-def test_an_activation_keeps_its_result_and_computes_an_element_each():
+def test_an_activation_keeps_its_result_and_counts_one_operation_per_element():
     one = units_of(nn.Linear(WIDTH, WIDTH), nn.Tanh())[1]
     assert (one.keeps_input, one.keeps_output, one.own_bytes) == (False, True, 0)
     assert (one.operations, one.tail_operations) == (ROWS * WIDTH, 0)
     assert one.stopped_bytes == BYTES
 
 
-def test_dropout_keeps_a_mask_of_a_byte_each():
+def test_dropout_keeps_a_mask_of_one_byte_per_element():
     one = units_of(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))[1]
     assert (one.keeps_input, one.keeps_output, one.own_bytes) == (False, False, ROWS * WIDTH)
     assert one.out_bytes == BYTES
@@ -72,13 +72,13 @@ def test_a_storage_that_two_operators_keep_counts_once():
     assert one.own_bytes == 2 * BYTES
 
 
-def test_what_backward_needs_for_a_moment():
+def test_the_peak_of_backward_is_the_gradients_of_output_and_input():
     one = units_of(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh())[1]
     # Before: the gradient of its result. At the highest: that of its input too.
     assert one.backward_base == pytest.approx(one.backward_peak - BYTES)
 
 
-def test_what_each_chain_keeps_before_and_after_is_in_the_table():
+def test_the_table_shows_what_each_chain_keeps_before_and_after():
     blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3)]
 
     class Model(nn.Module):

@@ -110,7 +110,7 @@ def test_the_predicted_peak_is_that_of_the_planned_training_at_any_precision(mod
     assert callback.plan.peak_bytes == pytest.approx(max(peaks[1:]), rel=0.02)
 
 
-def test_no_batch_is_fetched_for_planning(tmp_path):
+def test_planning_fetches_no_batch(tmp_path):
     class Counts(torch.utils.data.TensorDataset):
         fetched = 0
 
@@ -145,7 +145,7 @@ def test_a_failing_step_leaves_nothing_behind(tmp_path):
     assert all(not {"forward", "__getstate__"} & set(vars(one)) for one in model.modules())
 
 
-def test_what_cannot_be_traced_is_left_alone_with_the_reason(tmp_path):
+def test_a_model_that_cannot_be_traced_is_left_unchanged_with_a_warning(tmp_path):
     class Looks(Deep):
         def training_step(self, batch, batch_idx):
             batch[0].numpy().mean()
@@ -156,17 +156,17 @@ def test_what_cannot_be_traced_is_left_alone_with_the_reason(tmp_path):
     assert_same_bits(with_it, fit(tmp_path, model=Looks, logger=False))
 
 
-def test_the_users_own_objects_do_not_see_the_traced_step(tmp_path):
+def test_the_traced_step_changes_none_of_the_users_objects(tmp_path):
     model = fit(tmp_path, GradientCheckpointing(), logger=False)
     assert len(model.train_losses) == 8
 
 
-def test_a_budget_that_cannot_be_kept_ends_the_fit(tmp_path):
+def test_a_budget_that_no_plan_fits_raises_in_fit(tmp_path):
     with pytest.raises(ValueError, match="The smallest reachable peak is"):
         fit(tmp_path, GradientCheckpointing(memory_budget="1KiB"), logger=False)
 
 
-def test_a_compiled_model_is_left_alone_in_words(tmp_path):
+def test_a_compiled_model_is_left_unchanged_with_a_warning(tmp_path):
     L.seed_everything(0, verbose=False)
     model = torch.compile(Deep(), backend="eager")
     with warnings.catch_warnings(record=True) as said:
