@@ -16,9 +16,9 @@ from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, restar
 from lightning_memtools.batch_size.trainer.stage_search import TunerSettings
 from lightning_memtools.batch_size.trainer.trial_isolation import takes_part, why_no_trials
 from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
+from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import parse_size
-from lightning_memtools.memory.stages import STAGES, Stage
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 

@@ -10,8 +10,7 @@ from typing import Self
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, draw
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, replay_on, save_snapshot
-from lightning_memtools.memory.capacity import find_gpu, known_gpus, parse_capacity
-from lightning_memtools.memory.sizes import format_size, parse_size
+from lightning_memtools.memory.sizes import find_gpu, format_size, known_gpus, parse_capacity, parse_size
 from lightning_memtools.memory.virtual.device import DEFAULT_CONTEXT
 from lightning_memtools.reporting.tables import Table, markdown_table
 

@@ -1,23 +1,33 @@
-"""The peak of any stretch of time, from a device that keeps only one resettable peak.
+"""Peaks by stage: training and the evaluations that interrupt it, on a device that keeps only one resettable peak.
 
-A device has a single peak counter per figure. Whoever resets it takes the peak away from everyone else, so one object
-owns it: `PeakCounter`. Others open a `PeakWindow` there. Each reset first folds the device's peak into all windows that
-are running, so no window loses a peak to another's reset, and none is given a peak from outside its own time.
+A device has a single peak counter per figure. A reset takes the peak away from everyone who reads it, so one object
+owns it: `PeakCounter`. Others open a `PeakWindow` there. Each reset first adds the device's peak to all windows that
+are running, so no window loses a peak to another's reset, and none gets a peak from outside its own time.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+
+Stage = Literal["train", "val", "test", "predict"]
+Phase = Literal["forward", "backward", "optimizer"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class PeakWindow:
     """The highest allocated and reserved bytes while the window was running; made by `PeakCounter.open`.
 
     Attributes:
-        allocated: Highest allocated bytes; None before anything was folded in, or where the device keeps no peaks.
+        allocated: Highest allocated bytes; None before the first reading, or where the device keeps no peaks.
         reserved: Likewise for reserved bytes.
         composition: Bytes per category when allocated was highest, where the device knows.
     """
@@ -30,19 +40,19 @@ class PeakWindow:
         self._counter = counter
 
     def pause(self) -> MemoryStats:
-        """Fold in what happened so far and stop watching."""
+        """Take in the peak so far, and stop watching."""
         stats = self._counter.fold()
         self._counter.running.discard(self)
         return stats
 
     def resume(self) -> MemoryStats:
-        """Watch from this moment on. What happened while paused is not the window's."""
+        """Watch from this moment on. Peaks from before do not count."""
         stats = self._counter.fold(reset=not self.leave_counter_alone)
         self._counter.running.add(self)
         return stats
 
     def restart(self) -> None:
-        """Forget the peak. A running window goes on from the present; call it after `fold`."""
+        """Forget the peak. A running window goes on from now; call it after `fold`."""
         self.allocated = self.reserved = self.composition = None
 
     def close(self) -> None:
@@ -51,7 +61,7 @@ class PeakWindow:
 
 
 class PeakCounter:
-    """The one owner of a device's peak counter. Get it with `peak_counter(reader)`."""
+    """The only owner of a device's peak counter. `peak_counter(reader)` returns it."""
 
     def __init__(self, reader: MemoryReader) -> None:
         # Weak, because the counter is kept for as long as its reader lives.
@@ -63,7 +73,7 @@ class PeakCounter:
         """The device that is read.
 
         Raises:
-            ReferenceError: The device is gone.
+            ReferenceError: The device no longer exists.
         """
         reader = self._reader()
         if reader is None:
@@ -71,16 +81,16 @@ class PeakCounter:
         return reader
 
     def open(self, *, leave_counter_alone: bool = False) -> PeakWindow:
-        """A paused window; `resume()` starts it.
+        """Return a paused window; `resume()` starts it.
 
         Args:
-            leave_counter_alone: While this window is running nothing resets the device's counter, for the sake of
-                others who read it. The window then holds the device's running maximum, which may be older than itself.
+            leave_counter_alone: While this window is running, nothing resets the device's counter, because others
+                read it. The window then holds the device's running maximum, which may be older than the window.
         """
         return PeakWindow(self, leave_counter_alone=leave_counter_alone)
 
     def fold(self, *, reset: bool = True) -> MemoryStats:
-        """Read the device, give its peaks to all running windows, reset them, and return what was read."""
+        """Read the device, add its peaks to all running windows, reset them, and return the statistics."""
         reader = self.reader
         stats = reader.stats()
         composition: Mapping[str, int] | None = None
@@ -99,15 +109,151 @@ class PeakCounter:
         return stats
 
     def forget(self) -> None:
-        """Drop the device's peaks since the last reading: no window is given them."""
+        """Drop the device's peaks since the last reading, so that no window gets them."""
         if not any(window.leave_counter_alone for window in self.running):
             self.reader.reset_peaks()
 
 
-# One owner per device is the point of this file, so the owners are kept here, for as long as their readers live.
+# There must be one owner per device, so the owners are kept here for as long as their readers live.
 _COUNTERS: weakref.WeakKeyDictionary[MemoryReader, PeakCounter] = weakref.WeakKeyDictionary()
 
 
 def peak_counter(reader: MemoryReader) -> PeakCounter:
-    """The owner of this device's peak counter, the same for every caller."""
+    """Return the owner of this device's peak counter, the same for every caller."""
     return _COUNTERS.setdefault(reader, PeakCounter(reader))
+
+
+# --- peaks of stages and phases
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """A stage's memory at one point of its curve.
+
+    Attributes:
+        stats: The device at this moment.
+        peak_allocated: Highest allocated bytes since the stage's last point; None where the device keeps no peaks.
+        peak_reserved: Likewise reserved.
+        composition: Bytes per category when allocated was highest; None where the device cannot tell.
+    """
+
+    stats: MemoryStats
+    peak_allocated: int | None
+    peak_reserved: int | None
+    composition: Mapping[str, int] | None
+
+
+@dataclass(slots=True)
+class StagePeak:
+    """The highest values of a stage over the whole run, in bytes."""
+
+    allocated: int | None = None
+    reserved: int | None = None
+    composition: Mapping[str, int] | None = None
+
+    def take_in(self, point: MemoryPoint) -> None:
+        """Raise the maxima to those of a point."""
+        if point.peak_allocated is not None and point.peak_allocated > (self.allocated or -1):
+            self.allocated = point.peak_allocated
+            self.composition = point.composition
+        if point.peak_reserved is not None:
+            self.reserved = max(self.reserved or 0, point.peak_reserved)
+
+
+class StageWatch:
+    """Keeps one peak window per stage; an evaluation inside training pauses training's window."""
+
+    def __init__(self, counter: PeakCounter, *, leave_counter_alone: bool = False) -> None:
+        self.peaks: dict[Stage, StagePeak] = {}
+        self._counter = counter
+        self._leave_counter_alone = leave_counter_alone
+        self._windows: dict[Stage, PeakWindow] = {}
+        self._running: list[Stage] = []  # the innermost is the last
+
+    def enter(self, stage: Stage) -> None:
+        """Begin a stage; the running one, if any, is interrupted."""
+        if self._running:
+            self._windows[self._running[-1]].pause()
+        self._running.append(stage)
+        if stage not in self._windows:
+            self._windows[stage] = self._counter.open(leave_counter_alone=self._leave_counter_alone)
+        self._windows[stage].resume()
+
+    def leave(self, stage: Stage) -> None:
+        """End a stage; the one that it interrupted goes on. Does nothing if the stage is not running."""
+        if stage not in self._running:
+            return
+        self._windows[stage].pause()
+        self._running.remove(stage)
+        if self._running:
+            self._windows[self._running[-1]].resume()
+
+    def point(self, stage: Stage) -> MemoryPoint:
+        """Return the figures of a running stage: the device now, and the peaks since the stage's last point."""
+        stats = self._counter.fold()
+        window = self._windows[stage]
+        point = MemoryPoint(stats, window.allocated, window.reserved, window.composition)
+        window.restart()
+        self.peaks.setdefault(stage, StagePeak()).take_in(point)
+        return point
+
+    def close(self) -> None:
+        """Stop watching. Peaks since the last point still count in `peaks`. Closing twice does no harm."""
+        if self._running:
+            self.point(self._running[-1])
+        self._running.clear()
+        for window in self._windows.values():
+            window.close()
+        self._windows.clear()
+
+
+class PhaseWatch:
+    """Keeps one peak window per phase of a training step: forward, backward, optimizer.
+
+    Args:
+        counter: The device's peak counter.
+        between: The phase of the time between two hooks. In manual optimization, after a backward or an optimizer's
+            step, it is the next forward; in automatic optimization nothing is computed there (None).
+        leave_counter_alone: As in `PeakCounter.open`.
+    """
+
+    def __init__(
+        self, counter: PeakCounter, *, between: Phase | None = None, leave_counter_alone: bool = False
+    ) -> None:
+        self.between = between
+        self._windows = {phase: counter.open(leave_counter_alone=leave_counter_alone) for phase in PHASES}
+        self._running: Phase | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """End the optimizer phase when an optimizer's step returns; Lightning has no hook for that moment."""
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.switch(self.between)))
+
+    def switch(self, phase: Phase | None) -> None:
+        """End the running phase, if any, and begin another one unless it is None."""
+        if phase == self._running:
+            return
+        if self._running is not None:
+            self._windows[self._running].pause()
+        self._running = phase
+        if phase is not None:
+            self._windows[phase].resume()
+
+    def point(self) -> dict[Phase, int]:
+        """Return the highest allocated bytes of each phase since the last point, where known."""
+        peaks: dict[Phase, int] = {}
+        for phase, window in self._windows.items():
+            if window.allocated is not None:
+                peaks[phase] = window.allocated
+            window.restart()
+        return peaks
+
+    def close(self) -> None:
+        """Stop watching. Closing twice does no harm."""
+        self._running = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for window in self._windows.values():
+            window.close()

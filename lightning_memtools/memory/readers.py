@@ -1,4 +1,4 @@
-"""Readers for real accelerators: CUDA (and ROCm), MPS, and whatever torch.accelerator knows."""
+"""Readers of real accelerators (CUDA and ROCm, MPS, and all that torch.accelerator supports) and of host memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
@@ -13,9 +14,9 @@ from lightning_memtools.memory.virtual import VirtualDevice
 
 
 def reader_for(device: torch.device) -> MemoryReader | None:
-    """Whatever can tell a device's memory: the active VirtualDevice, else the accelerator's own statistics.
+    """Return the reader of a device's memory: the active VirtualDevice, else the accelerator's own statistics.
 
-    None on the plain CPU, and on devices that keep no statistics.
+    It is None on the plain CPU, and on devices that keep no statistics.
     """
     virtual = VirtualDevice.current()
     if virtual is not None and device.type == "cpu":
@@ -25,7 +26,7 @@ def reader_for(device: torch.device) -> MemoryReader | None:
 
 @functools.cache
 def accelerator_reader(device: torch.device) -> MemoryReader | None:
-    """The reader of an accelerator, one per device and process; None where the device keeps no statistics."""
+    """Return the reader of an accelerator, one per device and process; None where the device keeps no statistics."""
     reader: MemoryReader
     if device.type == "cuda":
         reader = CudaReader(device)
@@ -37,7 +38,7 @@ def accelerator_reader(device: torch.device) -> MemoryReader | None:
         return None
     try:
         known = reader.stats().allocated is not None
-    except (RuntimeError, NotImplementedError):  # what backends without an allocator of their own raise
+    except (RuntimeError, NotImplementedError):  # raised by backends without an allocator of their own
         return None
     return reader if known else None
 
@@ -53,7 +54,7 @@ class AcceleratorReader:
         self.name = f"{device.type}:{self.index}"
 
     def stats(self) -> MemoryStats:
-        """Read the statistics; two host calls, neither waits for the device."""
+        """Read the statistics with two host calls, neither of which waits for the device."""
         flat = torch.accelerator.memory_stats(self.index)
         free, total = _free_and_total(self.index)
         return MemoryStats(
@@ -75,27 +76,27 @@ class AcceleratorReader:
         torch.accelerator.reset_peak_memory_stats(self.index)
 
     def empty_cache(self) -> None:
-        """Give unused cached memory back to the device."""
+        """Release unused cached memory."""
         torch.accelerator.empty_cache()
 
     def summary(self) -> str:
-        """No long table outside CUDA."""
+        """Return an empty string: there is no table outside CUDA."""
         return ""
 
     def composition_at_peak(self) -> Mapping[str, int] | None:
-        """Not known on a real device."""
+        """Return None: a real device does not know the categories."""
         return None
 
 
 class CudaReader(AcceleratorReader):
-    """Reads CUDA (or ROCm) through the nested dict, which torch does not flatten and sort at every call."""
+    """Reads CUDA (or ROCm) through the nested dict, which saves torch flattening and sorting it at every call."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.name = f"cuda:{self.index} ({torch.cuda.get_device_name(self.index)})"
 
     def stats(self) -> MemoryStats:
-        """Read the statistics; two host calls, neither waits for the device."""
+        """Read the statistics with two host calls, neither of which waits for the device."""
         free, total = torch.cuda.mem_get_info(self.index)
         return stats_from_nested(torch.cuda.memory_stats_as_nested_dict(self.index), capacity=total, free=free)
 
@@ -104,7 +105,7 @@ class CudaReader(AcceleratorReader):
         torch.cuda.reset_peak_memory_stats(self.index)
 
     def summary(self) -> str:
-        """What torch.cuda.memory_summary says, abbreviated."""
+        """Return torch.cuda.memory_summary, abbreviated."""
         return torch.cuda.memory_summary(self.index, abbreviated=True)
 
 
@@ -115,7 +116,7 @@ class MpsReader:
     name = "mps"
 
     def stats(self) -> MemoryStats:
-        """Read what Metal tells: allocated, reserved by its driver, and the recommended maximum as capacity."""
+        """Read what Metal reports: allocated, reserved by its driver, and the recommended maximum as capacity."""
         driver = torch.mps.driver_allocated_memory()
         return MemoryStats(
             allocated=torch.mps.current_allocated_memory(),
@@ -127,20 +128,20 @@ class MpsReader:
         """Metal keeps no peaks."""
 
     def empty_cache(self) -> None:
-        """Give unused cached memory back to the device."""
+        """Release unused cached memory."""
         torch.mps.empty_cache()
 
     def summary(self) -> str:
-        """No long table."""
+        """Return an empty string: there is no table."""
         return ""
 
     def composition_at_peak(self) -> Mapping[str, int] | None:
-        """Not known on a real device."""
+        """Return None: a real device does not know the categories."""
         return None
 
 
 def allocated_bytes(reader: MemoryReader) -> int:
-    """What is allocated now, alone: on CUDA without asking the driver, which `stats` does for capacity and use."""
+    """Return only the allocated bytes: on CUDA without asking the driver, as `stats` does for capacity and use."""
     if isinstance(reader, CudaReader):
         nested = torch.cuda.memory_stats_as_nested_dict(reader.index)
         return int(nested["allocated_bytes"]["all"]["current"]) if nested else 0
@@ -148,7 +149,7 @@ def allocated_bytes(reader: MemoryReader) -> int:
 
 
 def stats_from_nested(nested: Mapping[str, Any], *, capacity: int | None, free: int | None) -> MemoryStats:
-    """MemoryStats from what `torch.cuda.memory_stats_as_nested_dict` returns (an empty dict before first use)."""
+    """Convert what `torch.cuda.memory_stats_as_nested_dict` returns, which is an empty dict before the first use."""
     if not nested:
         used = None if capacity is None or free is None else capacity - free
         return MemoryStats(allocated=0, reserved=0, active=0, inactive_split=0, requested=0, peak_allocated=0,
@@ -168,6 +169,11 @@ def stats_from_nested(nested: Mapping[str, Any], *, capacity: int | None, free: 
         capacity=capacity,
         device_used=None if capacity is None or free is None else capacity - free,
     )
+
+
+def host_rss_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _free_and_total(index: int) -> tuple[int | None, int | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from lightning_memtools.memory.peaks import PHASES, MemoryPoint, Phase, Stage
 from lightning_memtools.memory.sizes import to_gib
-from lightning_memtools.memory.stages import PHASES, MemoryPoint, Phase, Stage
 from lightning_memtools.memory.stats import MemoryStats
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")

@@ -10,8 +10,7 @@ import torch
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
-from lightning_memtools.memory.capacity import known_gpus
-from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.sizes import format_size, known_gpus
 from lightning_memtools.oom.actions import Action, Kind
 from lightning_memtools.oom.trials import NotFoundError, Trials
 from lightning_memtools.simulation.precision import PrecisionName

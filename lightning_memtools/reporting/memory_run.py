@@ -8,10 +8,19 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.host import host_rss_bytes
-from lightning_memtools.memory.peaks import PeakWindow, peak_counter
+from lightning_memtools.memory.peaks import (
+    STAGES,
+    MemoryPoint,
+    PeakWindow,
+    Phase,
+    PhaseWatch,
+    Stage,
+    StagePeak,
+    StageWatch,
+    peak_counter,
+)
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
-from lightning_memtools.memory.readers import CudaReader
+from lightning_memtools.memory.readers import CudaReader, host_rss_bytes
 from lightning_memtools.memory.scalars import (
     batch_scalars,
     composition_scalars,
@@ -21,7 +30,6 @@ from lightning_memtools.memory.scalars import (
     possible_tags,
 )
 from lightning_memtools.memory.sizes import to_gib
-from lightning_memtools.memory.stages import STAGES, MemoryPoint, Phase, PhaseWatch, Stage, StagePeak, StageWatch
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.reporting.clock import Stopwatch
 from lightning_memtools.reporting.memory_summary import MemorySummary

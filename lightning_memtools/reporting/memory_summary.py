@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
+from lightning_memtools.memory.peaks import Stage, StagePeak
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.memory.stages import Stage, StagePeak
 from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
-from lightning_memtools.memory.leaks import ledger
+from lightning_memtools.memory.leaks import leak_detector
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 from tests.quick_gc import only_new_objects
 
@@ -288,7 +288,7 @@ def test_healthy_runs_are_never_accused(case, tmp_path):
 @pytest.fixture
 def many_objects(monkeypatch):
     """The ledger acts as with many millions of objects, where a pass over all of them is slow."""
-    monkeypatch.setattr(ledger, "blocks_to_walk", lambda: 20_000_000)
+    monkeypatch.setattr(leak_detector, "blocks_to_walk", lambda: 20_000_000)
 
 
 LEAKS = [

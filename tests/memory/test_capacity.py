@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools.memory import capacity
-from lightning_memtools.memory.capacity import find_gpu, known_gpus, parse_capacity
+from lightning_memtools.memory import sizes
+from lightning_memtools.memory.sizes import find_gpu, known_gpus, parse_capacity
 
 GIB = 2**30
 
 
 def rows() -> list[dict[str, Any]]:
-    path = Path(capacity.__file__).with_name("gpus.json")
+    path = Path(sizes.__file__).with_name("gpus.json")
     gpus: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["gpus"]
     return gpus
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from lightning_memtools.memory.peaks import MemoryPoint
 from lightning_memtools.memory.scalars import (
     batch_scalars,
     composition_scalars,
@@ -9,7 +10,6 @@ from lightning_memtools.memory.scalars import (
     possible_tags,
 )
 from lightning_memtools.memory.sizes import GIB
-from lightning_memtools.memory.stages import MemoryPoint
 from lightning_memtools.memory.stats import MemoryStats
 
 FULL = MemoryPoint(

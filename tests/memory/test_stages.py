@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_memtools.memory.peaks import peak_counter
-from lightning_memtools.memory.stages import PhaseWatch, StageWatch
+from lightning_memtools.memory.peaks import PhaseWatch, StageWatch, peak_counter
 from tests.memory.scripted import ScriptedDevice
 
 

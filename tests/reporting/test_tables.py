@@ -6,9 +6,9 @@ from markdown import markdown
 from rich.console import Console
 
 from lightning_memtools import VirtualDevice
+from lightning_memtools.memory.peaks import StagePeak
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import GIB, MIB
-from lightning_memtools.memory.stages import StagePeak
 from lightning_memtools.reporting.memory_summary import MemorySummary
 from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 

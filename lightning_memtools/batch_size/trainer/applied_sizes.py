@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_memtools._lightning import forget_loaders, loop_of, prepared_loaders, source_of
 from lightning_memtools._torch import SCHEDULER_PROGRESS, inner_schedulers
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes
-from lightning_memtools.memory.stages import Stage
+from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 from lightning_memtools.state.state_snapshot import StateSnapshot

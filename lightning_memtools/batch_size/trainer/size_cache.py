@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from lightning_memtools import __version__
 from lightning_memtools._lightning import loop_of, source_of
 from lightning_memtools.batch_size.trainer.trial_isolation import takes_part
-from lightning_memtools.memory.stages import STAGES, Stage
+from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.stats import MemoryReader
 
 

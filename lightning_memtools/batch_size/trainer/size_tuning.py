@@ -22,8 +22,8 @@ from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttribu
 from lightning_memtools.batch_size.trainer.stage_search import StageSearch, TunerSettings, has_data
 from lightning_memtools.batch_size.trainer.trial_isolation import left_out_of_counts
 from lightning_memtools.batch_size.trainer.trial_runner import limit_of
+from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.stages import STAGES, Stage
 from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.state.random_state import random_streams_restored
 

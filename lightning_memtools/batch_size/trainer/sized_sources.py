@@ -21,7 +21,7 @@ from lightning_memtools._lightning import (
 )
 from lightning_memtools._torch import tree_flatten, tree_unflatten
 from lightning_memtools.batch_size.resized_loaders import resize_loader
-from lightning_memtools.memory.stages import STAGES, Stage
+from lightning_memtools.memory.peaks import STAGES, Stage
 
 
 class BatchSizeAttributes:

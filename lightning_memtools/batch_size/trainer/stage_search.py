@@ -18,8 +18,8 @@ from lightning_memtools.batch_size.size_search import find_largest, largest_that
 from lightning_memtools.batch_size.trainer.size_cache import SizeCache
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, unwrap_sources, wrap_sources
 from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner, quick_collections
+from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.stages import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ from lightning_memtools.batch_size.batch_size_result import RankReading
 from lightning_memtools.batch_size.trainer.trial_isolation import CollectiveInTrialError
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_killed_worker, is_out_of_memory
-from lightning_memtools.memory.peaks import PeakWindow, peak_counter
-from lightning_memtools.memory.stages import Stage
+from lightning_memtools.memory.peaks import PeakWindow, Stage, peak_counter
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.reporting.ranks import RankGather
 

@@ -48,8 +48,7 @@ from lightning_memtools.batch_size.trainer.trial_probe import (
 )
 from lightning_memtools.memory.failed_backward import let_go_of_failed_backward
 from lightning_memtools.memory.oom_errors import error_chain
-from lightning_memtools.memory.peaks import peak_counter
-from lightning_memtools.memory.stages import Stage
+from lightning_memtools.memory.peaks import Stage, peak_counter
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.reporting.ranks import RankGather

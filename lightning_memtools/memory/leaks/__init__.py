@@ -1,1 +1,1 @@
-"""The ledger: which tensors stay on the device, since when, and who holds them. Imports torch only."""
+"""Leaks: the tensors that stay on the device, since when, and what holds them. Imports torch only."""

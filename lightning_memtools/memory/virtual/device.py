@@ -24,8 +24,7 @@ from lightning_memtools.memory.allocator import (
     SimulatedOutOfMemory,
     take_snapshot,
 )
-from lightning_memtools.memory.capacity import find_gpu, parse_capacity
-from lightning_memtools.memory.sizes import format_size, parse_size
+from lightning_memtools.memory.sizes import find_gpu, format_size, parse_capacity, parse_size
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, OperatorReplacement
 from lightning_memtools.memory.virtual.attribution import attribute, composition_of, enter_all, trackable

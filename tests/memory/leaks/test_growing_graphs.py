@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.memory.leaks.graphs import graph_clock, spans, tensors_with_graph
+from lightning_memtools.memory.leaks.growing_graphs import graph_clock, spans, tensors_with_graph
 
 
 def loss_of(weight: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Autograd graphs that outlive their step, as `self.total += loss` makes them.
+"""Finds autograd graphs that outlive their step, as `self.total += loss` makes them.
 
-Such a graph often costs no device memory to speak of: backward frees what the steps saved, and the nodes that remain
-are host memory. So it is not found by counting bytes. Autograd numbers its nodes in the order of their making, which
-tells how far back the graph of a tensor reaches.
+Such a graph often occupies hardly any device memory: backward frees what the steps saved, and the nodes that remain
+are in host memory. So it cannot be found by counting bytes. Autograd numbers its nodes in the order of their creation,
+which tells how far back the graph of a tensor reaches.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import node_sequence_number
-from lightning_memtools.memory.leaks.steps import content_of, is_a, namespace_of
+from lightning_memtools.memory.leaks.holders import content_of, is_a, namespace_of
 
-# Leaves have no place in the order: the largest number stands for that.
+# Leaves have no place in the order: autograd gives them the largest number.
 _LEAF = 2**64 - 1
-# What sums over 100,000 steps accumulate: a second or two to walk, and only if there is such a sum.
+# A sum over 100,000 steps has about as many. Visiting them takes a second or two, and happens only for such a sum.
 MAX_NODES = 200_000
 MAX_OBJECTS = 50_000
 MAX_ELEMENTS = 1000
 
 
 def graph_clock() -> int:
-    """The number of the latest node of autograd in this thread; later nodes have higher ones."""
+    """Return the number of the latest autograd node of this thread; later nodes have higher numbers."""
     # An empty tensor without a device: nothing is allocated, and no random number is drawn.
     with torch.inference_mode(mode=False), torch.enable_grad():
         return node_sequence_number(torch.empty(0, device="meta", requires_grad=True).view(0).grad_fn)
 
 
 def spans(tensor: Tensor, clocks: Sequence[int]) -> bool:
-    """Whether a tensor's graph has nodes from each of the times between successive readings of `graph_clock`.
+    """Return whether a tensor's graph has nodes from each interval between successive readings of `graph_clock`.
 
-    So a graph that has grown all the time does, and that of the latest step does not, not even if it also holds
-    something from long ago.
+    This is true of a graph that has grown all the time. It is false of the graph of the latest step, even if that also
+    holds a node from long ago.
     """
     if tensor.grad_fn is None:
         return False
     missing = set(range(1, len(clocks)))
-    # The oldest known node first: in a chain of sums this goes down the chain, and past the graphs of single steps.
+    # The oldest known node comes first: this follows a chain of sums, and passes by the graphs of single steps.
     heap: list[tuple[int, int, Any]] = [(node_sequence_number(tensor.grad_fn), 0, tensor.grad_fn)]
     seen = {tensor.grad_fn}
     while heap and len(seen) < MAX_NODES:
@@ -54,7 +54,7 @@ def spans(tensor: Tensor, clocks: Sequence[int]) -> bool:
         missing.discard(bisect.bisect_left(clocks, number))
         if not missing:
             return True
-        if number <= clocks[0]:  # its own graph is older still
+        if number <= clocks[0]:  # the nodes before it are older still
             continue
         for before, _ in node.next_functions:
             if before is not None and before not in seen and (age := node_sequence_number(before)) != _LEAF:
@@ -64,17 +64,17 @@ def spans(tensor: Tensor, clocks: Sequence[int]) -> bool:
 
 
 def tensors_with_graph(roots: Iterable[Any], *, stop_at: Iterable[Any] = ()) -> Iterator[Tensor]:
-    """Tensors with a graph that are held by attributes of the roots, directly or through containers and closures.
+    """Yield the tensors with a graph that the roots hold in attributes, directly or through containers and closures.
 
-    Goes no further than `MAX_OBJECTS` objects, and into the first `MAX_ELEMENTS` elements of a container: it is meant
-    to be cheap enough for every epoch, whatever data sets the roots hold.
+    It looks at no more than `MAX_OBJECTS` objects, and at the first `MAX_ELEMENTS` elements of each container, so that
+    it is cheap enough for every epoch, whatever datasets the roots hold.
 
     Args:
         roots: Modules, callbacks and other objects with attributes.
-        stop_at: Objects that are not looked into.
+        stop_at: Objects that are not searched.
     """
     queue = deque(roots)
-    # Objects are kept, not just their identities: some attributes are made anew at each access.
+    # Objects are kept, not only their identities: some attributes are created anew at each access.
     seen = {id(one): one for one in (*stop_at, *queue)}
     while queue and len(seen) < MAX_OBJECTS:
         for held in _contents(queue.popleft()):

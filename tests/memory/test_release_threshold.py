@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.memory.reclaim import WorthReclaiming, reclaim, reclaimable_bytes
+from lightning_memtools.memory.memory_releaser import ReleaseThreshold, empty_cache, reclaimable_bytes
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.memory.stats import MemoryStats
 
@@ -13,7 +13,7 @@ def block(mib: int) -> torch.Tensor:
     return torch.empty(mib * MIB, dtype=torch.uint8)
 
 
-def test_what_can_be_given_back_is_what_empty_cache_gives_back():
+def test_what_can_be_released_is_what_empty_cache_releases():
     with VirtualDevice() as device:
         kept = block(30)  # a segment of its own
         whole = block(40)
@@ -22,13 +22,13 @@ def test_what_can_be_given_back_is_what_empty_cache_gives_back():
         pin = block(20)  # the front of the 40 MiB segment: the smallest that fits
         assert device.stats().reserved == 120 * MIB
         assert reclaimable_bytes(device.stats()) == 50 * MIB
-        assert reclaim(device) == 50 * MIB
+        assert empty_cache(device) == 50 * MIB
         assert device.stats().reserved == 70 * MIB
         assert reclaimable_bytes(device.stats()) == 0
         del kept, pin
 
 
-def test_blocks_that_wait_for_another_stream_cannot_be_given_back():
+def test_blocks_that_wait_for_another_stream_cannot_be_released():
     stats = MemoryStats(allocated=10, active=30, reserved=100, inactive_split=25)
     assert reclaimable_bytes(stats) == 45
 
@@ -50,28 +50,28 @@ def test_a_device_that_counts_no_splits_gives_an_upper_bound_and_one_without_a_c
     ],
 )
 def test_the_minimum_is_a_share_or_a_size(minimum, stats, bound):
-    worth = WorthReclaiming(minimum)
-    assert worth.minimum_bytes(stats) == pytest.approx(bound)
+    threshold = ReleaseThreshold(minimum)
+    assert threshold.minimum_bytes(stats) == pytest.approx(bound)
 
 
 def test_just_below_the_minimum_is_not_worth_it():
-    worth = WorthReclaiming("512MiB")
-    assert worth(MemoryStats(allocated=GIB, reserved=GIB + 512 * MIB))
-    assert not worth(MemoryStats(allocated=GIB, reserved=GIB + 512 * MIB - 1))
-    share = WorthReclaiming(0.5)
-    assert share(MemoryStats(allocated=GIB, reserved=2 * GIB))
-    assert not share(MemoryStats(allocated=GIB + 1, reserved=2 * GIB))
+    threshold = ReleaseThreshold("512MiB")
+    assert threshold.is_reached(MemoryStats(allocated=GIB, reserved=GIB + 512 * MIB))
+    assert not threshold.is_reached(MemoryStats(allocated=GIB, reserved=GIB + 512 * MIB - 1))
+    share = ReleaseThreshold(0.5)
+    assert share.is_reached(MemoryStats(allocated=GIB, reserved=2 * GIB))
+    assert not share.is_reached(MemoryStats(allocated=GIB + 1, reserved=2 * GIB))
 
 
 def test_nothing_is_never_worth_it():
-    assert not WorthReclaiming("0MiB")(MemoryStats(allocated=0, reserved=0))
-    assert not WorthReclaiming(0.05)(MemoryStats(allocated=0, reserved=0))
+    assert not ReleaseThreshold("0MiB").is_reached(MemoryStats(allocated=0, reserved=0))
+    assert not ReleaseThreshold(0.05).is_reached(MemoryStats(allocated=0, reserved=0))
 
 
 @pytest.mark.parametrize("minimum", [0, 0.0, -0.1, 1.5, 2, True, float("nan"), "512", "lots", "-1MiB", ""])
 def test_anything_else_is_refused_with_what_is_accepted(minimum):
     with pytest.raises(ValueError, match=r"neither a share nor a size.*above 0 and up to 1.*\"512MiB\"") as error:
-        WorthReclaiming(minimum)
+        ReleaseThreshold(minimum)
     assert repr(minimum) in str(error.value)
 
 
@@ -89,7 +89,7 @@ def test_what_can_be_given_back_on_cuda_is_what_empty_cache_gives_back():
     pin = torch.empty(20 * MIB, dtype=torch.uint8, device="cuda:0")
     possible = reclaimable_bytes(reader.stats())
     assert possible == 50 * MIB
-    assert reclaim(reader) == possible
+    assert empty_cache(reader) == possible
     assert before is not None
     assert reader.stats().reserved == before + 70 * MIB
     del kept, pin

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.memory.boundaries import Boundaries
+from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold
 from lightning_memtools.memory.owned import on_device_of
-from lightning_memtools.memory.reclaim import WorthReclaiming
 from lightning_memtools.memory.sizes import GIB, MIB
 from tests.quick_gc import only_new_objects
 
@@ -31,9 +30,9 @@ def device():
     gc.enable()
 
 
-def boundaries(device: VirtualDevice, minimum: float | str = "2MiB", *, collect_garbage: bool = True) -> Boundaries:
+def releaser(device: VirtualDevice, minimum: float | str = "2MiB", *, collect_garbage: bool = True) -> MemoryReleaser:
     on_device = on_device_of(device, torch.device("cpu"))
-    return Boundaries(device, on_device, worth_reclaiming=WorthReclaiming(minimum), collect_garbage=collect_garbage)
+    return MemoryReleaser(device, on_device, threshold=ReleaseThreshold(minimum), collect_garbage=collect_garbage)
 
 
 @pytest.fixture
@@ -50,13 +49,13 @@ def collections():
     gc.callbacks.remove(note)
 
 
-def test_unreachable_tensors_are_collected_and_their_memory_is_given_back(device):
+def test_unreachable_tensors_are_collected_and_their_memory_is_released(device):
     model = nn.Linear(2, 2, bias=False)
     Cycle(30)
     assert device.stats().allocated == 30 * MIB + 512
-    given_back, retained = boundaries(device).give_back(model, [])
-    assert given_back.freed_bytes == 30 * MIB
-    assert given_back.elapsed_ms > 0
+    released, retained = releaser(device).release(model, [])
+    assert released.freed_bytes == 30 * MIB
+    assert released.elapsed_ms > 0
     assert (retained.total, retained.unaccounted) == (512, 0)
     assert device.stats().reserved == 2 * MIB
 
@@ -64,16 +63,16 @@ def test_unreachable_tensors_are_collected_and_their_memory_is_given_back(device
 def test_without_collection_they_stay(device):
     model = nn.Linear(2, 2, bias=False)
     Cycle(30)
-    given_back, retained = boundaries(device, collect_garbage=False).give_back(model, [])
-    assert given_back.freed_bytes == 0
+    released, retained = releaser(device, collect_garbage=False).release(model, [])
+    assert released.freed_bytes == 0
     assert retained.unaccounted == 30 * MIB
 
 
 def test_less_than_the_minimum_is_kept(device):
     model = nn.Linear(2, 2, bias=False)
     Cycle(30)
-    given_back, _ = boundaries(device, "31MiB").give_back(model, [])
-    assert given_back.freed_bytes == 0
+    released, _ = releaser(device, "31MiB").release(model, [])
+    assert released.freed_bytes == 0
     assert device.stats().reserved == 32 * MIB
     assert device.stats().allocated == 512
 
@@ -81,7 +80,7 @@ def test_less_than_the_minimum_is_kept(device):
 def test_nothing_is_collected_while_all_that_is_allocated_belongs_to_the_model(device, collections):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    work = boundaries(device)
+    work = releaser(device)
     for _ in range(3):
         model(torch.randn(4, 2)).sum().backward()
         optimizer.step()
@@ -92,7 +91,7 @@ def test_nothing_is_collected_while_all_that_is_allocated_belongs_to_the_model(d
 def test_what_survives_one_collection_does_not_cause_another(device, collections):
     model = nn.Linear(2, 2)
     kept = torch.empty(MIB)
-    work = boundaries(device)
+    work = releaser(device)
     for _ in range(3):
         work.collect(model, [])
     assert len(collections) == 1
@@ -107,9 +106,9 @@ def test_what_survives_one_collection_does_not_cause_another(device, collections
     del kept
 
 
-def test_where_no_exact_figure_is_needed_only_what_is_worth_giving_back_is_a_reason_to_collect(device, collections):
+def test_where_no_exact_figure_is_needed_only_what_is_worth_releasing_is_a_reason_to_collect(device, collections):
     model = nn.Linear(2, 2)
-    work = boundaries(device, "4MiB")
+    work = releaser(device, "4MiB")
     Cycle(3)
     assert work.collect(model, [], exact=False).unaccounted == 3 * MIB
     assert not collections
@@ -148,7 +147,7 @@ def clock(monkeypatch):
 
 def test_a_slow_collection_is_done_again_only_once_it_is_little_of_the_time_since(device, collections, clock):
     model = nn.Linear(2, 2)
-    work = boundaries(device, "1MiB")
+    work = releaser(device, "1MiB")
     for moment, expected_mib in ((10, 0), (50, 1), (90, 2), (213, 0)):  # 2 s are 1% of the 200 s since 12
         clock.now = moment
         Cycle(1)
@@ -162,7 +161,7 @@ def test_a_slow_collection_is_done_again_only_once_it_is_little_of_the_time_sinc
 
 def test_an_exact_figure_alone_may_cost_less(device, collections, clock):
     model = nn.Linear(2, 2)
-    work = boundaries(device, "10MiB")
+    work = releaser(device, "10MiB")
     for moment, expected_mib in ((10, 0), (213, 1), (1000, 2), (1013, 0)):  # 2 s are 0.2% of the 1000 s since 12
         clock.now = moment
         Cycle(1)
@@ -173,12 +172,12 @@ def test_an_exact_figure_alone_may_cost_less(device, collections, clock):
 def test_the_time_of_the_first_collection_is_guessed(device, collections, clock):
     objects = [[i] for i in range(1_500_000)]  # two blocks each: 0.3 s
     model = nn.Linear(2, 2)
-    work = boundaries(device, "2MiB")
+    work = releaser(device, "2MiB")
     clock.now = 10
     Cycle(1)
     assert work.collect(model, []).unaccounted == MIB
     Cycle(1)
-    assert work.collect(model, []).unaccounted == 0  # worth giving back
+    assert work.collect(model, []).unaccounted == 0  # worth releasing
     assert len(collections) == 1
     del objects
 
@@ -186,7 +185,7 @@ def test_the_time_of_the_first_collection_is_guessed(device, collections, clock)
 def test_expected_inputs_are_left_out(device):
     model = nn.Linear(2, 2, bias=False)
     batch = [torch.empty(MIB)]
-    retained = boundaries(device).collect(model, [], inputs=batch)
+    retained = releaser(device).collect(model, [], inputs=batch)
     assert (retained.total, retained.unaccounted) == (512, 0)
 
 
@@ -196,7 +195,7 @@ def test_the_parts_add_up_to_what_stays(device):
     model(torch.randn(2, 256)).sum().backward()
     optimizer.step()
     other = torch.empty(MIB)
-    scalars = boundaries(device).collect(model, [optimizer]).scalars()
+    scalars = releaser(device).collect(model, [optimizer]).scalars()
     weights = MIB + 3 * 4096
     buffers = 2 * 4096 + 512
     assert scalars == {
@@ -210,7 +209,7 @@ def test_the_parts_add_up_to_what_stays(device):
 
 
 class Stubborn:
-    """Stands for a backend whose allocator has no way to give memory back, as torch's generic one raises."""
+    """Stands for a backend whose allocator has no way to release memory, as torch's generic one raises."""
 
     def __init__(self, device: VirtualDevice, error: Exception) -> None:
         self.name, self.simulated, self.stats = "odd:0", True, device.stats
@@ -231,9 +230,9 @@ def test_a_device_that_cannot_empty_its_cache_is_asked_once(device):
     model = nn.Linear(2, 2)
     torch.empty(30 * MIB, dtype=torch.uint8)
     reader = Stubborn(device, NotImplementedError("no emptyCache on this backend"))
-    work = Boundaries(reader, device.holds, worth_reclaiming=WorthReclaiming("2MiB"))
+    work = MemoryReleaser(reader, device.holds, threshold=ReleaseThreshold("2MiB"))
     for _ in range(2):
-        assert work.give_back(model, [])[0].freed_bytes == 0
+        assert work.release(model, [])[0].freed_bytes == 0
     assert reader.n_tries == 1
     assert work.cannot_empty == "odd:0 cannot empty its cache: no emptyCache on this backend"
 
@@ -241,6 +240,6 @@ def test_a_device_that_cannot_empty_its_cache_is_asked_once(device):
 def test_the_failure_of_a_kernel_is_not_hidden(device):
     torch.empty(30 * MIB, dtype=torch.uint8)
     reader = Stubborn(device, torch.AcceleratorError("an illegal memory access was encountered"))
-    work = Boundaries(reader, device.holds, worth_reclaiming=WorthReclaiming("2MiB"))
+    work = MemoryReleaser(reader, device.holds, threshold=ReleaseThreshold("2MiB"))
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        work.give_back(nn.Linear(2, 2), [])
+        work.release(nn.Linear(2, 2), [])

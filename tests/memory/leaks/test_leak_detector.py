@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.memory.leaks import ledger as ledger_module
-from lightning_memtools.memory.leaks.census import Census
-from lightning_memtools.memory.leaks.ledger import Ledger, Surroundings
-from lightning_memtools.memory.leaks.referrers import names_of_modules
-from lightning_memtools.memory.leaks.wording import warning_text
+from lightning_memtools.memory.leaks import leak_detector
+from lightning_memtools.memory.leaks.holders import names_of_modules
+from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope, TensorCensus
 from lightning_memtools.memory.owned import owned_by
 from tests.quick_gc import only_new_objects
 
@@ -36,26 +34,26 @@ def new(n: int = 128) -> torch.Tensor:
 
 
 def epochs(device, model, *steps, warn_after=3):
-    """Let the ledger read after each step, and once before; what it says, and after which step."""
-    surroundings = Surroundings([model], names_of_modules(model))
-    ledger = Ledger(device.holds, warn_after=warn_after, find_surroundings=lambda: surroundings)
-    said = []
+    """Let the detector read after each step, and once before; return its reports, each with the number of its step."""
+    scope = SearchScope([model], names_of_modules(model))
+    detector = LeakDetector(device.holds, warn_after=warn_after, find_scope=lambda: scope)
+    reports = []
     for i, step in enumerate([lambda: None, *steps]):
         step()
         owned = owned_by(model, [], device.holds)
-        accusation = ledger.read(device.stats().allocated - owned.total_bytes, owned)
-        if accusation is not None:
-            said.append((i, accusation))
-    return said
+        report = detector.read(device.stats().allocated - owned.total_bytes, owned)
+        if report is not None:
+            reports.append((i, report))
+    return reports
 
 
-def test_tensors_that_pile_up_are_accused_once_after_as_many_epochs_as_asked_for(device):
+def test_tensors_that_pile_up_are_reported_once_after_as_many_epochs_as_asked_for(device):
     model = Model()
-    ((after, accusation),) = epochs(device, model, *[lambda: model.kept.extend([new(), new(7)])] * 8)
+    ((after, report),) = epochs(device, model, *[lambda: model.kept.extend([new(), new(7)])] * 8)
     assert after == 3
-    assert accusation.in_a_row == 3
-    assert accusation.grown_bytes == 6 * 512
-    (finding,) = accusation.findings
+    assert report.in_a_row == 3
+    assert report.grown_bytes == 6 * 512
+    (finding,) = report.findings
     assert finding.holder is not None
     assert finding.holder.container_path == "Model.kept"
     assert finding.tensors == {((128,), "float32"): 3, ((7,), "float32"): 3}
@@ -80,7 +78,7 @@ def test_growth_must_go_on_without_a_break(device):
     assert not epochs(device, model, grow, grow, lambda: None, grow, grow, lambda: None, grow)
 
 
-def test_a_cache_that_reaches_its_size_is_not_accused(device):
+def test_a_cache_that_reaches_its_size_is_not_reported(device):
     model = Model()
 
     def fill(limit=20):
@@ -93,7 +91,7 @@ def test_a_cache_that_reaches_its_size_is_not_accused(device):
     assert len(model.kept) == 20
 
 
-def test_what_is_replaced_is_not_accused_even_if_it_happens_to_grow(device):
+def test_what_is_replaced_is_not_reported_even_if_it_happens_to_grow(device):
     model = Model()
 
     def last(n):
@@ -102,21 +100,21 @@ def test_what_is_replaced_is_not_accused_even_if_it_happens_to_grow(device):
     assert not epochs(device, model, *[lambda n=n: last(n) for n in (1, 2, 3, 4, 5, 4, 9, 10, 11)])
 
 
-def test_a_tensor_that_is_replaced_by_a_larger_one_every_time_is_accused_after_twice_as_many(device):
+def test_a_tensor_that_is_replaced_by_a_larger_one_every_time_is_reported_after_twice_as_many(device):
     model = Model()
 
     def concatenate():
         model.kept[:] = [torch.cat([*model.kept, new()])]
 
-    ((after, accusation),) = epochs(device, model, *[concatenate] * 8)
+    ((after, report),) = epochs(device, model, *[concatenate] * 8)
     assert after == 6
-    (finding,) = accusation.findings
+    (finding,) = report.findings
     assert finding.holder is not None
     assert finding.holder.path == "Model.kept[0]"
     assert finding.tensors == {((768,), "float32"): 1}
 
 
-def test_what_the_model_owns_is_not_accused(device):
+def test_what_the_model_owns_is_not_reported(device):
     model = nn.Sequential(Model())
 
     def grow():
@@ -127,7 +125,7 @@ def test_what_the_model_owns_is_not_accused(device):
     assert not epochs(device, model, *[grow] * 8)
 
 
-def test_containers_with_a_limit_are_not_accused_while_they_fill(device):
+def test_containers_with_a_limit_are_not_reported_while_they_fill(device):
     model = Model()
     model.recent = deque(maxlen=100)
 
@@ -152,7 +150,7 @@ def test_memory_of_the_host_does_not_count(device):
     assert not epochs(device, model, *[remember] * 8)
 
 
-def test_several_places_are_told_with_the_largest_first(device):
+def test_several_places_are_listed_with_the_largest_first(device):
     model = Model()
     model.other = {}
 
@@ -160,15 +158,15 @@ def test_several_places_are_told_with_the_largest_first(device):
         model.kept.append(new())
         model.other[len(model.other)] = new(1000)
 
-    ((_, accusation),) = epochs(device, model, *[grow] * 3)
-    assert [f.holder.container_path for f in accusation.findings] == ["Model.other", "Model.kept"]
+    ((_, report),) = epochs(device, model, *[grow] * 3)
+    assert [f.holder.container_path for f in report.findings] == ["Model.other", "Model.kept"]
 
 
-def test_what_is_next_to_nothing_beside_a_leak_is_not_looked_for(device, monkeypatch):
+def test_what_is_tiny_beside_a_leak_is_not_looked_for(device, monkeypatch):
     looked_for = []
-    find = ledger_module.find_holder
+    find = leak_detector.find_holder
     monkeypatch.setattr(
-        ledger_module, "find_holder", lambda one, *a, **kw: looked_for.append(one.numel()) or find(one, *a, **kw)
+        leak_detector, "find_holder", lambda one, *a, **kw: looked_for.append(one.numel()) or find(one, *a, **kw)
     )
     model = Model()
     model.other = []
@@ -177,8 +175,8 @@ def test_what_is_next_to_nothing_beside_a_leak_is_not_looked_for(device, monkeyp
         model.kept.append(new(128 * 200))
         model.other.append(new())
 
-    ((_, accusation),) = epochs(device, model, *[grow] * 3)
-    assert [f.holder.container_path for f in accusation.findings] == ["Model.kept"]
+    ((_, report),) = epochs(device, model, *[grow] * 3)
+    assert [f.holder.container_path for f in report.findings] == ["Model.kept"]
     assert looked_for == [128 * 200]
 
 
@@ -191,13 +189,13 @@ def test_tensors_with_a_graph_say_so(device):
         model.kept.append(loss.detach() * 1)
         loss.backward()
 
-    ((after, accusation),) = epochs(device, model, *[grow] * 3)
+    ((after, report),) = epochs(device, model, *[grow] * 3)
     assert after == 3
-    (finding,) = accusation.findings
+    (finding,) = report.findings
     assert (sum(finding.tensors.values()), finding.with_graph) == (6, 3)
 
 
-def test_a_sum_with_its_graph_is_accused_though_memory_stands_still(device):
+def test_a_sum_with_its_graph_is_reported_though_memory_stands_still(device):
     model = Model()
     model.total = 0.0
 
@@ -208,16 +206,16 @@ def test_a_sum_with_its_graph_is_accused_though_memory_stands_still(device):
             loss.backward()
         model.zero_grad()
 
-    ((after, accusation),) = epochs(device, model, *[grow] * 5)
+    ((after, report),) = epochs(device, model, *[grow] * 5)
     assert after == 3
-    assert accusation.grown_bytes <= 512
-    (finding,) = accusation.findings
+    assert report.grown_bytes <= 512
+    (finding,) = report.findings
     assert finding.holder is not None
     assert finding.holder.path == "Model.total"
     assert finding.graph_grows
 
 
-def test_the_graph_of_the_latest_step_is_not_accused(device):
+def test_the_graph_of_the_latest_step_is_not_reported(device):
     model = Model()
 
     def step():
@@ -228,11 +226,11 @@ def test_the_graph_of_the_latest_step_is_not_accused(device):
 
 @pytest.fixture
 def slow_census(monkeypatch):
-    """As with many millions of objects; counts the censuses."""
+    """Behave as with many millions of objects; counts the censuses."""
     taken = []
-    take = Census.take
-    monkeypatch.setattr(ledger_module, "blocks_to_walk", lambda: 20_000_000)
-    monkeypatch.setattr(Census, "take", lambda *args: taken.append(1) or take(*args))
+    take = TensorCensus.take
+    monkeypatch.setattr(leak_detector, "blocks_to_walk", lambda: 20_000_000)
+    monkeypatch.setattr(TensorCensus, "take", lambda *args: taken.append(1) or take(*args))
     return taken
 
 
@@ -249,21 +247,21 @@ def test_where_a_census_is_slow_a_leak_is_named_as_soon(device, slow_census):
         slow_census.clear()
         model = Model()
         said = epochs(device, model, *[lambda m=model: m.kept.append(new())] * 6, warn_after=warn_after)
-        ((after, accusation),) = said
+        ((after, report),) = said
         assert after == warn_after
-        assert accusation.findings[0].holder.container_path == "Model.kept"
+        assert report.findings[0].holder.container_path == "Model.kept"
         assert len(slow_census) == min(warn_after, 2)
 
 
 def test_where_a_census_is_slow_a_leak_that_grows_faster_is_named_an_epoch_later(device, slow_census):
     model = Model()
     steps = [lambda n=n: model.kept.extend(new() for _ in range(n)) for n in (1, 2, 4, 8, 16)]
-    ((after, accusation),) = epochs(device, model, *steps)
+    ((after, report),) = epochs(device, model, *steps)
     assert after == 4
-    assert accusation.findings[0].holder.container_path == "Model.kept"
+    assert report.findings[0].holder.container_path == "Model.kept"
 
 
-def test_where_a_census_is_slow_a_cache_that_reaches_its_size_is_not_accused(device, slow_census):
+def test_where_a_census_is_slow_a_cache_that_reaches_its_size_is_not_reported(device, slow_census):
     """Though something else grows at the time: what the first steps leave behind, and outputs of chance sizes."""
     model = Model()
     model.last = []
@@ -277,15 +275,15 @@ def test_where_a_census_is_slow_a_cache_that_reaches_its_size_is_not_accused(dev
     assert len(slow_census) > 2
 
 
-def test_nobody_is_accused_without_a_collection(device):
+def test_nothing_is_reported_without_a_collection(device):
     model = Model()
-    ledger = Ledger(device.holds, warn_after=3)
+    detector = LeakDetector(device.holds, warn_after=3)
     collections = []
 
     def read(level, after_collection):
         owned = owned_by(model, [], device.holds)
         model.kept.append(new())
-        return ledger.read(level, owned, collect=lambda: collections.append(level) or after_collection)
+        return detector.read(level, owned, collect=lambda: collections.append(level) or after_collection)
 
     # Garbage grows; the real level stands still.
     assert [read(level, 1000) for level in (1000, 2000, 3000, 4000)] == [None] * 4
@@ -296,20 +294,20 @@ def test_nobody_is_accused_without_a_collection(device):
     assert collections == [4000, 1300]
 
 
-def test_the_ledger_keeps_nothing_alive(device):
+def test_the_detector_keeps_nothing_alive(device):
     model = Model()
-    ledger = Ledger(device.holds, warn_after=3)
+    detector = LeakDetector(device.holds, warn_after=3)
     for _ in range(3):
         owned = owned_by(model, [], device.holds)
-        assert ledger.read(device.stats().allocated - owned.total_bytes, owned) is None
+        assert detector.read(device.stats().allocated - owned.total_bytes, owned) is None
         model.kept.append(new())
     watched = [weakref.ref(tensor) for tensor in model.kept]
     model.kept.clear()
     assert [reference() for reference in watched] == [None, None, None]
 
 
-def test_a_census_knows_who_was_there_before(device):
-    census = Census(device.holds)
+def test_a_census_knows_which_tensors_were_there_before(device):
+    census = TensorCensus(device.holds)
     old = new()
     assert [s.born for s in census.take() if s.tensor is old] == [1]
     young = new(999)
@@ -327,14 +325,14 @@ def test_a_census_counts_a_storage_once_and_leaves_out_what_it_is_told_to(device
     whole = new(64)
     views = [whole[:2], whole.view(8, 8)]
     owned = owned_by(model, [], device.holds)
-    found = Census(device.holds).take(owned.storages)
+    found = TensorCensus(device.holds).take(owned.storages)
     assert [(s.n_bytes, s.tensor.untyped_storage().data_ptr()) for s in found] == [(512, whole.data_ptr())]
     del views
 
 
 def text_of(device, model, *steps):
-    ((_, accusation),) = epochs(device, model, *steps)
-    return warning_text(accusation, device=device.name, readings="epochs")
+    ((_, report),) = epochs(device, model, *steps)
+    return report.text(device=device.name, readings="epochs")
 
 
 def test_the_warning_names_growth_tensors_holder_and_fix(device):
@@ -378,7 +376,7 @@ def test_the_warning_of_a_closure(device):
     model = Model()
     model.linear.register_forward_hook(hook)
     text = text_of(device, model, *[lambda: model.linear(torch.ones(2, 8))] * 3)
-    assert "kept in the closure of test_the_warning_of_a_closure.<locals>.hook (test_ledger.py:" in text
+    assert "kept in the closure of test_the_warning_of_a_closure.<locals>.hook (test_leak_detector.py:" in text
     assert "3 tensors of shape (2, 8) float32, 1.50 KiB, 3 of them with an autograd graph" in text
     assert "Clear kept when the epoch ends" in text
     assert "`.detach().cpu()`" in text
@@ -396,6 +394,6 @@ def test_places_that_hold_tensors_of_one_shape_are_told_apart(device):
         model.others.append([new()])
         model.last = new()
 
-    ((_, accusation),) = epochs(device, model, *[grow] * 3)
-    assert {f.holder.container_path for f in accusation.findings} == {"Model.kept", "Model.others"}
-    assert [f.tensors for f in accusation.findings] == [{((128,), "float32"): 3}] * 2
+    ((_, report),) = epochs(device, model, *[grow] * 3)
+    assert {f.holder.container_path for f in report.findings} == {"Model.kept", "Model.others"}
+    assert [f.tensors for f in report.findings] == [{((128,), "float32"): 3}] * 2

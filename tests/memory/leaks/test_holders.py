@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.memory.leaks.referrers import find_holder, names_of_modules
+from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
 from tests.quick_gc import only_new_objects
 
 IN_A_GLOBAL: list[Tensor] = []
@@ -154,7 +154,7 @@ def test_a_variable_in_a_closure():
     assert holder is not None
     assert holder.path == "kept[1]"
     assert holder.place.startswith(" in the closure of test_a_variable_in_a_closure.<locals>.make.<locals>.hook (")
-    assert "test_referrers.py:" in holder.place
+    assert "test_holders.py:" in holder.place
     assert len(list(holder.holds())) == 2
 
 
@@ -175,7 +175,7 @@ def test_a_hook_that_a_module_keeps_is_named_as_a_function():
     holder = find_holder(tensor, names_of_modules(model))
     assert holder is not None
     assert holder.path == "kept['last']"
-    assert ".watch.<locals>.hook (test_referrers.py:" in holder.place
+    assert ".watch.<locals>.hook (test_holders.py:" in holder.place
 
 
 def test_a_global_a_class_attribute_and_a_default_argument():
