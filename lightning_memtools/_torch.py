@@ -21,6 +21,9 @@ AnyBatchNorm = _BatchNorm
 StatisticsNorm = _NormBase  # BatchNorm and InstanceNorm
 AnyDropout = _DropoutNd
 
+# Where a module keeps its parts. The public methods return copies; this is for finding who refers to a tensor.
+MODULE_REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
+
 
 def registered_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields names and children; `named_children` leaves out a child that is registered a second time."""

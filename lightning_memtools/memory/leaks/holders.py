@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_memtools._torch import MODULE_REGISTERS
+
 # Every link costs one pass over all Python objects. `module.metric.state["preds"][3]` has eight links, counting the
 # `__dict__`s.
 MAX_LINKS = 12
@@ -48,7 +50,7 @@ class ReferenceStep:
 
     @property
     def is_element(self) -> bool:
-        """Whether the holder is a container, so that its other elements are held for the same reason."""
+        """True where the holder is a container, so that its other elements are held for the same reason."""
         return self.kind in {ReferenceKind.KEY, ReferenceKind.INDEX, ReferenceKind.MEMBER}
 
     def __str__(self) -> str:
@@ -59,7 +61,6 @@ class ReferenceStep:
         return ""
 
 
-_REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 
@@ -100,7 +101,7 @@ def _next_step(chain: Sequence[Any]) -> tuple[ReferenceStep, int]:
         return _step_of_function(holder, held, rest)
     if is_a(held, dict) and rest and _is_namespace(holder, held):
         name = _key_of(held, rest[0])
-        if name in _REGISTERS and is_a(holder, nn.Module) and len(rest) > 1:
+        if name in MODULE_REGISTERS and is_a(holder, nn.Module) and len(rest) > 1:
             return ReferenceStep(ReferenceKind.ATTRIBUTE, _key_of(rest[0], rest[1])), 3
         return ReferenceStep(ReferenceKind.ATTRIBUTE, name), 2
     return _direct_step(holder, held), 1
