@@ -21,7 +21,7 @@ from machine import save
 from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.cause.operation_trace import Trace
+from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from tests.lightning_models import trainer
 from tests.nonfinite import gallery
@@ -82,13 +82,13 @@ class FirstOfStep(L.Callback):
 
     def __init__(self, step: int | None) -> None:
         self.step = step
-        self.trace: Trace | None = None
+        self.trace: OperationTrace | None = None
         self.context: Any = None
         self.named: Named | None = None
 
     def on_train_batch_start(self, _trainer: Any, pl_module: Any, _batch: Any, batch_idx: int) -> None:
         if batch_idx == self.step or self.step is None:
-            self.trace = Trace(pl_module)
+            self.trace = OperationTrace(pl_module)
             self.context = self.trace.watching()
             self.context.__enter__()
 

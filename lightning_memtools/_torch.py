@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils.data import DataLoader
 
 # --- modules
@@ -55,12 +56,18 @@ def compiled_call(module: nn.Module) -> Any:
     return getattr(module, "_compiled_call_impl", None)
 
 
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Returns the dictionary of a module's buffers. `named_buffers` skips None, and `getattr` on a module is slow."""
+    return module._buffers
+
+
 # --- nested containers
 
 # The only pytree that torch's own transforms and `checkpoint` share; it can go when torch.utils.pytree is released.
 tree_flatten = pytree.tree_flatten
 tree_unflatten = pytree.tree_unflatten
 tree_leaves = pytree.tree_leaves
+tree_map_only = pytree.tree_map_only
 
 
 # --- tensors
@@ -157,3 +164,62 @@ def replaced_collectives(replacement: Callable[[str], Callable[..., Any]]) -> It
     finally:
         for name, original in originals.items():
             setattr(group, name, original)
+
+
+def in_backward() -> bool:
+    """Returns whether backward runs in this thread. The public hooks tell of single nodes only."""
+    running: bool = torch._C._current_graph_task_id() != -1
+    return running
+
+
+def node_in_backward() -> int:
+    """Returns the sequence number of the node whose backward runs; -1 outside of backward. There is no public way."""
+    node: Any = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def saved_reduction(node: Any) -> int | None:
+    """Returns the reduction of a loss's node (2 is "sum"); None for other nodes. It cannot be asked for in public."""
+    reduction: int | None = getattr(node, "_saved_reduction", None)
+    return reduction
+
+
+# --- tensors and operators
+
+# The only way to see every operator of a step, backward included; torch's documentation calls it a stable extension
+# point, but has no public module for it.
+DispatchMode = _TorchDispatchMode
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Returns a sparse tensor's values; the public `values()` refuses gradients that are not coalesced yet."""
+    return tensor._values()
+
+
+def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
+    """Copies each tensor into another with a few kernels for all. No public function does so."""
+    torch._foreach_copy_(to, from_)
+
+
+def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """Returns the L2 norm of each tensor with one kernel for all; the public `get_total_norm` returns one for all."""
+    norms: Sequence[Tensor] = torch._foreach_norm(tensors, 2, dtype=dtype)
+    return norms
+
+
+def operator_schema(operator: Any) -> Any:
+    """Returns an operator's schema: which arguments it writes, and what it returns. There is no public way."""
+    return operator._schema
+
+
+# The namespaces of the operators that run collectives. No public list exists.
+COLLECTIVE_NAMESPACES = frozenset(
+    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+)
+
+LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default  # the operator that `.item()` runs
+
+
+def takes_scaled_gradients(optimizer: Any) -> bool:
+    """Returns whether GradScaler leaves gradients scaled for this optimizer, which unscales them in its kernels."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

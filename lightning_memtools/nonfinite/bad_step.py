@@ -1,10 +1,10 @@
-"""What is known of one optimizer step until it is decided, and of a bad one afterwards."""
+"""One optimizer step until it is decided, what is known of a bad one afterwards, and the history of the last steps."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -19,22 +19,22 @@ from lightning_memtools.nonfinite.update_veto import StateKeys
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class GuardedStep:
     """One optimizer step, from its first micro-batch to the update.
 
     Attributes:
         number: The training step, counted as the x axis of the logs counts.
-        mark: Whatever the caller needs to turn back the training loop to the start of this step.
+        restore_loop: Puts the caller's counters back to the start of this step; None while that is not known yet.
         micro: Its micro-batches, oldest first.
-        optimizer: Whose update it is, once that is known.
-        parameters: Those with a gradient.
-        keys: Which state the optimizer had before the update.
+        optimizer: The optimizer that makes the update, once that is known.
+        parameters: The parameters with a gradient.
+        keys: The keys of the optimizer's state before the update.
         settings: The optimizer's learning rates and other settings at the update.
-        traces: Its gradients, as long as they are there; only where the step is read late.
+        traces: The gradients, for as long as they exist; only where the step is decided late.
     """
 
     number: int
-    mark: object
+    restore_loop: Callable[[], None] | None
     micro: list[MicroBatch] = field(default_factory=list)
     optimizer: Optimizer | None = None
     parameters: Sequence[Tensor] = ()
@@ -43,39 +43,39 @@ class Step:
     traces: GradientTraces | None = None
 
     def losses(self) -> list[Tensor]:
-        """The losses of all micro-batches."""
+        """Return the losses of all micro-batches."""
         return [loss for micro in self.micro for loss in micro.losses]
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
-    """A step that must not be taken.
+class BadStep:
+    """A step whose update must not be made.
 
     Attributes:
-        step: The step; its batches are still held as far as memory allows.
+        step: The step, with those of its batches that are still held.
         losses: Its losses on this rank, in the order of `step.losses()`.
         norm: The norm over all its gradients.
         gradients: The bad gradients.
         late: Whether the update was held back on the device and the host learned of it afterwards.
-        scaler: What the gradient scaler did, where that is the reason; else empty.
+        scaler: Says what the gradient scaler did, where that is the reason; else empty.
         later: The steps that were held back after it, because the host did not know of it yet.
     """
 
-    step: Step
+    step: GuardedStep
     losses: tuple[float, ...]
     norm: float
     gradients: tuple[BadTensor, ...]
     late: bool
     scaler: str = ""
-    later: tuple[Step, ...] = ()
+    later: tuple[GuardedStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What one rank found out about a trip. Plain values: it travels between ranks.
+    """The facts that one rank knows about a bad step. Plain values: they are sent to the other ranks.
 
     Attributes:
-        rank: Which rank.
+        rank: The rank.
         step: The training step.
         batches: The batch indices of its micro-batches.
         losses: (batch index, loss) for each loss of the step.
@@ -83,15 +83,15 @@ class Evidence:
         gradients: The bad gradients.
         parameters: Parameters that were bad before the step, and buffers that held NaN.
         inputs: Tensors of the batches that hold NaN or Inf.
-        unseen: Batches that could not be looked at any more.
-        learning_rates: Those of the parameter groups.
+        unseen: The indices of the batches that were no longer held.
+        learning_rates: The learning rates of the parameter groups.
         weight_norm: The L2 norm of the parameters that have a gradient.
         plain_sgd: Whether an update is the learning rate times the gradient.
-        float16: Whether half precision takes part.
-        scaler: What the gradient scaler did, where that is the reason.
-        late: Whether the step was read late.
-        unkept: Buffers that could not be put back.
-        carried: Whether the gradients were made NaN to carry this rank's bad loss to the others.
+        float16: Whether float16 values take part.
+        scaler: Says what the gradient scaler did, where that is the reason.
+        late: Whether the step was decided late.
+        unrestored: The names of the buffers that could not be restored.
+        carried: Whether the gradients were made NaN to tell the other ranks of this rank's bad loss.
     """
 
     rank: int
@@ -109,7 +109,7 @@ class Evidence:
     float16: bool
     scaler: str = ""
     late: bool = False
-    unkept: tuple[str, ...] = ()
+    unrestored: tuple[str, ...] = ()
     carried: bool = False
 
 
@@ -117,12 +117,12 @@ LENGTH = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """A step as the history keeps it.
+class PastStep:
+    """A step in the history.
 
     Attributes:
         step: The training step.
-        loss: The mean of the step's losses on this rank; NaN where there was none.
+        loss: The mean of the step's losses on this rank; NaN if it had none.
         norm: The L2 norm of all gradients, before clipping.
     """
 
@@ -131,33 +131,39 @@ class Past:
     norm: float
 
 
-class History(deque[Past]):
+class StepHistory(deque[PastStep]):
     """The last 20 steps, oldest first."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=LENGTH)
 
     def losses(self) -> list[float]:
-        """Their losses."""
+        """Return the losses of the steps."""
         return [past.loss for past in self]
 
     def norms(self) -> list[float]:
-        """Their gradient norms."""
+        """Return the gradient norms of the steps."""
         return [past.norm for past in self]
 
 
 def growth(values: Sequence[float]) -> float | None:
-    """How many times larger the last finite value is than the median of the first half; None for fewer than two."""
+    """Return the last finite value divided by the median of the first half; None for fewer than two finite values."""
     finite = [abs(value) for value in values if math.isfinite(value)]
-    if len(finite) < 2:  # noqa: PLR2004, growth is between two values
+    if len(finite) < 2:  # noqa: PLR2004, growth takes two values
         return None
     start = median(finite[: len(finite) // 2])
     return finite[-1] / start if start > 0 else None
 
 
 @torch.no_grad()
-def noted(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
-    """The value of a loss that was divided for an accumulation and multiplied by a gradient scaler's scale, 0-dim."""
+def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
+    """Return a loss as training_step returned it, 0-dim.
+
+    Args:
+        loss: The loss as it goes backward: divided for an accumulation, and multiplied by a gradient scaler.
+        divided_by: The number it was divided by.
+        scale: The number it was multiplied by; None without a scaler.
+    """
     value = loss.detach()
     # A float64 loss may be finite beyond float32's range.
     value = (value if value.dtype == torch.float64 else value.float()) * divided_by

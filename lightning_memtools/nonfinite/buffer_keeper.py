@@ -1,4 +1,4 @@
-"""Keeps buffers (BatchNorm statistics, queues, codebooks) as they were when a step began: forward passes write them."""
+"""Copies buffers (BatchNorm statistics, queues, codebooks) at the start of a step: forward passes write them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-# Larger buffers are mostly constants (masks, position tables). They are kept from the start too, and let go after one
-# step that left them alone, so that they cost no memory when the peak comes. No normalisation layer's statistics are as
-# large, which matters because a native batch norm does not count its writes in `_version`.
+from lightning_memtools._torch import buffers_of, copy_each, write_count
+
+# Larger buffers are mostly constants (masks, position tables). They are copied at first too, and the copy is released
+# after one step that did not write them, so that it costs no memory at the peak. No normalisation layer's statistics
+# are as large, which matters because a native batch norm does not count its writes.
 LARGE_BYTES = 2**20
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where a module keeps a buffer, and the tensor seen there when it was last copied."""
+class _BufferSlot:
+    """A buffer of a module, and the tensor that was there when it was last copied."""
 
     module: Module
     key: str
@@ -27,23 +29,23 @@ class _Place:
     was_written: bool = False
 
     def look(self) -> Tensor:
-        now = self.module._buffers[self.key]  # noqa: SLF001, getattr() on a Module is slow and this runs every step
+        now = buffers_of(self.module)[self.key]
         return self.tensor if now is None else now
 
     def is_written(self) -> bool:
         now = self.look()
-        return now is not self.tensor or now._version != self.version  # noqa: SLF001, the only way to see a write
+        return now is not self.tensor or write_count(now) != self.version
 
     def see(self) -> None:
         self.was_written = self.was_written or self.is_written()
         self.tensor = self.look()
-        self.version = self.tensor._version  # noqa: SLF001, as above
+        self.version = write_count(self.tensor)
 
 
-class _Copies:
-    """Copies of buffers of one device and dtype, side by side in one tensor: a step costs a few kernels for all."""
+class _BufferCopies:
+    """Copies of buffers of one device and dtype, side by side in one tensor: a step takes a few kernels for all."""
 
-    def __init__(self, places: list[_Place]) -> None:
+    def __init__(self, places: list[_BufferSlot]) -> None:
         self.places = places
         self._flat = torch.cat([place.tensor.reshape(-1) for place in places])
         self._views = [
@@ -61,30 +63,30 @@ class _Copies:
         for place in self.places:
             place.see()
         if unless is None:
-            torch._foreach_copy_(self._views, [place.tensor for place in self.places])
+            copy_each(self._views, [place.tensor for place in self.places])
             return
         torch.where(
             self._is_set(unless), self._flat, _side_by_side([place.tensor for place in self.places]), out=self._flat
         )
 
-    def put_back(self) -> None:
-        torch._foreach_copy_([place.tensor for place in self.places], self._views)
+    def restore(self) -> None:
+        copy_each([place.tensor for place in self.places], self._views)
         for place in self.places:
-            place.module._buffers[place.key] = place.tensor  # noqa: SLF001, the step may have put a new tensor there
+            buffers_of(place.module)[place.key] = place.tensor  # the step may have put a new tensor there
 
-    def put_back_where(self, flag: Tensor) -> None:
+    def restore_where(self, flag: Tensor) -> None:
         # Only the device knows the flag, so a new tensor that a module put in a buffer's place has to stay there.
         now = [place.look() for place in self.places]
         chosen = torch.where(self._is_set(flag), self._flat, _side_by_side(now))
         parts = torch.split(chosen, [each.numel() for each in now])
-        torch._foreach_copy_(now, [part.view(each.shape) for part, each in zip(parts, now, strict=True)])
+        copy_each(now, [part.view(each.shape) for part, each in zip(parts, now, strict=True)])
 
     def _is_set(self, flag: Tensor) -> Tensor:
         return flag.to(self._flat.device, non_blocking=True) != 0
 
 
 class BufferKeeper:
-    """Copies of a module's buffers at the start of a step, to put back.
+    """Copies of a module's buffers from the start of a step, to restore them.
 
     The copies take as much memory as the buffers; large ones that no step writes are not kept. Nothing waits for the
     device.
@@ -92,51 +94,50 @@ class BufferKeeper:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._copies: list[_Copies] | None = None
-        self._let_go: list[_Place] = []
+        self._copies: list[_BufferCopies] | None = None
+        self._released: list[_BufferSlot] = []
 
     @torch.no_grad()
     def keep(self, unless: Tensor | None = None) -> None:
-        """Take copies now. `unless`: a 0-dim tensor on a device; where it is not 0, the earlier copies stay."""
+        """Copy the buffers now. `unless`: a 0-dim tensor on a device; if it is not 0, the earlier copies stay."""
         if self._copies is None or not all(copies.fits() for copies in self._copies):
-            self._copies = [_Copies(places) for places in _by_kind(_places(self._module))]
-            self._let_go = []
+            self._copies = [_BufferCopies(places) for places in _by_kind(_places(self._module))]
+            self._released = []
             return
         for copies in self._copies:
             if _is_large(copies) and not copies.places[0].was_written and not copies.places[0].is_written():
-                self._let_go.append(copies.places[0])
+                self._released.append(copies.places[0])
             else:
                 copies.take(unless)
-        gone = {id(place) for place in self._let_go}
+        gone = {id(place) for place in self._released}
         self._copies = [copies for copies in self._copies if id(copies.places[0]) not in gone]
-        self._take_up_written()
+        self._copy_written_again()
 
     @torch.no_grad()
-    def put_back(self, where: Tensor | None = None) -> None:
-        """Write the copies into the buffers. `where`: only if this 0-dim tensor is not 0, decided on the device."""
+    def restore(self, where: Tensor | None = None) -> None:
+        """Restore the buffers. `where`: only if this 0-dim tensor is not 0, which is decided on the device."""
         for copies in self._copies or ():
             if where is None:
-                copies.put_back()
+                copies.restore()
             elif copies.fits():
-                copies.put_back_where(where)
+                copies.restore_where(where)
 
-    def unkept(self) -> list[str]:
-        """Large buffers that were written for the first time since `keep`: they cannot be put back."""
-        return [place.name for place in self._let_go if place.is_written()]
+    def unrestored(self) -> list[str]:
+        """Return the names of large buffers that were first written since `keep`: they cannot be restored."""
+        return [place.name for place in self._released if place.is_written()]
 
-    def _take_up_written(self) -> None:
-        for place in [place for place in self._let_go if place.is_written()]:
-            self._let_go.remove(place)
+    def _copy_written_again(self) -> None:
+        for place in [place for place in self._released if place.is_written()]:
+            self._released.remove(place)
             place.see()
-            assert self._copies is not None
-            self._copies.append(_Copies([place]))
+            self._copies = [*(self._copies or ()), _BufferCopies([place])]
 
 
-def _places(module: Module) -> list[_Place]:
+def _places(module: Module) -> list[_BufferSlot]:
     return [
-        _Place(owner, key, f"{prefix}.{key}" if prefix else key, buffer, buffer._version)  # noqa: SLF001, as above
+        _BufferSlot(owner, key, f"{prefix}.{key}" if prefix else key, buffer, write_count(buffer))
         for prefix, owner in module.named_modules()
-        for key, buffer in owner._buffers.items()  # noqa: SLF001, named_buffers() does not tell the owner
+        for key, buffer in buffers_of(owner).items()
         # Distributed, quantized and not yet initialised buffers are subclasses that cannot be laid side by side.
         if type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
     ]
@@ -147,9 +148,9 @@ def _side_by_side(tensors: list[Tensor]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _by_kind(places: list[_Place]) -> list[list[_Place]]:
-    """Small buffers by device and dtype; each large one alone."""
-    groups: dict[object, list[_Place]] = defaultdict(list)
+def _by_kind(places: list[_BufferSlot]) -> list[list[_BufferSlot]]:
+    """Group small buffers by device and dtype, and put each large one into a group of its own."""
+    groups: dict[object, list[_BufferSlot]] = defaultdict(list)
     for place in places:
         tensor = place.tensor
         alone = id(place) if _n_bytes(tensor) > LARGE_BYTES else None
@@ -157,7 +158,7 @@ def _by_kind(places: list[_Place]) -> list[list[_Place]]:
     return list(groups.values())
 
 
-def _is_large(copies: _Copies) -> bool:
+def _is_large(copies: _BufferCopies) -> bool:
     return len(copies.places) == 1 and _n_bytes(copies.places[0].tensor) > LARGE_BYTES
 
 

@@ -11,24 +11,24 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
-from lightning_memtools.nonfinite.bad_step import Evidence, Past, Trip, growth
-from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep, growth
+from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
 from lightning_memtools.nonfinite.micro_batches import bad_inputs
 from lightning_memtools.nonfinite.tensor_names import plain_name
 
 
 def examine(
-    model: Module, trip: Trip, *, rank: int = 0, unkept: tuple[str, ...] = (), carried: bool = False
+    model: Module, trip: BadStep, *, rank: int = 0, unrestored: tuple[str, ...] = (), carried: bool = False
 ) -> Evidence:
-    """Look at the step's batches, losses, gradients and at the weights. Call it once the step has been undone.
+    """Return what this rank knows: of the step's batches, losses, gradients and of the weights. Call it after the undo.
 
     Args:
         model: The module that is trained.
         trip: The bad step.
-        rank: Which rank this is.
-        unkept: Buffers that could not be put back.
-        carried: Whether bad losses are made known to other ranks as NaN gradients.
+        rank: This rank.
+        unrestored: The names of the buffers that could not be restored.
+        carried: Whether NaN gradients tell the other ranks of bad losses.
     """
     step = trip.step
     indices = [micro.index for micro in step.micro for _ in micro.losses]
@@ -52,19 +52,19 @@ def examine(
         scaler=trip.scaler,
         late=trip.late,
         carried=carried and not all(map(math.isfinite, trip.losses)),
-        unkept=unkept,
+        unrestored=unrestored,
     )
 
 
 def bad_state(model: Module) -> list[BadTensor]:
-    """Parameters that hold NaN or Inf, and buffers that hold NaN: masks and bounds may be infinite by right."""
+    """Return parameters that hold NaN or Inf, and buffers that hold NaN: masks and bounds may rightly be infinite."""
     parameters = find_bad((plain_name(name), parameter) for name, parameter in model.named_parameters())
     buffers = find_bad((plain_name(name), buffer) for name, buffer in model.named_buffers())
     return [*parameters, *(buffer for buffer in buffers if buffer.n_nan)]
 
 
 def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[BadTensor]:
-    """Entries of the optimizers' states that hold NaN or Inf."""
+    """Return the entries of the optimizers' states that hold NaN or Inf."""
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     return find_bad(
         (f"{key} of {names.get(id(parameter), 'a parameter')}", value)
@@ -83,7 +83,7 @@ def _norm(tensors: list[Tensor]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A class of cause, what speaks for it, and what to do.
+    """A class of cause, the evidence for it, and what to do.
 
     Attributes:
         cause: The class.
@@ -92,26 +92,26 @@ class Diagnosis:
         rank: The rank whose loss or batch was bad; None where only the gradients were.
     """
 
-    cause: Cause
+    cause: NonFiniteCause
     because: str
     advice: str
     rank: int | None
 
 
-# Training that goes well has gradient norms and losses that fall or stay; noise stays well below this.
+# In healthy training, gradient norms and losses fall or stay; noise stays well below this.
 GREW = 10.0
 
 
 # An SGD update (learning rate times gradient norm) that is larger than the weights and than this has not improved the
-# weights but replaced them. The bound keeps small models out of it, whose weights may start at zero.
+# weights but replaced them. The bound leaves out small models, whose weights may start at zero.
 HUGE_UPDATE = 1e3
 
 
-def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past]]) -> Diagnosis:
-    """Say which cause the evidence of all ranks points to.
+def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[PastStep]]) -> Diagnosis:
+    """Return the cause that the evidence of all ranks points to.
 
-    These are inferences from what was seen, not proofs: dirty data that the loss masks out, for example, would be named
-    although it did no harm.
+    This is an inference and no proof: dirty data that the loss masks out, for example, would be named although it did
+    no harm.
 
     Args:
         everyone: The evidence of each rank.
@@ -126,48 +126,46 @@ def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past
     bad = evidence.parameters
     if dirty:
         return Diagnosis(
-            Cause.DIRTY_DATA,
+            NonFiniteCause.DIRTY_DATA,
             f"{'; '.join(map(str, dirty[:3]))}.",
-            "look at those samples in the data set and repair or drop them.",
+            ADVICE["dirty data"],
             rank,
         )
     if bad and not grown:
         return Diagnosis(
-            Cause.BAD_PARAMETER,
+            NonFiniteCause.BAD_PARAMETER,
             f"{_list(bad)} held NaN or Inf before this step.",
-            "check the checkpoint or code that wrote these weights; start again from a finite one.",
+            ADVICE["bad weights"],
             rank,
         )
     if grown:
         also = f" By this step {_list(bad)} had become NaN or Inf." if bad else ""
         return Diagnosis(
-            Cause.EXPLODING,
+            NonFiniteCause.EXPLODING,
             f"{grown}.{also}",
-            f"lower the learning rate (now {_rates(evidence)}), set Trainer(gradient_clip_val=1.0), and see that the "
-            'loss is a mean and not a sum over the batch (reduction="mean").',
+            ADVICE["exploding, inferred"].format(rates=_rates(evidence)),
             rank,
         )
     if evidence.float16:
         return Diagnosis(
-            Cause.LOW_PRECISION,
+            NonFiniteCause.LOW_PRECISION,
             f"{evidence.scaler or 'float16 values take part'}, and float16 ends at 65504; inputs and weights were "
             "finite and nothing had grown.",
-            'train with precision="bf16-mixed" or "32-true", or keep the operation that overflows in float32.',
+            ADVICE["low precision, inferred"],
             rank,
         )
     return Diagnosis(
-        Cause.DOMAIN,
-        f"inputs and weights were finite{_unseen(evidence)} and {_calm(history)}, so an operation of this step left "
-        "the range in which it is defined: log or division by 0, sqrt at 0 (in backward), exp of a large number, a "
-        "mean or softmax over nothing.",
-        "rerun this step with Trainer(detect_anomaly=True) to find the operation, and keep its input in range (clamp "
-        "to an eps, add eps under the root, skip empty selections).",
+        NonFiniteCause.DOMAIN,
+        f"inputs and weights were finite{_unseen(evidence)} and {_calm(history)}, so an operation of this step was "
+        "outside of its domain: log or division by 0, sqrt at 0 (in backward), exp of a large number, a mean or "
+        "softmax over no elements.",
+        ADVICE["domain, inferred"],
         rank,
     )
 
 
 def _culprit(everyone: Sequence[Evidence]) -> Evidence | None:
-    """The first rank with a bad loss, else the first with a bad batch; a single rank is always its own."""
+    """Return the evidence of the first rank with a bad loss, else with a bad batch; a single rank's own in any case."""
     if len(everyone) == 1:
         return everyone[0]
     by_loss = [each for each in everyone if any(not math.isfinite(loss) for _, loss in each.losses)]
@@ -176,8 +174,8 @@ def _culprit(everyone: Sequence[Evidence]) -> Evidence | None:
     return next(iter([*both, *by_loss, *by_input]), None)
 
 
-def what_grew(history: Sequence[Past], evidence: Evidence) -> str:
-    """What grew before the step, as text; empty if nothing did."""
+def what_grew(history: Sequence[PastStep], evidence: Evidence) -> str:
+    """Say what grew before the step; empty if nothing did."""
     before = list(history)[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
         factor = growth(values)
@@ -191,7 +189,7 @@ def what_grew(history: Sequence[Past], evidence: Evidence) -> str:
     return ""
 
 
-def _calm(history: Sequence[Past]) -> str:
+def _calm(history: Sequence[PastStep]) -> str:
     before = list(history)[:-1]
     if not before:
         return "this was the first step"
@@ -211,4 +209,4 @@ def _unseen(evidence: Evidence) -> str:
     if not evidence.unseen:
         return ""
     batches = ", ".join(map(str, evidence.unseen))
-    return f" (batch {batches} was no longer there to look at)"
+    return f" (batch {batches} was no longer held)"

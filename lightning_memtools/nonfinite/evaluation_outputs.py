@@ -1,4 +1,4 @@
-"""Watches the outputs of an evaluation run on the device, and reads the result once, at its end."""
+"""Checks the outputs of an evaluation run on the device, and reads the result once, at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BadOutput:
     """An output or metric of an evaluation run that is NaN or Inf.
 
     Attributes:
-        name: Such as ``outputs["loss"]``, or the metric's name.
+        name: The place in the outputs, such as ``outputs["loss"]``, or the metric's name.
         batch: The first batch where it was bad, counted over all loaders of the run; None for a metric.
         value: The metric's value; None for an output.
     """
@@ -36,10 +36,10 @@ class BadOutput:
 
 
 class OutputWatch:
-    """Remembers on the device which outputs were bad first, and where.
+    """Remembers, on the device, which outputs were bad and in which batch each became bad.
 
-    A single number must be finite. A larger tensor must hold no NaN; infinities are let through, because logits are
-    masked with -inf by right.
+    A single number must be finite. A larger tensor must hold no NaN; infinities are accepted, because logits are
+    rightly masked with -inf.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class OutputWatch:
         self._n_batches = 0
 
     @torch.no_grad()
-    def look(self, outputs: Any) -> None:
+    def check(self, outputs: Any) -> None:
         """Check a batch's outputs. Does not wait for the device."""
         named = [
             (name, floats)
@@ -62,12 +62,12 @@ class OutputWatch:
         self._n_batches += 1
 
     def bad_outputs(self) -> list[BadOutput]:
-        """What was bad, by name. Waits for the device, once per output of the evaluation step."""
+        """Return the bad outputs. Waits for the device, once per output of the evaluation step."""
         first = {name: int(batch) for name, batch in self._first.items()}
         return [BadOutput(name, batch, None) for name, batch in first.items() if batch != _NEVER]
 
 
 def bad_metrics(metrics: Mapping[str, Tensor]) -> list[BadOutput]:
-    """The metrics that are NaN or Inf. Waits for the device."""
+    """Return the metrics that are NaN or Inf. Waits for the device."""
     values = {name: float(value) for name, value in metrics.items() if value.numel() == 1 and not value.is_complex()}
     return [BadOutput(name, None, value) for name, value in values.items() if not torch.isfinite(torch.tensor(value))]

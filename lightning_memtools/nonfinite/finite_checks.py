@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memtools._torch import l2_norm_of_each, sparse_values, write_count
+
 
 def floats_of(tensor: Tensor) -> Tensor | None:
-    """The floating point numbers that a tensor stores on this rank; None where there are none.
+    """Return the floating point numbers that a tensor stores on this rank; None if there are none.
 
     Sparse tensors store their values, distributed tensors their local shard, complex ones pairs of real numbers.
     """
-    if type(tensor) is not Tensor and hasattr(tensor, "to_local"):  # a missing attribute is slow to find out
+    if type(tensor) is not Tensor and hasattr(tensor, "to_local"):  # a missing attribute is slow to look up
         tensor = tensor.to_local()
     if tensor.layout == torch.sparse_coo:
-        tensor = tensor._values()  # noqa: SLF001, values() refuses gradients that are not coalesced yet
+        tensor = sparse_values(tensor)
     elif tensor.layout != torch.strided:
         tensor = tensor.values()
     if tensor.is_complex():
@@ -32,7 +34,7 @@ def floats_of(tensor: Tensor) -> Tensor | None:
 
 
 def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that the optimizer is about to move, and the floats of their gradients."""
+    """Return the parameters that the optimizer is about to update, and the floats of their gradients."""
     parameters, gradients = [], []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -44,7 +46,7 @@ def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
 
 @torch.no_grad()
 def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
-    """The L2 norm of each tensor, as 0-dim tensors in the order given, with one fused kernel per device and dtype.
+    """Return the L2 norm of each tensor as 0-dim tensors, in the order given: one fused kernel per device and dtype.
 
     A norm is NaN or Inf if an element is. The reverse holds only with `exact`, which squares in float64: in float32,
     100 values of 1e20 have an infinite norm.
@@ -65,8 +67,7 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
 def _norms_of_one_kind(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
     first = tensors[0]
     if first.device.type != "cpu" or first.dtype != torch.float32 or dtype is not None:
-        found: Sequence[Tensor] = torch._foreach_norm(tensors, 2, dtype=dtype)  # noqa: SLF001, torch's own clip_grad_norm_ is built on it
-        return found
+        return l2_norm_of_each(tensors, dtype)
     # Nothing is fused on the CPU, and there BLAS takes two thirds of the time: 2.4 instead of 3.7 ms for 25 million.
     return torch.stack([_square(tensor) for tensor in tensors]).sqrt().unbind()
 
@@ -81,7 +82,7 @@ def _square(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: bool = False) -> Tensor | None:
-    """The norm over all gradients, each loss, each gradient's norm, on the first gradient's device.
+    """Return the norm over all gradients, each loss and each gradient's norm, on the first gradient's device.
 
     Returns:
         Shape [1 + losses + gradients], or None where there is neither a gradient nor a loss.
@@ -97,7 +98,7 @@ def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: boo
 
 
 def measure_exactly(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | None:
-    """As `measure`, but a number is NaN or Inf only if an element or loss is. Waits for nothing but the CPU."""
+    """Return what `measure` does, but each number is NaN or Inf only if an element or loss is. Waits for no device."""
     if gradients and gradients[0].device.type == "cpu":
         # Squares in float64 take many times as long here, and looking first waits for no device.
         numbers = measure(gradients, losses)
@@ -112,9 +113,10 @@ class BadTensor:
 
     Attributes:
         name: The parameter's or buffer's name.
-        n_nan: How many elements are NaN; of a sharded tensor, in this rank's shard. None where only the norm is known.
-        n_inf: How many are Inf, likewise.
-        n_elements: How many elements there are.
+        n_nan: The number of elements that are NaN; of a sharded tensor, in this rank's shard. None where only the norm
+            is known.
+        n_inf: The number of elements that are Inf, likewise.
+        n_elements: The number of all elements.
         norm: The L2 norm: NaN if an element is NaN, else inf.
     """
 
@@ -133,7 +135,7 @@ class BadTensor:
 
     @property
     def amount(self) -> str:
-        """How many of its elements are bad, as text."""
+        """The number of bad elements, as text."""
         if self.share is None:
             return f"holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted"
         kinds = [f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n]
@@ -144,7 +146,7 @@ class BadTensor:
 
 
 def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
-    """The tensors that hold NaN or Inf, in the order given. A norm that overflows does not make a tensor bad."""
+    """Return the tensors that hold NaN or Inf, in the order given. A norm that overflows does not make a tensor bad."""
     pairs = [(name, floats) for name, tensor in named if (floats := floats_of(tensor)) is not None]
     if not pairs:
         return []
@@ -161,7 +163,7 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
 
 
 def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
-    """Of (name, floats, norm), those with bad elements. A finite norm proves its tensor finite, so few are counted."""
+    """Return those of (name, floats, norm) with bad elements. A finite norm proves its tensor finite."""
     bad = []
     for name, floats, norm in measured:
         if math.isfinite(norm):
@@ -173,24 +175,24 @@ def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
 
 
 class GradientTraces:
-    """Weak references to gradients, and their versions when they were checked."""
+    """Weak references to the gradients of a step that is decided late, which are never kept alive."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._traces = [
-            (weakref.ref(parameter.grad), parameter.grad._version, parameter.numel())  # noqa: SLF001, the only way to see a write
+            (weakref.ref(parameter.grad), write_count(parameter.grad), parameter.numel())
             for parameter in parameters
             if parameter.grad is not None
         ]
 
     def bad(self, names: Sequence[str], norms: Sequence[float]) -> list[BadTensor]:
-        """The bad ones, counted where they are still as they were when checked."""
+        """Return the bad gradients; their elements are counted if they were not written since the check."""
         bad: list[BadTensor] = []
         for name, (reference, version, n_elements), norm in zip(names, self._traces, norms, strict=True):
             gradient = reference()
-            floats = None if gradient is None or gradient._version != version else floats_of(gradient)  # noqa: SLF001, as above
+            floats = None if gradient is None or write_count(gradient) != version else floats_of(gradient)
             if floats is not None:
                 bad += count_bad([(name, floats, norm)])
             elif not math.isfinite(norm):
-                # Clipped, or overwritten by the next backward pass. The norm tells that it was bad, not how much of it.
+                # Clipped, or overwritten by the next backward pass. The norm shows only that it was bad.
                 bad.append(BadTensor(name, None, None, n_elements, norm))
         return bad

@@ -8,22 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_memtools.nonfinite.bad_step import Evidence, Past, growth
-from lightning_memtools.nonfinite.causes import Cause, Explanation
+from lightning_memtools.nonfinite.bad_step import Evidence, PastStep, growth
+from lightning_memtools.nonfinite.causes import Explanation, NonFiniteCause
 from lightning_memtools.nonfinite.diagnosis import Diagnosis
 from lightning_memtools.nonfinite.evaluation_outputs import BadOutput
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.nonfinite_error import HaltStage, NonFiniteError
+from lightning_memtools.reporting.tables import Table, markdown_table
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A capsule, as a message tells of it. Plain values: it travels between ranks.
+class CapsuleNote:
+    """The facts about a capsule for the messages. Plain values: they are sent to the other ranks.
 
     Attributes:
-        path: Where it is; None if there is none.
-        note: Why there is none, or what it does not hold.
-        needs: What has to be done before it can be replayed.
+        path: The capsule; None if there is none.
+        note: The reason why there is none, or what the capsule leaves out.
+        needs: Says what has to be done before it can be replayed; empty if nothing.
     """
 
     path: Path | None = None
@@ -32,28 +33,28 @@ class Kept:
 
 
 @dataclass(slots=True, kw_only=True)
-class Halt:
-    """All that is known when a training step ends the run.
+class HaltReport:
+    """Everything that is known when a training step ends the run.
 
     Attributes:
         everyone: The evidence of each rank.
-        diagnosis: What it points to.
+        diagnosis: The cause that the evidence points to.
         history: The last steps of this rank; the bad one is the last.
-        skipped: The bad steps that were held back before, each with its batches.
-        n_missing: How many ranks did not answer.
-        report_path: Where the report is.
-        report_note: Why there is no report.
+        skipped: The bad steps that were skipped before, each with its batches.
+        n_missing: The number of ranks that did not answer.
+        report_path: The report's file.
+        report_note: The reason why there is no report.
         checkpoint_path: The checkpoint of the last good state.
-        checkpoint_note: Why there is no such checkpoint.
-        explanation: Which operation made the first bad value; None where that was not found.
-        explanation_note: Why not.
-        again: Whether the step was the same when it was run again.
+        checkpoint_note: The reason why there is no such checkpoint.
+        explanation: The operation that made the first bad value; None where that was not found.
+        explanation_note: The reason why it was not found.
+        again: Says whether the step was the same when it was run again.
         capsule: The step as a file, to run it again.
     """
 
     everyone: Sequence[Evidence]
     diagnosis: Diagnosis
-    history: Sequence[Past]
+    history: Sequence[PastStep]
     skipped: Sequence[tuple[int, tuple[int, ...]]] = ()
     n_missing: int = 0
     report_path: Path | None = None
@@ -63,7 +64,7 @@ class Halt:
     explanation: Explanation | None = None
     explanation_note: str = ""
     again: str = ""
-    capsule: Kept = field(default_factory=Kept)
+    capsule: CapsuleNote = field(default_factory=CapsuleNote)
 
     @property
     def culprit(self) -> Evidence:
@@ -81,7 +82,7 @@ class Halt:
 
     @property
     def headline(self) -> str:
-        """What was bad, at which step, in which batch, on which rank."""
+        """The bad value, its step, batch and rank, as a sentence."""
         culprit = self.culprit
         bad = [loss for _, loss in culprit.losses if not math.isfinite(loss)]
         if bad:
@@ -92,18 +93,18 @@ class Halt:
             what = f"gradient norm is {culprit.norm}"
         return f"{what} at step {culprit.step} ({self._place()})."
 
-    def tell(self, rank: int, explanation: Explanation | None, note: str) -> None:
-        """Take up what running the step again has shown: it knows better than the evidence."""
+    def add_findings(self, rank: int, explanation: Explanation | None, note: str) -> None:
+        """Add what running the step again has shown; it replaces the diagnosis that was inferred from the evidence."""
         self.explanation, self.explanation_note = explanation, note
         if explanation is None:
             return
         found_rank = self.diagnosis.rank
-        if explanation.cause is not Cause.NOT_REPRODUCIBLE and found_rank is None:
+        if explanation.cause is not NonFiniteCause.NOT_REPRODUCIBLE and found_rank is None:
             found_rank = rank
         self.diagnosis = Diagnosis(explanation.cause, f"{explanation.because}.", explanation.advice, found_rank)
 
     def about(self) -> dict[str, Any]:
-        """The small JSON beside a capsule: what is known of the step without loading it."""
+        """Return the contents of the JSON file beside a capsule: what is known of the step without loading it."""
         found = self.explanation
         return {
             "headline": self.headline,
@@ -119,12 +120,12 @@ class Halt:
     def _place(self) -> str:
         rank = self.diagnosis.rank
         if rank is None:
-            return f"batch {self.batch_idx}, rank unknown: every rank's own loss and batch were finite"
+            return f"batch {self.batch_idx}, rank unknown: the loss and the batch of every rank were finite"
         accumulation = f" of batches {self.culprit.batches[0]} to {self.culprit.batches[-1]}"
         return f"batch {self.batch_idx}{accumulation * (len(self.culprit.batches) > 1)}, rank {rank}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """(what, value) of everything that was found, each value a sentence or less."""
+        """Return (what, value) of everything that was found; each value is a sentence or shorter."""
         culprit = self.culprit
         facts = [
             ("Cause", f"{self.diagnosis.cause}: {self.diagnosis.because}"),
@@ -159,18 +160,18 @@ class Halt:
             text = "the update was not applied, but weights or buffers were bad before this step"
         else:
             text = "the update was not applied; weights, optimizer state and buffers are those before the step"
-        if culprit.unkept:
-            text += f", except {', '.join(culprit.unkept)}, written for the first time in this step"
+        if culprit.unrestored:
+            text += f", except {', '.join(culprit.unrestored)}, written for the first time in this step"
         if culprit.late:
             text += (
-                ". This was read one step late: global_step, schedulers and learning rates are put back, and so is "
-                "optimizer state that the step created; data loaders, random number generators and what hooks and "
-                "other callbacks did are one step ahead"
+                ". This was read one step late: global_step, schedulers and learning rates were restored, and "
+                "optimizer state that the step created was removed; data loaders, random number generators and what "
+                "hooks and other callbacks changed are one step ahead"
             )
         return text + "."
 
     def message(self) -> str:
-        """The text of the error: complete by itself."""
+        """Return the text of the error, which is complete by itself."""
         lines = [f"{what}: {value}" for what, value in self.facts()]
         report = f"Report: {self.report_path or self.report_note}"
         return "\n".join([self.headline, *lines, report, f"Next: {self._next()}"])
@@ -182,14 +183,14 @@ class Halt:
         return f"{self.diagnosis.advice} Run the step again: memtools replay {self.capsule.path}{needs}"
 
     def console(self) -> str:
-        """The short form: the error that follows says the rest."""
+        """Return the short form for the console; the error that follows says the rest."""
         lines = [self.headline, f"Cause: {self.diagnosis.cause}: {self.diagnosis.because}"]
         lines += [self.explanation.what] if self.explanation is not None else []
         lines += [f"{what}: {path}" for what, path in self._files()]
         return "\n".join(["HaltOnNaN stops training.", *lines, f"Next: {self._next()}"])
 
     def error(self) -> NonFiniteError:
-        """The error to raise, the same on every rank."""
+        """Return the error to raise, which is the same on every rank."""
         culprit = self.culprit
         return NonFiniteError(
             self.message(),
@@ -212,17 +213,18 @@ class Halt:
         return [(what, path) for what, path in files if path is not None]
 
     def markdown(self) -> str:
-        """The report: the message as a table, then every bad gradient and the last steps."""
+        """Return the report: the message as a table, then every bad gradient and the last steps."""
         rows = [("Next", self._next()), *self.facts()]
-        parts = [f"# Not finite: {self.headline}", _table(("", ""), rows)]
+        parts = [f"# Not finite: {self.headline}", markdown_table(Table(("", ""), rows, "ll"))]
         for title, bad in (("Bad gradients", self.culprit.gradients), ("Bad weights", self.culprit.parameters)):
             if bad:
-                parts += [f"## {title}", _table(("name", "amount"), [(each.name, each.amount) for each in bad])]
+                amounts = [(each.name, each.amount) for each in bad]
+                parts += [f"## {title}", markdown_table(Table(("name", "amount"), amounts, "ll"))]
         past = [(str(each.step), f"{each.loss:.6g}", f"{each.norm:.6g}") for each in self.history]
-        parts += ["## Last steps", _table(("step", "loss", "gradient norm"), past)]
+        parts += ["## Last steps", markdown_table(Table(("step", "loss", "gradient norm"), past, "lll"))]
         if self.skipped:
             skipped = [(str(step), ", ".join(map(str, batches))) for step, batches in self.skipped]
-            parts += ["## Skipped steps", _table(("step", "batches"), skipped)]
+            parts += ["## Skipped steps", markdown_table(Table(("step", "batches"), skipped, "ll"))]
         return "\n\n".join(parts) + "\n"
 
 
@@ -237,7 +239,7 @@ def _losses(evidence: Evidence) -> str:
 def _carried(evidence: Evidence) -> str:
     if not evidence.carried:
         return ""
-    return f"; the loss of rank {evidence.rank} alone makes them NaN, by which HaltOnNaN tells the other ranks"
+    return f"; HaltOnNaN made them NaN to tell the other ranks that the loss of rank {evidence.rank} is bad"
 
 
 def _unseen(evidence: Evidence) -> str:
@@ -251,18 +253,64 @@ def _trend(norms: Sequence[float]) -> str:
     return f"{'grew' if factor > 1 else 'did not grow'} before the bad step: {factor:.3g} times its earlier median"
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    cells = [head, tuple("---" for _ in head), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
-
-
 MOST_NAMES = 5  # in a message; the report lists all
 
 
-def evaluation_message(
-    everyone: Sequence[Sequence[BadOutput]], *, stage: str, step: int, weights: Sequence[BadTensor]
-) -> str:
-    """What to say when outputs or metrics of an evaluation run are NaN or Inf."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonFiniteFinding:
+    """NaN or Inf that was found outside of a step's check: after an evaluation run, or before a checkpoint.
+
+    Attributes:
+        message: The text of the error, without the report's path.
+        step: The training step.
+        stage: train, val or test.
+        rank: The first rank that found some.
+        batch_idx: The first bad batch; None for metrics and weights.
+        cause: The class of cause; None in evaluation.
+        parameters: The bad weights and optimizer state.
+    """
+
+    message: str
+    step: int
+    stage: HaltStage
+    rank: int
+    batch_idx: int | None = None
+    cause: str | None = None
+    parameters: Sequence[BadTensor] = ()
+
+    def error(self, report: Path | None, report_note: str, history: Sequence[PastStep]) -> NonFiniteError:
+        """Return the error to raise.
+
+        Args:
+            report: The report's file.
+            report_note: The reason why there is none.
+            history: The last steps.
+        """
+        return NonFiniteError(
+            f"{self.message}\nReport: {report or report_note}",
+            step=self.step,
+            batch_idx=self.batch_idx,
+            rank=self.rank,
+            stage=self.stage,
+            cause=self.cause,
+            losses=[past.loss for past in history],
+            parameters=self.parameters,
+            norms=[past.norm for past in history],
+            path=report,
+        )
+
+
+def evaluation_finding(
+    everyone: Sequence[Sequence[BadOutput]], *, stage: HaltStage, step: int, weights: Sequence[BadTensor]
+) -> NonFiniteFinding:
+    """Describe outputs or metrics of an evaluation run that are NaN or Inf.
+
+    Args:
+        everyone: The bad outputs of each rank; at least one rank has some.
+        stage: val or test.
+        step: The training step.
+        weights: The weights and buffers of this rank that are bad.
+    """
     found = [
         f"{bad}{f' (rank {rank})' * (len(everyone) > 1)}" for rank, theirs in enumerate(everyone) for bad in theirs
     ]
@@ -270,37 +318,56 @@ def evaluation_message(
         advice = "the weights are the cause: start again from a finite checkpoint."
     else:
         advice = (
-            "look at the data of the first bad batch, and at domain errors (log or division by 0) in the evaluation "
-            "step and its metrics; if the value may be NaN or Inf by right, use HaltOnNaN(check_outputs=False)."
+            "look at the data of the first bad batch, and for operations outside of their domain (log or division by "
+            "0) in the evaluation step and its metrics; if the value may rightly be NaN or Inf, use "
+            "HaltOnNaN(check_outputs=False)."
         )
-    return "\n".join(
-        [
-            f"The {stage} run at step {step} gave values that are not finite: {'; '.join(found)}.",
-            f"Bad weights: {named(weights, 'none')}.",
-            f"Next: {advice}",
-        ]
+    lines = [
+        f"The {stage} run at step {step} gave values that are not finite: {'; '.join(found)}.",
+        f"Bad weights: {named(weights, 'none')}.",
+        f"Next: {advice}",
+    ]
+    rank = next(rank for rank, theirs in enumerate(everyone) if theirs)
+    batch_idx = next((bad.batch for bad in everyone[rank] if bad.batch is not None), None)
+    return NonFiniteFinding(
+        message="\n".join(lines), step=step, stage=stage, rank=rank, batch_idx=batch_idx, parameters=weights
     )
 
 
-def overflow_message(
-    bad: Sequence[BadTensor], *, step: int, rank: int, history: Sequence[Past], learning_rates: Sequence[float]
-) -> str:
-    """What to say when finite gradients made an update that was not finite, seen before a checkpoint."""
-    return "\n".join(
-        [
-            f"{bad[0]} is not finite after the update of step {step} (rank {rank}). No checkpoint was written.",
-            f"Bad weights and optimizer state: {named(bad, 'none')}.",
-            "Cause: exploding gradient: losses and gradients were finite, so the update itself overflowed.",
-            f"Learning rate: {', '.join(f'{rate:g}' for rate in dict.fromkeys(learning_rates))}",
-            f"Last losses: {series([past.loss for past in history])}",
-            f"Last gradient norms: {series([past.norm for past in history])}",
-            "Next: lower the learning rate, set Trainer(gradient_clip_val=1.0), and start from an earlier checkpoint.",
-        ]
+def overflow_finding(
+    everyone: Sequence[Sequence[BadTensor]], *, step: int, history: Sequence[PastStep], learning_rates: Sequence[float]
+) -> NonFiniteFinding:
+    """Describe an update that was not finite although its gradients were, found before a checkpoint.
+
+    Args:
+        everyone: The bad weights and optimizer state of each rank; at least one rank has some.
+        step: The present training step, where there is no history.
+        history: The last steps.
+        learning_rates: The learning rates of the optimizers' parameter groups.
+    """
+    rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
+    step = history[-1].step if history else step
+    lines = [
+        f"{bad[0]} is not finite after the update of step {step} (rank {rank}). No checkpoint was written.",
+        f"Bad weights and optimizer state: {named(bad, 'none')}.",
+        f"Cause: {NonFiniteCause.EXPLODING}: losses and gradients were finite, so the update itself overflowed.",
+        f"Learning rate: {', '.join(f'{rate:g}' for rate in dict.fromkeys(learning_rates))}",
+        f"Last losses: {series([past.loss for past in history])}",
+        f"Last gradient norms: {series([past.norm for past in history])}",
+        "Next: lower the learning rate, set Trainer(gradient_clip_val=1.0), and start from an earlier checkpoint.",
+    ]
+    return NonFiniteFinding(
+        message="\n".join(lines),
+        step=step,
+        stage="train",
+        rank=rank,
+        cause=NonFiniteCause.EXPLODING.value,
+        parameters=bad,
     )
 
 
 def named(bad: Sequence[BadTensor], otherwise: str) -> str:
-    """The first of the bad tensors, as text; `otherwise` where there is none."""
+    """Return the first of the bad tensors as text; `otherwise` where there is none."""
     if not bad:
         return otherwise
     rest = f" and {len(bad) - MOST_NAMES} more" if len(bad) > MOST_NAMES else ""
@@ -308,5 +375,5 @@ def named(bad: Sequence[BadTensor], otherwise: str) -> str:
 
 
 def series(values: Sequence[float]) -> str:
-    """Numbers, as text."""
+    """Return numbers as text."""
     return " ".join(f"{value:.4g}" for value in values)

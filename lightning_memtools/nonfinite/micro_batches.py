@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_memtools._torch import write_count
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of
@@ -26,23 +27,23 @@ class MicroBatch:
     """A batch of the present step.
 
     Attributes:
-        index: Its batch index within the epoch.
-        batch: The batch as training_step got it; None once it was let go, a copy on the host once it was moved there.
+        index: The batch index within the epoch.
+        batch: The batch as training_step got it; None after it was released, a copy on the host after it was moved.
         losses: The losses that were sent backward for it, as 0-dim tensors, as training_step returned them.
-        keep: Its loss is known to be bad: it is not let go.
-        start: What it began with, if that is noted: a `rerun.start.Start`.
-        steps_before: In manual optimization: how many updates had been made in this batch when this step began.
-        resumed: Where there were such: what was there to begin with after the last of them.
-        changed: Once it was moved to the host: the names of its tensors that had been written in place by then.
+        keep: Whether its loss is known to be bad, so that it is not released.
+        start: The state that it began with; None where that is not recorded.
+        steps_before: In manual optimization: the number of updates in this batch before this step began.
+        resumed: The state after the last of those updates; None if there were none.
+        changed: After it was moved to the host: the names of its tensors that had been written in place by then.
     """
 
     index: int
     batch: Any
     losses: list[Tensor] = field(default_factory=list)
     keep: bool = False
-    start: Any = None
+    start: BatchStart | None = None
     steps_before: int = 0
-    resumed: Any = None
+    resumed: BatchStart | None = None
     changed: tuple[str, ...] | None = None
 
 
@@ -51,13 +52,13 @@ class BadInput:
     """A tensor of a batch that holds NaN or Inf.
 
     Attributes:
-        name: Where it is in the batch, such as ``batch["x"]``.
-        batch_idx: Which batch.
-        n_nan: How many elements are NaN.
-        n_inf: How many are Inf or -Inf.
-        n_elements: How many there are.
+        name: Its place in the batch, such as ``batch["x"]``.
+        batch_idx: The index of the batch.
+        n_nan: The number of elements that are NaN.
+        n_inf: The number of elements that are Inf or -Inf.
+        n_elements: The number of all elements.
         samples: The first positions along dimension 0 that are affected, one more than are listed.
-        is_mask: It holds 0 and -inf only, as attention masks do.
+        is_mask: Whether it holds 0 and -inf only, as attention masks do.
     """
 
     name: str
@@ -75,18 +76,18 @@ class BadInput:
 
 
 def in_batch(name: str, batch_idx: int) -> str:
-    """A tensor of a batch, as text: "batch 5" where it is the batch itself."""
+    """Return the name of a tensor of a batch: "batch 5" where it is the batch itself."""
     return f"batch {batch_idx}" if name == "batch" else f"{name} of batch {batch_idx}"
 
 
 def list_samples(samples: Sequence[int]) -> str:
-    """As "sample 3" or "samples 3, 4"."""
+    """Return text such as "sample 3" or "samples 3, 4"."""
     more = ", ..." if len(samples) > MAX_SAMPLES else ""
     return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
 
 
 def bad_inputs(micro: MicroBatch) -> list[BadInput]:
-    """The tensors of the batch that hold NaN or Inf. Waits for the device: for use after a trip."""
+    """Return the tensors of the batch that hold NaN or Inf. Waits for the device; for use after a bad step."""
     found = []
     for name, tensor in named_tensors(micro.batch, "batch"):
         floats = floats_of(tensor)
@@ -113,10 +114,17 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
     return found
 
 
-def let_go(held: Sequence[MicroBatch], budget_bytes: int, move: Callable[[MicroBatch], object] | None = None) -> None:
-    """Drop the oldest batches, or `move` them elsewhere. `held`: newest first.
+def release_batches(
+    held: Sequence[MicroBatch], budget_bytes: int, move: Callable[[MicroBatch], object] | None = None
+) -> None:
+    """Drop the oldest batches, or `move` them elsewhere.
 
-    The newest is alive anyway. One more is kept, and of those before it what fits the budget.
+    The newest batch is alive anyway. One more is kept, and older ones for as long as they fit into the budget.
+
+    Args:
+        held: The batches, newest first.
+        budget_bytes: The memory that the older ones may take.
+        move: Called with each batch that does not fit; when left out, such batches are dropped.
     """
     spent = 0
     for micro in held[2:]:
@@ -132,26 +140,20 @@ def let_go(held: Sequence[MicroBatch], budget_bytes: int, move: Callable[[MicroB
 SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 
-# A module's own business, which changes with every call or is put there by Lightning.
-_NOT_PLAIN = {
-    "training",
-    "_is_full_backward_hook",
-    "prepare_data_per_node",
-    "allow_zero_length_dataloader_with_multiple_devices",
-}
-
+# torch sets the first ones on every module and restores `training` apart; Lightning sets the others.
+_NOT_OF_USERS = {*vars(Module()), "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"}
 
 Attributes = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """What a batch began with.
+class BatchStart:
+    """The state that a batch began with.
 
     Attributes:
-        random: Where the streams of random numbers stood.
-        attributes: Of each module that the user wrote, by its name: the attributes of simple types.
-        versions: How often each tensor of the batch had been written, in the order of `named_tensors`.
+        random: The states of the random number generators.
+        attributes: The attributes of simple types of each module that the user wrote, by the module's name.
+        versions: How often each tensor of the batch had been written in place, in the order of `named_tensors`.
     """
 
     random: RandomState
@@ -159,8 +161,10 @@ class Start:
     versions: tuple[int, ...]
 
 
-class StartKeeper:
-    """Notes the start of each batch. Waits for no device; some 50 microseconds, and one for each module of the user's.
+class BatchStartRecorder:
+    """Records the state at the start of each batch.
+
+    It waits for no device, and takes some 50 microseconds, and one more for each module that the user wrote.
 
     Args:
         module: The module that is trained.
@@ -174,27 +178,29 @@ class StartKeeper:
             if not type(part).__module__.startswith("torch.")
         ]
 
-    def note(self, batch: Any) -> Start:
-        """Note what the batch begins with now."""
+    def record(self, batch: Any) -> BatchStart:
+        """Return the present state."""
         attributes = {name: simple_items(held, skip=n) for name, held, n in self._written_by_users}
-        return Start(RandomState.now(), attributes, versions_of(batch))
+        return BatchStart(RandomState.now(), attributes, versions_of(batch))
 
 
 def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:
-    """The attributes of simple types (numbers, texts, None). `skip`: so many at the beginning are known not to be."""
+    """Return the attributes of simple types (numbers, texts, None). `skip`: the number of leading ones to leave out."""
     return {
-        key: value for key, value in islice(held.items(), skip, None) if type(value) in SIMPLE and key not in _NOT_PLAIN
+        key: value
+        for key, value in islice(held.items(), skip, None)
+        if type(value) in SIMPLE and key not in _NOT_OF_USERS
     }
 
 
 def _n_of_every_module(held: dict[str, Any]) -> int:
-    """How many attributes at the beginning are those that torch gives to every module: most of what there is."""
+    """Return how many of the leading attributes are those that torch gives to every module: most of them."""
     names = list(vars(Module()))
     return len(names) if list(islice(held, len(names))) == names else 0
 
 
-def put_attributes_back(module: Module, attributes: Attributes) -> None:
-    """Set the attributes as they were noted; modules that are gone are passed over."""
+def restore_attributes(module: Module, attributes: Attributes) -> None:
+    """Set the attributes as they were recorded; modules that no longer exist are left out."""
     parts = dict(module.named_modules())
     for name, values in attributes.items():
         if name in parts:
@@ -202,12 +208,12 @@ def put_attributes_back(module: Module, attributes: Attributes) -> None:
 
 
 def versions_of(batch: Any) -> tuple[int, ...]:
-    """How often each tensor of a batch was written in place; inference tensors do not count."""
-    return tuple(-1 if tensor.is_inference() else tensor._version for _, tensor in named_tensors(batch, "batch"))  # noqa: SLF001, the only way to see a write
+    """Return how often each tensor of a batch was written in place; -1 for inference tensors, which do not count it."""
+    return tuple(-1 if tensor.is_inference() else write_count(tensor) for _, tensor in named_tensors(batch, "batch"))
 
 
 def changed_in_place(batch: Any, versions: tuple[int, ...]) -> Iterator[str]:
-    """The names of the batch's tensors that were written since their versions were noted."""
+    """Yield the names of the batch's tensors that were written since their versions were recorded."""
     named: list[tuple[str, Tensor]] = list(named_tensors(batch, "batch"))
     if len(named) != len(versions):
         yield "batch (tensors were added or removed)"
@@ -218,16 +224,16 @@ def changed_in_place(batch: Any, versions: tuple[int, ...]) -> Iterator[str]:
 
 
 def move_to_host(micro: MicroBatch) -> None:
-    """Put copies on the host in the place of the batch's tensors. On a GPU the copy is queued, not waited for."""
-    assert isinstance(micro.start, Start)
-    micro.changed = tuple(changed_in_place(micro.batch, micro.start.versions))
+    """Replace the batch's tensors by copies on the host. On a GPU the copy is queued, and the host does not wait."""
+    versions = versions_of(micro.batch) if micro.start is None else micro.start.versions
+    micro.changed = tuple(changed_in_place(micro.batch, versions))
     micro.batch = map_tensors(micro.batch, _on_host)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     device = VirtualDevice.current()
     if tensor.layout != torch.strided or (tensor.device.type == "cpu" and device is None):
-        return tensor  # it is on the host already
+        return tensor  # it is already on the host
     with torch.no_grad(), nullcontext() if device is None else device.host():
         # With its strides: they choose the kernel that computes, and so the last bits.
         is_pinned = tensor.device.type == "cuda"

@@ -13,23 +13,23 @@ HaltStage = Literal["train", "val", "test"]
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, a gradient, a weight, an evaluation output or a logged metric became NaN or Inf.
+    """Raised when a loss, a gradient, a weight, an evaluation output or a logged metric is NaN or Inf.
 
     The message is the same on every rank and complete by itself; the fields are for programs.
 
     Attributes:
         step: The training step, counted as the x axis of `self.log` counts.
-        batch_idx: The batch within its epoch; None where it is not known.
-        rank: The rank whose loss or batch was bad; None where only the gradients were, which all ranks share.
+        batch_idx: The index of the batch within its epoch; None where it is not known.
+        rank: The rank whose loss or batch was bad; None where only the gradients were bad, which all ranks share.
         stage: train, val or test.
-        cause: The class of cause, one of the values of `diagnose.Cause`; None in evaluation.
+        cause: The class of cause, one of the values of `NonFiniteCause`; None in evaluation.
         losses: The losses of the last steps (at most 20, on this rank), oldest first; the last is the bad step's.
-        parameters: The parameters whose gradients held NaN or Inf, or that held some themselves.
+        parameters: The parameters whose gradients held NaN or Inf, or that held NaN or Inf themselves.
         norms: The gradient norms that belong to `losses`.
         path: The report, if it could be written.
         checkpoint_path: The checkpoint of the last good state, if one was written.
         capsule_path: The step as a file for `replay`, if one was written.
-        explanation: Which operation made the first bad value, and why, if that was found.
+        explanation: The operation that made the first bad value, and its cause, if they were found.
     """
 
     def __init__(
@@ -70,5 +70,5 @@ class NonFiniteError(RuntimeError):
 
 def _rebuild(message: str, fields: dict[str, Any]) -> NonFiniteError:
     error = NonFiniteError(message, step=fields["step"])
-    vars(error).update(fields)  # among them what others may have added, such as notes
+    vars(error).update(fields)  # among them attributes that others added, such as notes
     return error

@@ -1,4 +1,4 @@
-"""Stands between backward and update: passes good steps, holds bad ones back, and can undo what they did."""
+"""Checks each step between backward and update: lets good steps pass, holds bad ones back, and can undo them."""
 
 from __future__ import annotations
 
@@ -13,52 +13,55 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_memtools.nonfinite.bad_step import History, Past, Step, Trip, noted
+from lightning_memtools._torch import takes_scaled_gradients
+from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, PastStep, StepHistory, undivided_loss
 from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
 from lightning_memtools.nonfinite.finite_checks import GradientTraces, count_bad, gradients_of, measure, measure_exactly
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, let_go
-from lightning_memtools.nonfinite.ranks import Ranks
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, release_batches
 from lightning_memtools.nonfinite.tensor_names import names_of
 from lightning_memtools.nonfinite.update_veto import (
     StateKeys,
-    Veto,
+    UpdateVeto,
     hide_gradients,
     honours_found_inf,
     over_ranks,
     poison,
-    put_settings_back,
+    restore_settings,
     settings_of,
 )
+from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
 
 Gradients = Literal["whole", "replicated", "sharded"]
 
 
-class Guard:
+class StepGuard:
     """Checks every optimizer step between backward and update.
 
-    With fused optimizers the update is held back on the device and the verdict is read one step late, without waiting.
+    With fused optimizers the update is held back on the device and the result is read one step late, without waiting.
     With all others one small vector is read per step.
 
-    Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` before the update. What `check`
-    or `drain` returns is a step that must not be taken: `undo` puts back what it has already done, then stop.
+    Call `begin` before a batch's forward pass, `loss` before its backward pass, and `check` before the update. If
+    `check` or `drain` returns a step, it is bad: call `undo` to restore what it has changed, then stop.
 
     Args:
         model: The module that is trained.
-        max_skips: How many bad steps are held back before one trips.
-        amp_patience: After how many skips of the gradient scaler in a row a step trips.
+        max_skips: The number of bad steps that are skipped before one is returned.
+        amp_patience: The number of steps in a row, skipped by the gradient scaler, that make a step bad.
         gradients: How a rank's gradients relate to those of the others: there is one rank (whole), all have the same
             after backward (replicated), each has a part (sharded).
-        ranks: The other ranks.
-        mark: Called at the start of each step; what it returns is kept in `Step.mark`.
+        ranks: Gathers from all ranks.
+        mark_loop: Called at the start of each step; returns a function that puts the caller's counters back to there,
+            which `undo` calls.
         start: Called with each batch before its forward pass; what it returns is kept in `MicroBatch.start`.
-        budget_bytes: What older batches of an accumulation may hold of memory.
-        move: What is done with those beyond it; when left out, they are dropped.
+        budget_bytes: The memory that older batches of an accumulation may hold.
+        move: Called with each older batch beyond that; when left out, such batches are dropped.
 
     Attributes:
         history: The last steps.
-        skipped: (step, batch indices) of the bad steps that were held back so far.
-        saw_losses: Whether there was a loss at all.
-        saw_gradients: Whether there was a gradient at all: gradients kept elsewhere cannot be checked.
+        skipped: (step, batch indices) of the bad steps that were skipped so far.
+        saw_losses: Whether there was any loss.
+        saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
 
     def __init__(
@@ -68,13 +71,13 @@ class Guard:
         max_skips: int = 0,
         amp_patience: int = 10,
         gradients: Gradients = "whole",
-        ranks: Ranks | None = None,
-        mark: Callable[[], object] = lambda: None,
+        ranks: RankGather | None = None,
+        mark_loop: Callable[[], Callable[[], None]] = lambda: _nothing,
         start: Callable[[Any], Any] = lambda _batch: None,
         budget_bytes: int = 0,
         move: Callable[[MicroBatch], object] | None = None,
     ) -> None:
-        self.history = History()
+        self.history = StepHistory()
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
         self.saw_losses = False
         self.saw_gradients = False
@@ -82,34 +85,34 @@ class Guard:
         self._max_skips = max_skips
         self._amp_patience = amp_patience
         self._gradients = gradients
-        self._ranks = ranks or Ranks()
-        self._mark = mark
+        self._ranks = ranks or RankGather()
+        self._mark_loop = mark_loop
         self._start = start
         self._budget_bytes = budget_bytes
         self._move = move
         self._buffers = BufferKeeper(model)
-        self._veto: Veto[Step] | None = None
+        self._veto: UpdateVeto[GuardedStep] | None = None
         self._is_fused: dict[Optimizer, bool] = {}
         self._keys: dict[Optimizer, StateKeys] = {}
         self._scaler_skips: Counter[Optimizer] = Counter()
-        self._step: Step | None = None
-        self._latest: Step | None = None
+        self._step: GuardedStep | None = None
+        self._latest: GuardedStep | None = None
         self._now: tuple[int, MicroBatch] | None = None
         self._n_steps_in_batch = 0
         self._has_warned = False
 
     @property
     def carries_losses(self) -> bool:
-        """Whether a bad loss of one rank is made known to the others as NaN gradients."""
+        """True if NaN gradients tell the other ranks of a bad loss."""
         return self._gradients == "replicated"
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no rank has all weights and gradients."""
+        """True if no rank has all weights and gradients."""
         return self._gradients == "sharded"
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
-        """Note a batch before its forward pass. `first`: it begins a step of training step `number`."""
+        """Note a batch before its forward pass. `first`: it is the first micro-batch of training step `number`."""
         micro = MicroBatch(batch_idx, batch, start=self._start(batch))
         self._now = number, micro
         self._n_steps_in_batch = 0
@@ -117,22 +120,19 @@ class Guard:
             self._open()
         else:
             self._step.micro.append(micro)
-        self._let_go()
+        self._release_old_batches()
 
     def end_batch(self) -> None:
-        """Hold the batch no longer than its step needs it."""
+        """Note that the batch is over, so that it is held only as long as its step needs it."""
         self._now = None
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
         """Note a loss before its backward pass. It was divided for an accumulation and multiplied by the scaler."""
-        if self._step is None:
-            self._open()
-        assert self._step is not None
-        if self._step.mark is None:
-            self._step.mark = self._mark()
+        step = self._step or self._open()
+        step.restore_loop = step.restore_loop or self._mark_loop()
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
-        value = noted(loss, divided_by, scale)
-        micro = self._step.micro[-1]
+        value = undivided_loss(loss, divided_by, scale)
+        micro = step.micro[-1]
         micro.losses.append(value)
         self.saw_losses = True
         if value.device.type == "cpu" and not math.isfinite(value.item()):  # on the CPU, reading waits for nothing
@@ -140,42 +140,41 @@ class Guard:
         if self.carries_losses:
             poison(loss)
 
-    def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> Trip | None:
+    def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> BadStep | None:
         """Decide on the coming update. `reopen`: more forward passes may follow in the same batch."""
-        if self._step is None:
-            self._open()
-        step, self._step = self._step, None
-        assert step is not None
+        step, self._step = self._step or self._open(), None
+        step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
         if scaler is None and self._gradients != "sharded" and self._honours(optimizer):
-            trip = self._check_on_device(step, optimizer)
+            bad_step = self._check_on_device(step, optimizer)
         else:
-            trip = self.drain() or self._check_on_host(step, optimizer, scaler)
-        if trip is None and reopen:
+            bad_step = self.drain() or self._check_on_host(step, optimizer, scaler)
+        if bad_step is None and reopen:
             self._n_steps_in_batch += 1
-            self._open()
-            self._step.mark = None  # type: ignore[attr-defined]  # to be taken once the update is through
-        return trip
+            self._open().restore_loop = None  # to be set when the update has been made
+        return bad_step
 
-    def drain(self) -> Trip | None:
-        """Wait for all verdicts that are still out. Does nothing where none is."""
+    def drain(self) -> BadStep | None:
+        """Wait for the results of all steps that are not decided yet; return the bad step, if there is one."""
         return self._read(wait=True)
 
-    def undo(self, trip: Trip) -> tuple[str, ...]:
-        """Put buffers and optimizer state back to the start of the bad step; what could not be put back is named."""
+    def undo(self, bad_step: BadStep) -> tuple[str, ...]:
+        """Restore buffers, optimizer state and the caller's counters; return the names of buffers that it could not."""
         undone: set[Optimizer] = set()
-        for step in (trip.step, *trip.later):
+        for step in (bad_step.step, *bad_step.later):
             if step.keys is not None and step.optimizer is not None and step.optimizer not in undone:
-                step.keys.put_back()
+                step.keys.restore()
                 if step.settings is not None:
-                    put_settings_back(step.optimizer, step.settings)
+                    restore_settings(step.optimizer, step.settings)
                 undone.add(step.optimizer)
-        unkept = tuple(self._buffers.unkept())
-        self._buffers.put_back()
-        return unkept
+        unrestored = tuple(self._buffers.unrestored())
+        self._buffers.restore()
+        if bad_step.step.restore_loop is not None:
+            bad_step.step.restore_loop()
+        return unrestored
 
     def close(self) -> None:
-        """Take the flag off the optimizers and let everything go; closing twice does no harm."""
+        """Remove the flag from the optimizers and release everything; closing twice does no harm."""
         if self._veto is not None:
             self._veto.close()
         self._step = self._latest = self._now = None
@@ -183,7 +182,7 @@ class Guard:
         self._keys.clear()
         self._scaler_skips.clear()
 
-    def _open(self) -> None:
+    def _open(self) -> GuardedStep:
         number, micro = self._now or (0, MicroBatch(0, None))
         if micro.losses or self._n_steps_in_batch:  # a second step within the batch has losses of its own
             micro = MicroBatch(
@@ -193,32 +192,33 @@ class Guard:
                 steps_before=self._n_steps_in_batch,
                 resumed=self._start(micro.batch),
             )
-        self._step = self._latest = Step(number, self._mark(), [micro])
+        step = self._step = self._latest = GuardedStep(number, self._mark_loop(), [micro])
         flag = None if self._veto is None else self._veto.flag
         if flag is not None and self._max_skips:
-            self._buffers.put_back(where=flag)
+            self._buffers.restore(where=flag)
         self._buffers.keep(unless=flag)
+        return step
 
-    def _let_go(self) -> None:
+    def _release_old_batches(self) -> None:
         pending = self._veto.notes() if self._veto is not None else ()
         steps = [*pending, *([self._step] if self._step else [])]
         held = [micro for step in reversed(steps) for micro in reversed(step.micro)]
         if len(held) > 2:  # noqa: PLR2004, the present one and one more are always held
-            let_go(held, self._budget_bytes, self._move)
+            release_batches(held, self._budget_bytes, self._move)
 
     def _honours(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._is_fused:
             self._is_fused[optimizer] = honours_found_inf(optimizer)
         return self._is_fused[optimizer]
 
-    def _check_on_device(self, step: Step, optimizer: Optimizer) -> Trip | None:
+    def _check_on_device(self, step: GuardedStep, optimizer: Optimizer) -> BadStep | None:
         keys = self._keys.get(optimizer)
         created = keys is not None and not keys.are_current()
-        # Ranks must not differ in when they read. And what a vetoed first step created must be gone before the next
-        # step uses it: that waits once.
-        trip = self._read(wait=created or self._ranks.world_size > 1)
-        if trip is not None:
-            return trip
+        # Ranks must not differ in when they read. And state that a first step created without filling it must be
+        # removed before the next step uses it: that waits once.
+        bad_step = self._read(wait=created or self._ranks.world_size > 1)
+        if bad_step is not None:
+            return bad_step
         if keys is None or created:
             keys = self._keys[optimizer] = StateKeys(optimizer)
         step.keys, step.settings = keys, settings_of(optimizer)
@@ -230,13 +230,13 @@ class Guard:
         if numbers is None:
             return None
         if self._veto is None:
-            self._veto = Veto(numbers.device, self._max_skips)
+            self._veto = UpdateVeto(numbers.device, self._max_skips)
         # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
         n_deciding = 1 if self._gradients == "replicated" else 1 + len(losses)
         self._veto.check(optimizer, numbers.to(self._veto.flag.device, non_blocking=True), n_deciding, step)
         return None
 
-    def _read(self, *, wait: bool) -> Trip | None:
+    def _read(self, *, wait: bool) -> BadStep | None:
         if self._veto is None:
             return None
         readings = self._veto.read(wait=wait)
@@ -248,18 +248,18 @@ class Guard:
                 assert step.traces is not None
                 bad = step.traces.bad(names_of(self._model, step.parameters), norms)
                 later = tuple(each.note for each in (*readings[position:], *self._veto.read(wait=True)))
-                return Trip(step, tuple(losses), reading.numbers[0], tuple(bad), late=True, later=later)
+                return BadStep(step, tuple(losses), reading.numbers[0], tuple(bad), late=True, later=later)
             if reading.bad:
                 assert step.keys is not None
-                step.keys.put_back()
+                step.keys.restore()
                 if step is self._latest:  # else the next step began by putting them back, on the device
-                    self._buffers.put_back()
+                    self._buffers.restore()
                 self._note_skip(step)
             elif not all(map(math.isfinite, losses)):
                 self._warn_of_private_loss()
         return None
 
-    def _check_on_host(self, step: Step, optimizer: Optimizer, scaler: Any) -> Trip | None:
+    def _check_on_host(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> BadStep | None:
         step.parameters, gradients = gradients_of(optimizer)
         self.saw_gradients = self.saw_gradients or bool(gradients)
         losses = step.losses()
@@ -274,7 +274,7 @@ class Guard:
             is_suspect = not math.isfinite(norms.pop())
         else:
             is_suspect = not all(map(math.isfinite, values[:1] if self._gradients == "replicated" else values))
-        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if scaler is not None and takes_scaled_gradients(optimizer):
             norm /= scaler.get_scale()  # these optimizers get their gradients still scaled
         self._remember(step, loss_values, norm)
         bad_loss = not all(map(math.isfinite, loss_values))
@@ -284,18 +284,18 @@ class Guard:
                 self._warn_of_private_loss()
             return None
         named = zip(names_of(self._model, step.parameters), gradients, norms, strict=True)
-        trip = Trip(step, tuple(loss_values), norm, tuple(count_bad(list(named))), late=False)
-        return self._judge(trip, optimizer, scaler, bad_loss=bad_loss)
+        bad_step = BadStep(step, tuple(loss_values), norm, tuple(count_bad(list(named))), late=False)
+        return self._judge(bad_step, optimizer, scaler, bad_loss=bad_loss)
 
-    def _judge(self, trip: Trip, optimizer: Optimizer, scaler: Any, *, bad_loss: bool) -> Trip | None:
-        """A norm or a loss is NaN or Inf: is the step bad, does the scaler deal with it, may it be skipped?"""
-        bad_gradient = bool(trip.gradients)
+    def _judge(self, bad_step: BadStep, optimizer: Optimizer, scaler: Any, *, bad_loss: bool) -> BadStep | None:
+        """Decide on a suspect step: let it pass, leave it to the gradient scaler, skip it, or return it."""
+        bad_gradient = bool(bad_step.gradients)
         if self._ranks.world_size > 1 and (self._gradients == "sharded" or scaler is not None):
-            everyone = self._ranks.gather((bad_loss, bad_gradient))
+            everyone = self._ranks.objects((bad_loss, bad_gradient))
             bad_loss, bad_gradient = any(loss for loss, _ in everyone), any(gradient for _, gradient in everyone)
         if not bad_loss and not bad_gradient:
             self._scaler_skips.pop(optimizer, None)
-            return None  # finite gradients whose norm overflows
+            return None  # the gradients are finite, and only their norm overflows
         if scaler is not None and not bad_loss:
             self._scaler_skips[optimizer] += 1
             skips, scale = self._scaler_skips[optimizer], scaler.get_scale()
@@ -304,37 +304,66 @@ class Guard:
             reason = (
                 f"the gradient scaler skipped {skips} step{'s' * (skips > 1)} in a row and is at a scale of {scale:g}"
             )
-            trip = Trip(trip.step, trip.losses, trip.norm, trip.gradients, late=False, scaler=reason)
+            bad_step = BadStep(
+                bad_step.step, bad_step.losses, bad_step.norm, bad_step.gradients, late=False, scaler=reason
+            )
         if len(self.skipped) >= self._max_skips:
-            return trip
-        self._skip(trip.step, optimizer, scaler)
+            return bad_step
+        self._skip(bad_step.step, optimizer, scaler)
         return None
 
-    def _skip(self, step: Step, optimizer: Optimizer, scaler: Any) -> None:
+    def _skip(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> None:
         if scaler is None:
             hide_gradients(optimizer)
         else:
-            # The scaler wants gradients to look at, and skips the update itself if one is not finite. Where it has
-            # looked already, hiding them is what stops the update.
-            handles_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
+            # The scaler needs gradients to look at, and skips the update itself if one is not finite. Where it has
+            # looked already, removing them stops the update.
+            handles_scale = takes_scaled_gradients(optimizer)
             for gradient in gradients_of(optimizer)[1] if handles_scale else ():
                 gradient.fill_(torch.inf)
             if not handles_scale:
                 hide_gradients(optimizer)
-        self._buffers.put_back()
+        self._buffers.restore()
         self._note_skip(step)
 
-    def _note_skip(self, step: Step) -> None:
+    def _note_skip(self, step: GuardedStep) -> None:
         self.skipped.append((step.number, tuple(micro.index for micro in step.micro)))
 
-    def _remember(self, step: Step, losses: list[float], norm: float) -> None:
-        self.history.append(Past(step.number, sum(losses) / len(losses) if losses else math.nan, norm))
+    def _remember(self, step: GuardedStep, losses: list[float], norm: float) -> None:
+        self.history.append(PastStep(step.number, sum(losses) / len(losses) if losses else math.nan, norm))
 
     def _warn_of_private_loss(self) -> None:
         if not self._has_warned:
             warnings.warn(
                 f"The loss of rank {self._ranks.rank} is NaN or Inf while the gradients of all ranks are finite, so "
-                "the other ranks cannot know and training goes on. This is said once.",
+                "the other ranks cannot know and training goes on. This warning is given once.",
                 stacklevel=2,
             )
         self._has_warned = True
+
+
+def gradients_under(strategy: type, *, world_size: int) -> Gradients:
+    """Return how a rank's gradients relate to those of the other ranks under a strategy.
+
+    Args:
+        strategy: The class of the Trainer's strategy.
+        world_size: The number of ranks.
+
+    Raises:
+        ValueError: The gradients cannot be seen under it; the message says why.
+    """
+    reason = why_unsupported("HaltOnNaN", strategy)
+    if reason is not None:
+        raise ValueError(
+            f"HaltOnNaN cannot guard a run under {strategy.__name__}: {reason} Remove HaltOnNaN, or train with a "
+            "strategy that lets it see the gradients: single device, DDP, FSDP or ModelParallelStrategy."
+        )
+    family = strategy_family(strategy)
+    if family in {"SingleDevice", "DDP"}:
+        return "whole" if family == "SingleDevice" else "replicated"
+    # The result of deciding together in each step is right under any strategy, also under one that is not known.
+    return "sharded" if family in {"FSDP", "ModelParallel"} or world_size > 1 else "whole"
+
+
+def _nothing() -> None:
+    """Do nothing."""

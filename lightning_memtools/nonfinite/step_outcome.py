@@ -1,7 +1,8 @@
-"""The conditions of a step, what it gives, and how a step that is run again can differ."""
+"""The conditions under which a step ran, its outcome, and how the outcome of a rerun can differ."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, Start, changed_in_place, in_batch
+from lightning_memtools.nonfinite.micro_batches import BatchStart, MicroBatch, changed_in_place, in_batch, simple_items
 
-# What a step may ask its Trainer for, as far as plain numbers can answer.
+# The attributes that a step may ask its Trainer for, and that plain values can answer.
 TRAINER_FACTS = (
     "current_epoch", "global_step", "global_rank", "local_rank", "node_rank", "world_size", "num_devices", "num_nodes",
     "max_epochs", "max_steps", "min_epochs", "min_steps", "num_training_batches", "estimated_stepping_batches",
@@ -25,19 +26,19 @@ TRAINER_FACTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
-    """Under which conditions a step ran. Plain values.
+class StepConditions:
+    """The conditions under which a step ran. Plain values.
 
     Attributes:
-        automatic: Whether backward follows training_step; else the module runs it itself.
-        divided_by: What the loss is divided by for an accumulation.
-        scale: What the gradient scaler multiplies the loss by; None without one.
+        automatic: Whether Lightning runs backward after training_step; else the module runs it itself.
+        divided_by: The number that the loss is divided by for an accumulation.
+        scale: The number that the gradient scaler multiplies the loss by; None without one.
         unscales_itself: Whether the optimizer takes the gradients still scaled.
-        device_type: Where the module is.
-        autocast: What autocast computes in during training_step, as ``"bfloat16"``; None without.
+        device_type: The type of the module's device.
+        autocast: The type that autocast computes in during training_step, such as ``"bfloat16"``; None without it.
         autocast_cache: Whether autocast keeps the weights it converted.
-        default_dtype: What new tensors are during training_step, as ``"float32"``.
-        trainer: What the Trainer says of itself: name to plain value.
+        default_dtype: The type of new tensors during training_step, such as ``"float32"``.
+        trainer: Attributes of the Trainer: name to plain value.
     """
 
     automatic: bool = True
@@ -52,7 +53,7 @@ class Conditions:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Where training_step runs."""
+        """Set autocast and the default type as they are in training_step."""
         default = torch.get_default_dtype()
         casting: Any = nullcontext()
         if self.autocast is not None:
@@ -66,8 +67,17 @@ class Conditions:
             torch.set_default_dtype(default)
 
 
+def plain_facts(trainer: object) -> dict[str, Any]:
+    """Return what a Trainer reports about itself, as far as it is plain values: name to value."""
+    facts = {}
+    for name in TRAINER_FACTS:
+        with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
+            facts[name] = getattr(trainer, name)
+    return simple_items(facts)
+
+
 def precision_now(device_type: str) -> dict[str, Any]:
-    """The part of the conditions that whatever surrounds this call has set: autocast and the default dtype."""
+    """Return the conditions that the code around this call has set: autocast and the default type."""
     casts = torch.is_autocast_enabled(device_type)
     return {
         "device_type": device_type,
@@ -77,26 +87,26 @@ def precision_now(device_type: str) -> dict[str, Any]:
     }
 
 
-def doubts_about(micro: Sequence[MicroBatch], unkept: Sequence[str]) -> list[str]:
-    """What is known to be missing for running the step again exactly, one sentence each."""
+def doubts_about(micro: Sequence[MicroBatch], unrestored: Sequence[str]) -> list[str]:
+    """Return what is known to be missing for an exact rerun of the step, one sentence each."""
     doubts = []
     gone = [str(each.index) for each in micro if each.batch is None]
     if gone:
-        doubts.append(f"Batch {', '.join(gone)} of the accumulation was no longer held: it takes no part.")
+        doubts.append(f"Batch {', '.join(gone)} of the accumulation was no longer held: the rerun leaves it out.")
     for each in micro:
-        if each.batch is None or not isinstance(each.start, Start):
+        if each.batch is None or not isinstance(each.start, BatchStart):
             continue
         doubts += [
-            f"{in_batch(name, each.index)} was changed in place by the step: a replay begins with what was left."
+            f"{in_batch(name, each.index)} was changed in place by the step: a rerun begins with the changed values."
             for name in (changed_in_place(each.batch, each.start.versions) if each.changed is None else each.changed)
         ]
-    if unkept:
-        doubts.append(f"Buffer {', '.join(unkept)} could not be put back to before the step.")
+    if unrestored:
+        doubts.append(f"Buffer {', '.join(unrestored)} could not be restored to its values before the step.")
     return doubts
 
 
 def digest_of(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's bits, its dtype and shape."""
+    """Return the SHA-256 of a tensor's bits, its dtype and shape."""
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()
@@ -106,17 +116,17 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digest of each gradient."""
+    """Return the digest of each gradient."""
     return {name: digest_of(gradient) for name, gradient in gradients.items()}
 
 
 def is_same_number(one: float, other: float) -> bool:
-    """Whether two losses are the same in every bit; NaN is NaN."""
+    """Return whether two losses are the same in every bit; any NaN equals any other."""
     return (math.isnan(one) and math.isnan(other)) or struct.pack("d", one) == struct.pack("d", other)
 
 
-def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: Outcome) -> list[str]:
-    """What a step run again gave otherwise than the step itself, one sentence each; empty if all bits are the same."""
+def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
+    """Return how a rerun differs from the step, one sentence each; empty if all bits are the same."""
     now = [float(loss) for loss in again.losses]
     found = []
     if len(now) != len(losses):
@@ -127,14 +137,14 @@ def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: Outco
     different = [name for name, digest in digests_of(again.gradients).items() if digests.get(name, digest) != digest]
     different += [name for name in digests if name not in again.gradients]
     if different:
-        more = f" and {len(different) - 3} more" if len(different) > 3 else ""  # noqa: PLR2004, names enough
+        more = f" and {len(different) - 3} more" if len(different) > 3 else ""  # noqa: PLR2004, three names are enough
         found.append(f"Of {len(digests)} gradients {len(different)} differ: {', '.join(different[:3])}{more}.")
     return found
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What a step gave.
+class StepOutcome:
+    """The losses and gradients of a step.
 
     Attributes:
         losses: The loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors.
@@ -148,5 +158,5 @@ class Outcome:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all losses and gradients are."""
+        """True if all losses and gradients are finite."""
         return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())

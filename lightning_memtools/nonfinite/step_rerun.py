@@ -1,4 +1,4 @@
-"""A step, run once more."""
+"""Runs a step again, from the state that it began with, and leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memtools._torch import COLLECTIVE_NAMESPACES, DispatchMode, buffers_of
 from lightning_memtools.memory.nested_tensors import map_tensors
-from lightning_memtools.nonfinite.bad_step import noted
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, put_attributes_back
-from lightning_memtools.nonfinite.step_outcome import Conditions, Outcome
+from lightning_memtools.nonfinite.bad_step import undivided_loss
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, restore_attributes
+from lightning_memtools.nonfinite.step_outcome import StepConditions, StepOutcome
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.trainer_stand_in import (
     SilentLogger,
@@ -31,7 +31,7 @@ from lightning_memtools.state.state_snapshot import StateSnapshot
 
 
 class CannotRerunError(Exception):
-    """The step could not be run once more; the message says why."""
+    """Raised when a step cannot be run again; the message says why."""
 
 
 _REPLAY_HAS_NO = (
@@ -40,46 +40,43 @@ _REPLAY_HAS_NO = (
 
 
 class _StepIsOver(BaseException):
-    """Leaves a manual training_step where the bad update would follow. No `except Exception` takes it."""
+    """Leaves a manual training_step where the bad update would follow. No `except Exception` catches it."""
 
 
-COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"}
-
-
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what talks to other processes: they do not run this step again, and would be waited for."""
+class _NoCollectives(DispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives: the other processes do not run this step again, so that this one would wait for ever."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in COLLECTIVES:
+        if func.namespace in COLLECTIVE_NAMESPACES:
             raise CannotRerunError(f"the step talks to the other ranks ({func.name()}), which do not run it again")
         return func(*args, **(kwargs or {}))
 
 
-class Rerun:
+class StepRerun:
     """Runs a step as often as asked, each time from the same state; on exit everything is as it was on entry.
 
-    Within it, the module has a Trainer that logs nothing and moves nothing, and nothing that the step prints or warns
-    of is shown.
+    Within it, the module has a stand-in for the Trainer that logs nothing and makes no update. What the step prints or
+    warns of is not shown.
 
     Args:
         module: The LightningModule, with the weights and buffers that the step began with.
         micro: The step's micro-batches.
-        conditions: How the step ran.
+        conditions: The conditions under which the step ran.
         optimizers: The module's optimizers.
         schedulers: Its schedulers.
-        parameters: Those whose gradients belong to the step; all when left out.
-        trainer: The Trainer, where there is one.
-        host: Makes a context in which copies of the state are made.
+        parameters: The parameters whose gradients belong to the step; all when left out.
+        trainer: The Trainer, if there is one.
+        host: Returns a context in which copies of the state are host memory.
 
     Attributes:
-        prepare: What each run begins with.
+        prepare: Called before each run.
     """
 
     def __init__(
         self,
         module: Module,
         micro: Sequence[MicroBatch],
-        conditions: Conditions,
+        conditions: StepConditions,
         *,
         optimizers: Sequence[Optimizer] = (),
         schedulers: Sequence[Any] = (),
@@ -106,7 +103,7 @@ class Rerun:
         self._now: MicroBatch | None = None
 
     def _bring_back(self) -> None:
-        """Batches that were moved to the host, on the device again."""
+        """Move the batches that were moved to the host back to the device."""
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         if device.type != "cpu":
             torch.accelerator.synchronize()  # the copies were queued
@@ -129,7 +126,7 @@ class Rerun:
         self._losses, self._buffers = [], {}
 
     def reset(self) -> None:
-        """Put everything back to what it was on entry, and `prepare`."""
+        """Restore everything to what it was on entry, then call `prepare`."""
         assert self._snapshot is not None, "Rerun is a context manager"
         self._snapshot.restore()
         self.prepare()
@@ -140,16 +137,16 @@ class Rerun:
         within: AbstractContextManager[Any] | None = None,
         batches: Mapping[int, Any] | None = None,
         restore: bool = True,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Run the step from its start.
 
         Args:
             within: A context for forward and backward, such as a dispatch mode.
-            batches: Other batches in the place of some, by position.
-            restore: Begin with what everything was like on entry; False where the caller has put other weights there.
+            batches: Batches to use instead of the step's own, by position.
+            restore: Whether to restore everything first; False where the caller has set other weights.
 
         Raises:
-            CannotRerunError: It failed otherwise than by NaN.
+            CannotRerunError: It failed for another reason than NaN or Inf.
         """
         if restore:
             self.reset()
@@ -157,7 +154,7 @@ class Rerun:
         for parameter in self.module.parameters():
             parameter.grad = None
         try:
-            alone = _Alone() if distributed.is_available() and distributed.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
+            alone = _NoCollectives() if distributed.is_available() and distributed.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
             with _quiet(), torch.enable_grad(), alone, within or nullcontext():
                 self._attach()
                 for position, micro in enumerate(self.micro):
@@ -167,14 +164,14 @@ class Rerun:
         except CannotRerunError:
             raise
         except Exception as error:
-            raise CannotRerunError(f"the step could not be run once more: {type(error).__name__}: {error}") from error
+            raise CannotRerunError(f"the step could not be run again: {type(error).__name__}: {error}") from error
         self._unscale()
         gradients = {
             self.names[id(p)]: p.grad
             for p in self.module.parameters()
             if p.grad is not None and (not self._wanted or id(p) in self._wanted)
         }
-        return Outcome(self._losses, self._graph, gradients)
+        return StepOutcome(self._losses, self._graph, gradients)
 
     def _attach(self) -> None:
         if not is_lightning_module(self.module):
@@ -193,10 +190,10 @@ class Rerun:
         attach(self.module, trainer)
 
     def _run_batch(self, micro: MicroBatch, batch: Any) -> bool:
-        """Run one batch; whether the step ends within it."""
+        """Run one batch; return whether the step ends within it."""
         module: Any = self.module
         if micro.start is not None:
-            put_attributes_back(module, micro.start.attributes)
+            restore_attributes(module, micro.start.attributes)
             micro.start.random.restore()
         self._now, self._n_steps = micro, 0
         _call(module, "on_train_batch_start", batch, micro.index)
@@ -217,7 +214,7 @@ class Rerun:
         module: Any = self.module
         scale = self._scale_on(loss)
         scaled = loss if scale is None else loss * scale
-        self._losses.append(noted(scaled, self.conditions.divided_by, scale))
+        self._losses.append(undivided_loss(scaled, self.conditions.divided_by, scale))
         self._graph = loss
         _call(module, "on_before_backward", scaled)
         if hasattr(module, "backward"):
@@ -231,7 +228,7 @@ class Rerun:
         return None if scale is None else torch.full((), scale, dtype=torch.float32, device=loss.device)
 
     def _step(self, _optimizer: Optimizer) -> None:
-        """In place of an optimizer's step in manual optimization: earlier ones of this batch were taken already."""
+        """Stand in for an optimizer's step in manual optimization; earlier ones of this batch were made before."""
         micro = self._now
         assert micro is not None
         self._n_steps += 1
@@ -240,10 +237,10 @@ class Rerun:
                 raise _StepIsOver
             return
         if self._n_steps == micro.steps_before and micro.resumed is not None:
-            # What came before ran with weights it had not run with; from here on everything is as it was.
+            # The part before this ran with other weights than it had; from here on everything is as it was.
             self._losses.clear()
             micro.resumed.random.restore()
-            put_attributes_back(self.module, micro.resumed.attributes)
+            restore_attributes(self.module, micro.resumed.attributes)
             assert self._snapshot is not None
             self._put_buffers_back()
 
@@ -252,7 +249,7 @@ class Rerun:
             for name, (buffer, kept) in self._buffers.items():
                 buffer.copy_(kept)
                 owner, _, key = name.rpartition(".")
-                self.module.get_submodule(owner)._buffers[key] = buffer  # noqa: SLF001, the step may have put a new tensor there
+                buffers_of(self.module.get_submodule(owner))[key] = buffer  # the step may have put a new tensor there
 
     def _unscale(self) -> None:
         scale = self.conditions.scale
@@ -263,7 +260,7 @@ class Rerun:
         ]
         if moved:
             scaler = torch.amp.GradScaler(self.conditions.device_type, init_scale=scale)
-            scaler.scale(moved[0].new_zeros(()))  # makes it ready
+            scaler.scale(moved[0].new_zeros(()))  # initialises it
             scaler.unscale_(SGD(moved))
 
 

@@ -9,25 +9,25 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-# What torch.compile and older wrappers put into the names.
+# Added to the names by torch.compile and older wrappers.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the wrappers around its module."""
+    """Return a parameter's name without the wrappers around its module."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def names_of(model: Module, parameters: Sequence[Tensor]) -> list[str]:
-    """The name of each parameter; one that the model does not hold gets its place among the parameters."""
+    """Return the name of each parameter; one that the model does not hold is named by its position."""
     known = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     return [known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)]
 
 
 def tensors_in_attributes(model: Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a module and its parts keep in plain attributes, neither parameter nor buffer."""
+    """Yield the tensors that a module and its parts keep in plain attributes, neither parameter nor buffer."""
     of_every_module = vars(Module())
     for name, part in model.named_modules():
         prefix = f"{plain_name(name)}." if name else ""
@@ -37,7 +37,7 @@ def tensors_in_attributes(model: Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_tensors(collection: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested mappings, sequences and dataclasses, each with the expression that leads to it."""
+    """Yield the tensors in nested mappings, sequences and dataclasses, each with the expression that leads to it."""
     if isinstance(collection, Tensor):
         yield name, collection
     elif isinstance(collection, Mapping):

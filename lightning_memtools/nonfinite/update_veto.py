@@ -1,8 +1,7 @@
-"""Holds an optimizer's update back, on the device or by hiding gradients, and undoes what it did."""
+"""Holds back an optimizer's update, on the device or by removing gradients, and undoes what a step did to it."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -11,17 +10,19 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from lightning_memtools.memory.arriving_values import ArrivingValues
+
 Note = TypeVar("Note")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading(Generic[Note]):
-    """What a step's check found, read later.
+class DecidedStep(Generic[Note]):
+    """The result of a step's check, when it has reached the host.
 
     Attributes:
-        note: What was given to `check`.
+        note: The note that was given to `check`.
         bad: Whether the step was found bad.
-        halts: Whether it was one bad step too many: nothing moved in it or after it.
+        halts: Whether it was one bad step too many: its update and all later ones were held back.
         numbers: The numbers that were checked.
     """
 
@@ -31,29 +32,22 @@ class Reading(Generic[Note]):
     numbers: list[float]
 
 
-@dataclass(slots=True)
-class _Pending(Generic[Note]):
-    note: Note
-    numbers: Tensor
-    arrival: torch.cuda.Event | None
-
-
-class Veto(Generic[Note]):
-    """Decides on the device whether a step may move anything, and tells the host when the answer has arrived.
+class UpdateVeto(Generic[Note]):
+    """Decides on the device whether a step may change anything, and tells the host when the answer has arrived.
 
     `flag` is a 0-dim float32 tensor, 1 where the step is held back, for `optimizer.found_inf`. It is sticky: after more
     than `max_skips` bad steps it stays 1, so that it does not matter how late the host learns of it.
 
     Args:
-        device: Where the gradients are.
-        max_skips: How many bad steps are held back without ending the run.
+        device: The gradients' device.
+        max_skips: The number of bad steps that are skipped without ending the run.
     """
 
     def __init__(self, device: torch.device, max_skips: int) -> None:
         self.flag = torch.zeros((), device=device)
         self._n_bad = torch.zeros((), device=device)
         self._max_skips = max_skips
-        self._pending: deque[_Pending[Note]] = deque()
+        self._sent: ArrivingValues[Note] = ArrivingValues()
         self._attached: list[Optimizer] = []
 
     @torch.no_grad()
@@ -68,51 +62,33 @@ class Veto(Generic[Note]):
         if all(optimizer is not other for other in self._attached):
             self._attached.append(optimizer)
         verdict = torch.stack([bad.to(numbers.dtype), halts.to(numbers.dtype)])
-        self._pending.append(self._send(torch.cat([verdict, numbers]), note))
+        self._sent.send(torch.cat([verdict, numbers]), note)
 
     def notes(self) -> Sequence[Note]:
-        """The notes of the steps not yet read, oldest first."""
-        return [pending.note for pending in self._pending]
+        """Return the notes of the steps that are not read yet, oldest first."""
+        return self._sent.notes()
 
-    def read(self, *, wait: bool) -> list[Reading[Note]]:
-        """What has arrived since, oldest first; with `wait`, everything."""
-        readings = []
-        while self._pending:
-            pending = self._pending[0]
-            if pending.arrival is not None and not pending.arrival.query():  # type: ignore[no-untyped-call]
-                if not wait:
-                    break
-                pending.arrival.synchronize()
-            self._pending.popleft()
-            bad, halts, *numbers = pending.numbers.tolist()
-            readings.append(Reading(pending.note, bool(bad), bool(halts), numbers))
-        return readings
+    def read(self, *, wait: bool) -> list[DecidedStep[Note]]:
+        """Return the steps whose results have arrived, oldest first; with `wait`, all of them."""
+        return [
+            DecidedStep(note, bool(bad), bool(halts), numbers)
+            for (bad, halts, *numbers), note in self._sent.receive(wait=wait)
+        ]
 
     def close(self) -> None:
-        """Take the flag off the optimizers; closing twice does no harm."""
+        """Remove the flag from the optimizers; closing twice does no harm."""
         for optimizer in self._attached:
             if getattr(optimizer, "found_inf", None) is self.flag:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         self._attached.clear()
-        self._pending.clear()
-
-    @staticmethod
-    def _send(numbers: Tensor, note: Note) -> _Pending[Note]:
-        if numbers.device.type != "cuda":
-            return _Pending(note, numbers, None)
-        # Only a copy into pinned memory leaves the host free to go on.
-        arrived = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        arrived.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(numbers.device))
-        return _Pending(note, arrived, event)
+        self._sent.clear()
 
 
 def honours_found_inf(optimizer: Optimizer) -> bool:
-    """Whether `optimizer.found_inf`, a device tensor that is 1, makes the step leave everything as it is.
+    """Return whether a step does nothing while `optimizer.found_inf`, a tensor on the device, is 1.
 
-    PyTorch's fused kernels do, bit for bit, step counts included. Subclasses and other packages' optimizers may not
-    keep to that, and the float64 norms that decide on the device could overflow for float64 gradients.
+    PyTorch's fused kernels then leave every bit unchanged, step counts included. Subclasses and other packages'
+    optimizers may not, and the float64 norms that decide on the device could overflow for float64 gradients.
     """
     if type(optimizer) not in {SGD, Adam, AdamW, Adagrad}:
         return False
@@ -124,16 +100,16 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 def hide_gradients(optimizer: Optimizer) -> None:
-    """Make the coming step do nothing: optimizers leave parameters without a gradient alone, and create no state."""
+    """Make the coming step do nothing: optimizers skip parameters without a gradient, and create no state for them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 class StateKeys:
-    """Which state an optimizer had before a step, to remove what a vetoed first step created.
+    """The keys of an optimizer's state before a step, to remove the state that a first step created but did not fill.
 
-    Adam's is zeros then, but fused SGD leaves its momentum buffers uninitialised, and the next step would use them.
+    Adam creates zeros, but fused SGD leaves its momentum buffers uninitialised, and the next step would use them.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -142,11 +118,11 @@ class StateKeys:
         self._keys = {parameter: frozenset(state) for parameter, state in optimizer.state.items()}
 
     def are_current(self) -> bool:
-        """Whether nothing was created or removed since."""
+        """Return whether no entry was created or removed since."""
         return _count(self._optimizer) == self._n_entries
 
-    def put_back(self) -> bool:
-        """Remove what was created since; whether there was anything."""
+    def restore(self) -> bool:
+        """Remove the entries that were created since; return whether there were any."""
         if self.are_current():
             return False
         for parameter in list(self._optimizer.state):
@@ -165,7 +141,7 @@ def _count(optimizer: Optimizer) -> int:
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The learning rates and other settings of each parameter group, as copies."""
+    """Return copies of the learning rates and other settings of each parameter group."""
     return [
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -173,7 +149,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def put_settings_back(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
+def restore_settings(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
     """Undo what schedulers did to the parameter groups since `settings_of`."""
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
         for key, value in saved.items():
@@ -184,14 +160,14 @@ def put_settings_back(optimizer: Optimizer, settings: list[dict[str, Any]]) -> N
 
 
 def over_ranks(numbers: Tensor | None, n_deciding: int, device: torch.device) -> Tensor:
-    """Make the first of each rank's numbers, the norm of its shard, that of all ranks, and let all ranks decide alike.
+    """Replace the norm of each rank's shard by the norm over all ranks, and let all ranks decide alike.
 
-    One all-reduce of two numbers, on the device and in the backend of training.
+    This takes one all-reduce of two numbers, on the device and in the backend of training.
 
     Args:
-        numbers: What `measure` gave on this rank; None where it holds nothing.
-        n_deciding: How many of the first numbers decide.
-        device: Where training takes place.
+        numbers: What `measure` returned on this rank, the norm first; None if this rank has no gradient and no loss.
+        n_deciding: The number of leading numbers that decide.
+        device: The device of training.
 
     Returns:
         The numbers, and one more at the end: NaN if a deciding number of any rank is NaN or Inf, else 0.
@@ -205,10 +181,10 @@ def over_ranks(numbers: Tensor | None, n_deciding: int, device: torch.device) ->
 
 
 def poison(loss: Tensor) -> None:
-    """Make all gradients of this backward pass NaN if the loss is NaN or Inf; leave them bit for bit alone if not.
+    """Make all gradients of this backward pass NaN if the loss is NaN or Inf; else leave every bit unchanged.
 
-    Under data parallelism every rank sees the mean of all gradients, but only its own loss. This carries a bad loss to
-    all of them without a collective or a wait.
+    Under data parallelism every rank sees the mean of all gradients, but only its own loss. The NaN tells all ranks of
+    a bad loss without a collective or a wait.
     """
     if not loss.requires_grad:
         return

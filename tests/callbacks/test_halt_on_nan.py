@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from tests.event_files import scalars
 from tests.lightning_models import trainer
@@ -125,7 +125,7 @@ def test_state_is_bitwise_that_before_the_bad_step_and_checkpoints_are_finite(
     _, model, run = ends[1]
     assert error.step == observer.first_bad == bad // accumulate
     assert error.batch_idx == bad
-    assert error.cause == Cause.DIRTY_DATA
+    assert error.cause == NonFiniteCause.DIRTY_DATA
     assert differences(observer.before, state_bits(model, run.optimizers)) == []
     assert run.global_step == bad // accumulate
     assert run.lr_scheduler_configs[0].scheduler.last_epoch == bad // accumulate
@@ -245,7 +245,7 @@ def test_the_message_names_everything(tmp_path):
     assert f"Learning rate: {0.05 * 0.9**2:g}" in text
     advice = "Next: look at those samples in the data set and repair or drop them."
     assert last == f"{advice} Run the step again: memtools replay {error.capsule_path}"
-    assert "The first bad value was in the batch, first used by aten.addmm in net.0 (" in text
+    assert "The first bad value was in the batch, first used by torch.addmm in net.0 (" in text
     assert "Tried: with sample 0 in the place of sample 3 the step is finite" in text
     assert len(error.losses) == len(error.norms) == 3
     assert [str(bad).split()[0] for bad in error.parameters] == [name for name, _ in model.named_parameters()]
@@ -279,7 +279,7 @@ def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_pat
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_bf16(precision, tmp_path):
     error = halted(trainer(tmp_path, HaltOnNaN(), precision=precision), Net(), loader(BAD))
-    assert (error.step, error.cause) == (BAD, Cause.DIRTY_DATA)
+    assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
 
 
 @fused_or_not
@@ -324,7 +324,7 @@ def test_too_many_skips_in_a_row_are_not(fused, tmp_path):
     run = trainer(tmp_path, HaltOnNaN(amp_patience=3), plugins=half(2.0**24))
     error = halted(run, model, loader())
     assert error.step == 2
-    assert error.cause == Cause.LOW_PRECISION
+    assert error.cause == NonFiniteCause.LOW_PRECISION
     assert "the gradient scaler skipped 3 steps in a row and is at a scale of 4.1943e+06" in str(error)
     weights = [name for name in before if name.endswith(("weight", "bias"))]
     assert not set(weights) & set(differences(before, state_bits(model, [])))
@@ -333,7 +333,7 @@ def test_too_many_skips_in_a_row_are_not(fused, tmp_path):
 @fused_or_not
 def test_a_bad_loss_is_never_a_normal_skip(fused, tmp_path):
     error = halted(trainer(tmp_path, HaltOnNaN(), plugins=half(2.0**4)), Net(fused=fused), loader(BAD))
-    assert (error.step, error.cause) == (BAD, Cause.DIRTY_DATA)
+    assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
 
 
 @pytest.mark.parametrize("kind", ["dirty batch", "loss alone"])
@@ -368,7 +368,7 @@ def test_a_skip_at_a_scale_below_one_is_not_normal(fused, tmp_path):
             return super().training_step(batch, batch_idx) * (1e8 if batch_idx == 4 else 1)
 
     error = halted(trainer(tmp_path, HaltOnNaN(), plugins=half(0.5)), Worse(fused=fused), loader())
-    assert (error.step, error.cause) == (4, Cause.LOW_PRECISION)
+    assert (error.step, error.cause) == (4, NonFiniteCause.LOW_PRECISION)
     assert "is at a scale of 0.5" in str(error)
 
 
@@ -454,7 +454,7 @@ def test_an_update_that_overflows_by_itself_reaches_no_checkpoint(tmp_path):
     run = trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True)
     error = halted(run, Huge(), loader())
     assert error.step == 3
-    assert error.cause == Cause.EXPLODING
+    assert error.cause == NonFiniteCause.EXPLODING
     assert "is not finite after the update of step 3" in str(error)
     files = [*(tmp_path / "every").glob("*.ckpt")]
     assert len(files) == 3
@@ -468,7 +468,7 @@ def test_weights_that_were_bad_already_reach_no_checkpoint_on_exception(tmp_path
         model.net[3].weight[0, 1] = torch.nan
     saver = ModelCheckpoint(tmp_path / "last", every_n_epochs=1, save_on_exception=True)
     error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model, loader())
-    assert error.cause == Cause.BAD_PARAMETER
+    assert error.cause == NonFiniteCause.BAD_PARAMETER
     assert "net.3.weight (1 NaN of 8, 12.5%) held NaN or Inf before this step" in str(error)
     assert "not written: weights or buffers were bad" in str(error)
     assert error.checkpoint_path is None
@@ -539,7 +539,7 @@ def test_every_logger(kind, fused, tmp_path, capsys):
         events = b"".join(file.read_bytes() for file in tmp_path.rglob("*.tfevents.*"))
         assert b"memtools/nonfinite_report" in events
         assert b"dirty data" in events
-        assert b"first used by aten.addmm in net.0" in events
+        assert b"first used by torch.addmm in net.0" in events
 
 
 PRECISIONS: dict[str, Any] = {
@@ -715,7 +715,7 @@ def test_a_compiled_module(fused, tmp_path):
     model = Net(fused=fused)
     model.net = torch.compile(model.net, backend="aot_eager")
     error = halted(trainer(tmp_path, HaltOnNaN()), model, loader(BAD))
-    assert (error.step, error.cause) == (BAD, Cause.DIRTY_DATA)
+    assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
     assert error.parameters[0].name == "net.0.weight"
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_memtools import replay
-from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.integration import halt_on_ranks
 from tests.integration.halt_on_ranks import BAD, SCENARIOS
 from tests.two_processes import run_ranks
@@ -61,15 +61,15 @@ def test_the_culprit_rank_is_named(name, seen):
 def test_the_cause_is_that_of_the_culprit_rank(seen):
     for name in HALTING:
         if SCENARIOS[name][0] == "sample":
-            assert {rank["cause"] for rank in seen[name]} == {Cause.DIRTY_DATA}
+            assert {rank["cause"] for rank in seen[name]} == {NonFiniteCause.DIRTY_DATA}
             assert "batch 5 holds 1 NaN in 32 elements, in sample 2" in seen[name][0]["message"]
 
 
 def test_a_bad_gradient_with_good_losses_is_traced_to_its_rank_by_running_the_step_again(seen):
     """After the all-reduce it is the same everywhere; run again alone, only one rank's is bad."""
     for rank in seen["backward"]:
-        assert (rank["rank"], rank["cause"]) == (1, Cause.DOMAIN)
-        assert "made by aten.mul in backward in Net.backward (" in rank["message"]
+        assert (rank["rank"], rank["cause"]) == (1, NonFiniteCause.DOMAIN)
+        assert "made by torch.mul in backward in Net.backward (" in rank["message"]
 
 
 ALONE = [name for name in HALTING if name not in {"validation", "talks"} and not name.startswith("sharded")]

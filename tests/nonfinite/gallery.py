@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 
 BATCH, FEATURES, N_BATCHES, BAD_BATCH = 8, 6, 8, 5
 
@@ -41,7 +41,7 @@ class Case:
 
     make: Callable[[], L.LightningModule]
     batches: list[Any]
-    cause: Cause | None = None
+    cause: NonFiniteCause | None = None
     bad_batch: int | None = BAD_BATCH
     options: dict[str, Any] = field(default_factory=dict)
     operation: str = ""
@@ -308,90 +308,90 @@ def _with_targets() -> list[dict[str, Tensor]]:
 
 FAILING: dict[str, Case] = {
     "log_of_zero": Case(
-        LogOfZero, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN,
+        LogOfZero, bad_data(_set(0.0, ZERO_ROW)), NonFiniteCause.DOMAIN,
         operation="aten.log", code="return -torch.log(amount).mean()",
     ),
     "zero_over_zero": Case(
-        ZeroOverZero, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN,
+        ZeroOverZero, bad_data(_set(0.0, ZERO_ROW)), NonFiniteCause.DOMAIN,
         operation="aten.div", code="share = x.abs() / x.abs().sum(1, keepdim=True)",
     ),
     "sqrt_backward_at_zero": Case(
-        SqrtAtZero, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN, operation="aten.sqrt", backward=True,
+        SqrtAtZero, bad_data(_set(0.0, ZERO_ROW)), NonFiniteCause.DOMAIN, operation="aten.sqrt", backward=True,
         code="return (torch.sqrt((x * self.body(x).mean()).square().sum(1)) - 1).square().mean() + self.body(x).mean()",
     ),
     "half_overflow": Case(
-        HalfOverflow, bad_data(_set(1000.0, ZERO_ROW)), Cause.LOW_PRECISION,
+        HalfOverflow, bad_data(_set(1000.0, ZERO_ROW)), NonFiniteCause.LOW_PRECISION,
         operation="aten.pow", code="return self.first(batch.half()).square().mean()",
         tried="in float32 the step is finite",
     ),
     "exp_overflow": Case(
-        ExpOverflow, bad_data(_set(400.0, ZERO_ROW)), Cause.OVERFLOW,
+        ExpOverflow, bad_data(_set(400.0, ZERO_ROW)), NonFiniteCause.OVERFLOW,
         operation="aten.exp", code="return torch.exp(x.amax(1) * torch.sigmoid(self.body(x)).amax(1)).mean()",
         tried="in float64 the step is finite",
     ),
     "zero_deviation": Case(
-        ZeroDeviation, bad_data(_set(2.0, ZERO_ROW)), Cause.DOMAIN,
+        ZeroDeviation, bad_data(_set(2.0, ZERO_ROW)), NonFiniteCause.DOMAIN,
         operation="aten.div", code="standard = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)",
     ),
     "nan_in_inputs": Case(
-        Small, bad_data(_set(torch.nan, ALL)), Cause.DIRTY_DATA,
+        Small, bad_data(_set(torch.nan, ALL)), NonFiniteCause.DIRTY_DATA,
         operation="aten.addmm", module="first", code=BODY,
         tried="with 0 in the place of NaN and Inf the step is finite",
     ),
     "inf_in_inputs": Case(
-        Small, bad_data(_set(torch.inf, ALL)), Cause.DIRTY_DATA,
+        Small, bad_data(_set(torch.inf, ALL)), NonFiniteCause.DIRTY_DATA,
         operation="aten.addmm", module="first", code=BODY,
         tried="with 0 in the place of NaN and Inf the step is finite",
     ),
     "nan_in_one_sample": Case(
-        Small, bad_data(lambda batch: batch[3:4, 2:3].fill_(torch.nan)), Cause.DIRTY_DATA,
+        Small, bad_data(lambda batch: batch[3:4, 2:3].fill_(torch.nan)), NonFiniteCause.DIRTY_DATA,
         operation="aten.addmm", module="first", code=BODY,
     ),
     "exploding_recurrence": Case(
-        ExplodingRecurrence, good_data(60), Cause.EXPLODING, None,
+        ExplodingRecurrence, good_data(60), NonFiniteCause.EXPLODING, None,
         operation="aten.addmm", module="cell", code="hidden = self.cell(hidden) + batch",
         tried="in float64 the step is bad too; with all weights divided by 10",
     ),
     "summed_loss": Case(
-        SummedLoss, good_data(60), Cause.EXPLODING, None, operation="aten.mse_loss",
+        SummedLoss, good_data(60), NonFiniteCause.EXPLODING, None, operation="aten.mse_loss",
         code='return F.mse_loss(self.first(batch), batch.sum(1, keepdim=True), reduction="sum")',
         tried="in float64 the step is finite; an update at the rate 1 multiplies the loss of this batch by 1",
     ),
     "custom_backward": Case(
-        CustomBackward, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN,
+        CustomBackward, bad_data(_set(0.0, ZERO_ROW)), NonFiniteCause.DOMAIN,
         operation="aten.div", code="return gradient * x / x.abs()  # 0 / 0 at 0", backward=True,
     ),
     "embedding": Case(
-        UnitEmbedding, _with_padding(), Cause.DOMAIN, operation="aten.div",
+        UnitEmbedding, _with_padding(), NonFiniteCause.DOMAIN, operation="aten.div",
         code="return self.body(words / words.norm(dim=1, keepdim=True)).square().mean()",
         tried="with sample 0 in the place of sample 2 the step is finite",
     ),
     "fully_masked_softmax": Case(
-        MaskedSoftmax, _with_masks(), Cause.DOMAIN, operation="aten.softmax",
+        MaskedSoftmax, _with_masks(), NonFiniteCause.DOMAIN, operation="aten.softmax",
         code="weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), dim=1)",
         tried="with sample 0 in the place of sample 1 the step is finite",
     ),
     "all_targets_ignored": Case(
-        IgnoredTargets, _with_targets(), Cause.DOMAIN, operation="aten.nll_loss_forward",
+        IgnoredTargets, _with_targets(), NonFiniteCause.DOMAIN, operation="aten.nll_loss_forward",
         code='return F.cross_entropy(self.body(batch["x"]), batch["y"], ignore_index=-1)',
-        tried="that aten.nll_loss_forward makes, forward and backward, the step is finite",
+        tried="that torch.nn.functional.nll_loss makes, forward and backward, the step is finite",
     ),
     "bad_parameter": Case(
-        BadCheckpoint, good_data(), Cause.BAD_PARAMETER, 0, operation="aten.addmm", module="last",
+        BadCheckpoint, good_data(), NonFiniteCause.BAD_PARAMETER, 0, operation="aten.addmm", module="last",
         code="out: Tensor = self.last(hidden)",
         tried="with 0 in the place of NaN and Inf in last.weight the step is finite",
     ),
     "one_sample": Case(
-        OneSample, [*good_data()[:BAD_BATCH], good_data()[0][:1]], Cause.DOMAIN, operation="aten.div",
+        OneSample, [*good_data()[:BAD_BATCH], good_data()[0][:1]], NonFiniteCause.DOMAIN, operation="aten.div",
         code="return ((hidden - hidden.mean(0)).square().sum(0) / (len(x) - 1)).mean()",
-        tried="with 0 in the place of the NaN and Inf that aten.div makes, forward and backward, the step is finite",
+        tried="with 0 in the place of the NaN and Inf that torch.div makes, forward and backward, the step is finite",
     ),
     "arc_cosine": Case(
-        ArcCosine, bad_data(_set(50.0, ZERO_ROW)), Cause.DOMAIN, operation="aten.acos",
+        ArcCosine, bad_data(_set(50.0, ZERO_ROW)), NonFiniteCause.DOMAIN, operation="aten.acos",
         code="return torch.acos(0.9 * torch.tanh(self.body(x)) * x[:, :1].clamp(min=1)).mean()",
     ),
     "manual": Case(
-        Manual, bad_data(_set(0.0, ZERO_ROW)), Cause.DOMAIN, operation="aten.log",
+        Manual, bad_data(_set(0.0, ZERO_ROW)), NonFiniteCause.DOMAIN, operation="aten.log",
         code="(critic, lambda: -torch.log(batch.abs().sum(1) * torch.sigmoid(self.critic(batch)).sum(1)).mean()),",
     ),
 }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_memtools.nonfinite.micro_batches import MAX_SAMPLES, MicroBatch, bad_inputs, let_go
+from lightning_memtools.nonfinite.micro_batches import MAX_SAMPLES, MicroBatch, bad_inputs, release_batches
 from lightning_memtools.nonfinite.tensor_names import named_tensors
 
 
@@ -65,7 +65,7 @@ def test_masks_scalars_and_sparse_tensors():
 def test_let_go_keeps_the_newest_two_and_what_fits():
     held = [MicroBatch(i, torch.zeros(10)) for i in range(6)]  # 40 bytes each, newest first
     held[5].keep = True
-    let_go(held, 85)
+    release_batches(held, 85)
     assert [micro.batch is not None for micro in held] == [True, True, True, True, False, True]
 
 

@@ -50,10 +50,10 @@ def test_put_back_undoes_every_kind_of_write():
         identities = {name: id(buffer) for name, buffer in net.named_buffers()}
         net.step()
         assert len(differences(before, copies(net))) == len(before)
-        keeper.put_back()
+        keeper.restore()
         assert differences(before, copies(net)) == []
         assert {name: id(buffer) for name, buffer in net.named_buffers()} == identities
-        assert keeper.unkept() == []
+        assert keeper.unrestored() == []
         net.step()
 
 
@@ -70,7 +70,7 @@ def test_while_the_flag_is_set_the_copies_are_those_from_before():
     for _ in range(3):
         keeper.keep(unless=flag)
         net.step()
-    keeper.put_back()
+    keeper.restore()
     assert differences(before, copies(net)) == []
 
 
@@ -81,9 +81,9 @@ def test_a_flag_that_is_not_set_puts_nothing_back():
     before = copies(net)
     net.step()
     after = copies(net)
-    keeper.put_back(where=torch.zeros(()))
+    keeper.restore(where=torch.zeros(()))
     assert differences(after, copies(net)) == []
-    keeper.put_back(where=torch.ones(()))
+    keeper.restore(where=torch.ones(()))
     assert differences(before, copies(net)) == []
 
 
@@ -110,7 +110,7 @@ def test_a_large_buffer_that_no_step_writes_costs_memory_in_the_first_step_only(
         assert held_bytes(keeper) == one
         before = copies(net)
         net.queue.add_(1)
-        keeper.put_back()
+        keeper.restore()
         assert differences(before, copies(net)) == []
 
 
@@ -123,7 +123,7 @@ def test_a_large_buffer_that_was_written_once_stays_kept():
         keeper.keep()  # steps that leave it alone
     before = copies(net)
     net.queue.add_(1)
-    keeper.put_back()
+    keeper.restore()
     assert differences(before, copies(net)) == []
 
 
@@ -134,12 +134,12 @@ def test_a_late_first_write_to_a_large_buffer_is_named_and_kept_from_then_on():
     keeper.keep()
     assert held_bytes(keeper) == 0
     net.constant.add_(1)
-    assert keeper.unkept() == ["constant"]
+    assert keeper.unrestored() == ["constant"]
     keeper.keep()
-    assert keeper.unkept() == []
+    assert keeper.unrestored() == []
     before = copies(net)
     net.constant.add_(1)
-    keeper.put_back()
+    keeper.restore()
     assert differences(before, copies(net)) == []
 
 
@@ -151,7 +151,7 @@ def test_a_buffer_that_changes_its_shape_is_kept_anew():
     net.cache = torch.ones(5)
     keeper.keep()
     net.cache.fill_(torch.nan)
-    keeper.put_back()
+    keeper.restore()
     assert net.cache.tolist() == [1] * 5
 
 
@@ -160,5 +160,5 @@ def test_modules_without_buffers(module):
     keeper = BufferKeeper(module)
     keeper.keep()
     keeper.keep(unless=torch.ones(()))
-    keeper.put_back()
-    assert keeper.unkept() == []
+    keeper.restore()
+    assert keeper.unrestored() == []

@@ -55,7 +55,7 @@ def test_a_truncated_capsule_says_so_and_what_is_still_known(share, capsule):
     said = refusal(capsule)
     assert f"it is truncated: {int(share * len(whole))} bytes of {len(whole)}" in said
     assert "Still known: loss is inf at step 7 (batch 7, rank 0)." in said
-    assert "Operation: The first bad value was made by aten.log in Everything.bad" in said
+    assert "Operation: The first bad value was made by torch.log in Everything.bad" in said
     capsule.with_suffix(".json").unlink()
     assert "the small JSON beside it is missing too" in refusal(capsule)
 

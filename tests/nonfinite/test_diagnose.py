@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.bad_step import Evidence, Past, growth
-from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.bad_step import Evidence, PastStep, growth
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.diagnosis import diagnose
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.micro_batches import BadInput
@@ -29,27 +29,27 @@ def evidence(rank: int = 0, *, loss: float = math.nan, **other: Any) -> Evidence
     return Evidence(**(values | other))
 
 
-def past(norms: list[float]) -> list[Past]:
-    return [Past(step, 1.0, norm) for step, norm in enumerate(norms)]
+def past(norms: list[float]) -> list[PastStep]:
+    return [PastStep(step, 1.0, norm) for step, norm in enumerate(norms)]
 
 
 @pytest.mark.parametrize(
     ("seen", "norms", "cause"),
     [
-        (evidence(), CALM, Cause.DOMAIN),
-        (evidence(), [math.nan], Cause.DOMAIN),
-        (evidence(inputs=(DIRTY,)), CALM, Cause.DIRTY_DATA),
-        (evidence(inputs=(DIRTY,), parameters=(WEIGHT,)), GROWN, Cause.DIRTY_DATA),
-        (evidence(inputs=(MASK,)), CALM, Cause.DOMAIN),
-        (evidence(parameters=(WEIGHT,)), CALM, Cause.BAD_PARAMETER),
-        (evidence(parameters=(WEIGHT,)), GROWN, Cause.EXPLODING),
-        (evidence(), GROWN, Cause.EXPLODING),
-        (evidence(float16=True), GROWN, Cause.EXPLODING),
-        (evidence(float16=True), CALM, Cause.LOW_PRECISION),
-        (evidence(plain_sgd=True, learning_rates=(1e4,)), CALM, Cause.EXPLODING),
-        (evidence(plain_sgd=True, learning_rates=(1e4,), weight_norm=1e5), CALM, Cause.DOMAIN),
-        (evidence(plain_sgd=False, learning_rates=(1e4,)), CALM, Cause.DOMAIN),
-        (evidence(plain_sgd=True, learning_rates=(0.5,), weight_norm=0.0), CALM, Cause.DOMAIN),
+        (evidence(), CALM, NonFiniteCause.DOMAIN),
+        (evidence(), [math.nan], NonFiniteCause.DOMAIN),
+        (evidence(inputs=(DIRTY,)), CALM, NonFiniteCause.DIRTY_DATA),
+        (evidence(inputs=(DIRTY,), parameters=(WEIGHT,)), GROWN, NonFiniteCause.DIRTY_DATA),
+        (evidence(inputs=(MASK,)), CALM, NonFiniteCause.DOMAIN),
+        (evidence(parameters=(WEIGHT,)), CALM, NonFiniteCause.BAD_PARAMETER),
+        (evidence(parameters=(WEIGHT,)), GROWN, NonFiniteCause.EXPLODING),
+        (evidence(), GROWN, NonFiniteCause.EXPLODING),
+        (evidence(float16=True), GROWN, NonFiniteCause.EXPLODING),
+        (evidence(float16=True), CALM, NonFiniteCause.LOW_PRECISION),
+        (evidence(plain_sgd=True, learning_rates=(1e4,)), CALM, NonFiniteCause.EXPLODING),
+        (evidence(plain_sgd=True, learning_rates=(1e4,), weight_norm=1e5), CALM, NonFiniteCause.DOMAIN),
+        (evidence(plain_sgd=False, learning_rates=(1e4,)), CALM, NonFiniteCause.DOMAIN),
+        (evidence(plain_sgd=True, learning_rates=(0.5,), weight_norm=0.0), CALM, NonFiniteCause.DOMAIN),
     ],
 )
 def test_causes(seen, norms, cause):
@@ -57,9 +57,9 @@ def test_causes(seen, norms, cause):
 
 
 def test_a_loss_that_grows_is_an_explosion_too():
-    history = [Past(step, loss, 1.0) for step, loss in enumerate([1.0, 1.0, 20.0, 300.0, math.inf])]
+    history = [PastStep(step, loss, 1.0) for step, loss in enumerate([1.0, 1.0, 20.0, 300.0, math.inf])]
     diagnosis = diagnose([evidence()], {0: history})
-    assert diagnosis.cause == Cause.EXPLODING
+    assert diagnosis.cause == NonFiniteCause.EXPLODING
     assert "the loss had grown 300-fold over the 4 steps before" in diagnosis.because
     assert "learning rate (now 0.1)" in diagnosis.advice
 

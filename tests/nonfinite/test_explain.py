@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN
-from lightning_memtools.nonfinite.causes import Cause, Explanation
+from lightning_memtools.nonfinite.causes import Explanation, NonFiniteCause
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from tests.lightning_models import trainer
 from tests.nonfinite.gallery import BAD_BATCH, HEALTHY, ZERO_ROW, Small, _set, bad_data, good_data
@@ -50,9 +50,9 @@ def test_what_is_meant_is_not_blamed_where_something_else_fails(name, tmp_path):
 
     L.seed_everything(0, verbose=False)
     found = explained(Fails(), case.batches, tmp_path, **case.options)
-    assert (found.cause, found.operation, found.backward) == (Cause.DOMAIN, "aten.log", False)
+    assert (found.cause, found.operation, found.backward) == (NonFiniteCause.DOMAIN, "aten.log", False)
     assert (Path(found.file or ""), found.line) == (Path(__file__), line_of(Fails, "torch.log("))
-    assert found.confirmed.endswith("aten.log makes, forward and backward, the step is finite")
+    assert found.confirmed.endswith("torch.log makes, forward and backward, the step is finite")
 
 
 class Scale(nn.Module):
@@ -89,7 +89,7 @@ def test_the_path_of_a_nested_module_and_what_went_in(tmp_path):
     assert (found.operation, found.module, found.samples) == ("aten.div", "encoder.0.norm", (3,))
     line = line_of(Scale, "return self.gain")
     assert (
-        f"made by aten.div in encoder.0.norm (tests/nonfinite/test_explain.py:{line}), from [8, 6] float32"
+        f"made by torch.div in encoder.0.norm (tests/nonfinite/test_explain.py:{line}), from [8, 6] float32"
         in found.what
     )
     assert "and [8, 1] float32 (1 of 8 is 0, largest magnitude" in found.what
@@ -102,7 +102,7 @@ def test_a_number_of_the_code_is_named(tmp_path):
             return self.loss(batch) * (float("nan") if batch_idx == BAD_BATCH else 1.0)
 
     found = explained(Weighted(), good_data(), tmp_path)
-    assert (found.cause, found.operation) == (Cause.DOMAIN, "aten.mul")
+    assert (found.cause, found.operation) == (NonFiniteCause.DOMAIN, "aten.mul")
     assert "and the number nan" in found.what
     assert found.advice == "look at where that number comes from."
     assert found.confirmed.endswith("the step is finite")
@@ -118,11 +118,11 @@ def test_what_rounding_made_is_told_from_what_left_the_range(tmp_path):
 
     found = explained(Rounds(), good_data(), tmp_path)
     assert (found.cause, found.operation, found.confirmed) == (
-        Cause.LOW_PRECISION,
+        NonFiniteCause.LOW_PRECISION,
         "aten.log",
         "in float32 the step is finite",
     )
-    assert "rounding to a 16-bit type made what this operation is not defined for" in found.because
+    assert "rounding to a 16-bit type gave this operation an input outside of its domain" in found.because
     assert "65504" not in found.because
 
 
@@ -133,13 +133,13 @@ def test_an_overflow_in_every_sample_points_to_the_weights(tmp_path):
 
     found = explained(Grows(), good_data(), tmp_path)
     assert (found.cause, found.operation, found.confirmed) == (
-        Cause.OVERFLOW,
+        NonFiniteCause.OVERFLOW,
         "aten.pow",
         "in float64 the step is finite",
     )
     assert found.samples == tuple(range(8))
     assert found.advice == (
-        "keep what pow takes smaller: normalize or clamp it. "
+        "keep the inputs of pow smaller: normalize or clamp them. "
         "Every sample is affected, so look at the weights and the learning rate (now 0.01) too."
     )
 
@@ -161,7 +161,7 @@ class Running(Small):
 def test_what_the_step_itself_wrote_to_a_tensor_that_is_no_buffer_is_seen_through(tmp_path):
     """It is not put back, so that it is NaN when the step begins again: what is sought made it so."""
     found = explained(Running(), bad_data(_set(0.0, slice(None))), tmp_path)
-    assert (found.cause, found.operation) == (Cause.DOMAIN, "aten.div")
+    assert (found.cause, found.operation) == (NonFiniteCause.DOMAIN, "aten.div")
     assert found.line == line_of(Running, "weights / weights.sum()")
     tried = found.confirmed.split("; ")
     assert tried[0] == 'with 0 in the place of NaN in state["mean"] the step is bad too'
@@ -175,17 +175,17 @@ def test_a_tensor_that_is_no_buffer_and_was_bad_before_is_named(tmp_path):
                 pl_module.state["mean"][1] = torch.nan
 
     dataset: Any = good_data()
-    run = trainer(tmp_path, Breaks(), HaltOnNaN(), logger=False)
+    run = trainer(tmp_path, Breaks(), HaltOnNaN(directory=str(tmp_path)), logger=False)
     model = Running()
     with pytest.raises(NonFiniteError) as caught:
         run.fit(model, DataLoader(dataset, batch_size=None))
     found = caught.value.explanation
     assert found is not None
     assert (found.cause, found.confirmed) == (
-        Cause.BAD_PARAMETER,
+        NonFiniteCause.BAD_PARAMETER,
         'with 0 in the place of NaN in state["mean"] the step is finite',
     )
-    assert 'in attribute state["mean"], first used by aten.mul in Running.loss (' in found.what
+    assert 'in attribute state["mean"], first used by torch.mul in Running.loss (' in found.what
     assert "register_buffer" in found.advice
     assert 'without attribute state["mean"] (a tensor that is no buffer)' in str(caught.value)
     assert model.state["mean"].isnan().tolist() == [False, True, False], "it is as it was"
@@ -205,7 +205,7 @@ def test_a_tensor_from_elsewhere_is_said_to_be(tmp_path):
         found = explained(Takes(), good_data(), tmp_path)
     finally:
         OUTSIDE.fill_(1)
-    assert found.cause == Cause.BAD_PARAMETER
-    assert "The first bad value was in a tensor from elsewhere, first used by aten." in found.what
+    assert found.cause == NonFiniteCause.BAD_PARAMETER
+    assert "The first bad value was in a tensor from elsewhere, first used by torch." in found.what
     assert found.line == line_of(Takes, "OUTSIDE[1] = torch.nan")
-    assert "a global, or one made of numbers in the code" in found.because
+    assert "a global, or one made from numbers in the code" in found.because

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.bad_step import Trip
-from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.bad_step import BadStep
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.diagnosis import diagnose, examine
-from lightning_memtools.nonfinite.step_guard import Guard
-from lightning_memtools.nonfinite.update_veto import Veto
+from lightning_memtools.nonfinite.step_guard import StepGuard
+from lightning_memtools.nonfinite.update_veto import UpdateVeto
 from tests.nonfinite.observe import differences
 
 
@@ -23,10 +23,10 @@ class Loop:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, fused=fused)
-        self.guard = Guard(self.model, **guard)
+        self.guard = StepGuard(self.model, **guard)
         self.n = 0
 
-    def step(self, *micro: Tensor) -> Trip | None:
+    def step(self, *micro: Tensor) -> BadStep | None:
         for position, batch in enumerate(micro):
             self.guard.begin(batch, self.n, self.n, first=position == 0)
             loss = self.model(batch).square().mean() / len(micro)
@@ -140,7 +140,7 @@ def test_the_batch_and_loss_of_the_bad_micro_batch_are_in_the_evidence(fused):
     (bad,) = evidence.inputs
     assert (bad.name, bad.n_nan, bad.samples) == ("batch", 5, (0, 1, 2, 3, 4))
     diagnosis = diagnose([evidence], {0: tuple(loop.guard.history)})
-    assert diagnosis.cause == Cause.DIRTY_DATA
+    assert diagnosis.cause == NonFiniteCause.DIRTY_DATA
 
 
 def test_old_micro_batches_are_let_go_beyond_the_budget_but_not_the_bad_one():
@@ -177,7 +177,7 @@ def test_an_immediate_step_waits_for_the_fused_optimizer_before_it():
     """Two optimizers, one of them fused: the other must not move once the first was held back."""
     torch.manual_seed(0)
     one, two = nn.Linear(3, 1), nn.Linear(3, 1)
-    guard = Guard(nn.ModuleList([one, two]))
+    guard = StepGuard(nn.ModuleList([one, two]))
     fused, plain = torch.optim.SGD(one.parameters(), fused=True), torch.optim.SGD(two.parameters())
     before = two.weight.clone()
     guard.begin(None, 0, 0)
@@ -198,9 +198,9 @@ def test_state_that_another_optimizer_created_while_held_back_is_removed_too(mon
     """The host learns of the first optimizer's bad step only after the second one's first step."""
     torch.manual_seed(0)
     one, two = nn.Linear(3, 1), nn.Linear(3, 1)
-    guard = Guard(nn.ModuleList([one, two]))
+    guard = StepGuard(nn.ModuleList([one, two]))
     first, second = (torch.optim.AdamW(net.parameters(), fused=True) for net in (one, two))
-    monkeypatch.setattr(Veto, "read", lambda veto, *, wait: [])
+    monkeypatch.setattr(UpdateVeto, "read", lambda veto, *, wait: [])
     guard.begin(None, 0, 0)
     for net, optimizer, batch in ((one, first, dirty()), (two, second, good())):
         loss = net(batch).mean()

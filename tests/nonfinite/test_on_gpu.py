@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import measure
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, StartKeeper, move_to_host
+from lightning_memtools.nonfinite.micro_batches import BatchStartRecorder, MicroBatch, move_to_host
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
-from lightning_memtools.nonfinite.step_guard import Guard
+from lightning_memtools.nonfinite.step_guard import StepGuard
 from tests.lightning_models import trainer
 from tests.nonfinite.gallery import FAILING, HEALTHY, Small, bad_data, good_data
 from tests.nonfinite.observe import Observer, differences, state_bits
@@ -56,7 +56,9 @@ def made(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, FUSED[name](model.parameters())
 
 
-def step(guard: Guard, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, number: int) -> object:
+def step(
+    guard: StepGuard, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, number: int
+) -> object:
     guard.begin(batch, number, number)
     loss = model(batch).square().mean()
     guard.loss(loss)
@@ -72,7 +74,7 @@ def step(guard: Guard, model: nn.Module, optimizer: torch.optim.Optimizer, batch
 @pytest.mark.parametrize("max_skips", [0, 3])
 def test_with_a_fused_kernel_no_step_waits_for_the_device(name, max_skips):
     model, optimizer = made(name)
-    guard = Guard(model, max_skips=max_skips)
+    guard = StepGuard(model, max_skips=max_skips)
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):  # the first steps create state, and the second one waits for the first
         assert step(guard, model, optimizer, batches[number], number) is None
@@ -87,7 +89,7 @@ def test_with_a_fused_kernel_no_step_waits_for_the_device(name, max_skips):
 @pytest.mark.parametrize("name", FUSED)
 def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
     model, optimizer = made(name)
-    guard = Guard(model)
+    guard = StepGuard(model)
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):
         step(guard, model, optimizer, batches[number], number)
@@ -126,7 +128,7 @@ def test_without_a_fused_kernel_one_read_is_all():
     """The read is the only thing that waits: with it taken out, nothing does."""
     model, _ = made("adamw")
     optimizer = torch.optim.AdamW(model.parameters())
-    guard = Guard(model)
+    guard = StepGuard(model)
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):
         assert step(guard, model, optimizer, batches[number], number) is None
@@ -173,7 +175,7 @@ def test_whole_runs_end_in_the_bits_before_the_bad_step(fused, accumulate, tmp_p
     observer = ends[0][0]
     assert isinstance(observer, Observer)
     assert caught.value.step == observer.first_bad == 5 // accumulate
-    assert caught.value.cause == Cause.DIRTY_DATA
+    assert caught.value.cause == NonFiniteCause.DIRTY_DATA
     weights = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in observer.before.items()}
     ours = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in ends[1][1].items()}
     assert differences(weights, ours) == []
@@ -236,7 +238,7 @@ def test_the_random_numbers_of_the_device_and_the_scale_are_needed(part, tmp_pat
 def test_what_a_replay_needs_is_noted_without_waiting():
     model, _ = made("sgd")
     batch = {"x": torch.randn(8, 6, device="cuda"), "mask": torch.ones(1, 6, device="cuda").expand(8, 6)}
-    keeper = StartKeeper(model)
+    keeper = BatchStartRecorder(model)
     keeper.note(batch)
     torch.empty(1000, pin_memory=True)  # the first pinned memory waits
     with nothing_may_wait():

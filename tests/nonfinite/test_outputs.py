@@ -11,9 +11,9 @@ def test_the_first_bad_batch_of_each_output_is_kept():
     watch = OutputWatch()
     nan = torch.tensor(torch.nan)
     for loss, logits in ((0.0, 1.0), (0.0, torch.nan), (torch.inf, 1.0), (1.0, torch.nan)):
-        watch.look({"loss": torch.tensor(loss), "logits": torch.tensor([[0.0, -torch.inf, logits]]), "count": 3})
-    watch.look(None)
-    watch.look({"late": nan})
+        watch.check({"loss": torch.tensor(loss), "logits": torch.tensor([[0.0, -torch.inf, logits]]), "count": 3})
+    watch.check(None)
+    watch.check({"late": nan})
     assert watch.bad_outputs() == [
         BadOutput('outputs["loss"]', 2, None),
         BadOutput('outputs["logits"]', 1, None),
@@ -23,7 +23,7 @@ def test_the_first_bad_batch_of_each_output_is_kept():
 
 def test_good_outputs_integers_and_overflowing_norms_are_good():
     watch = OutputWatch()
-    watch.look([torch.zeros(3), torch.arange(3), torch.full((100,), 1e30), torch.zeros(0), torch.tensor(2)])
+    watch.check([torch.zeros(3), torch.arange(3), torch.full((100,), 1e30), torch.zeros(0), torch.tensor(2)])
     assert watch.bad_outputs() == []
     assert OutputWatch().bad_outputs() == []
 

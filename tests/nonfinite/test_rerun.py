@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN, VirtualDevice
-from lightning_memtools.nonfinite.causes import Cause
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from tests.lightning_models import trainer
 from tests.nonfinite.observe import differences, state_bits
@@ -167,7 +167,7 @@ class Flaky(Everything):
 def test_a_fault_that_happens_once_is_not_reproducible(accumulate, tmp_path, monkeypatch):
     monkeypatch.setattr(Flaky, "flips", 1)
     error, _ = halt(Flaky(), tmp_path, logger=False, accumulate_grad_batches=accumulate)
-    assert error.cause == Cause.NOT_REPRODUCIBLE
+    assert error.cause == NonFiniteCause.NOT_REPRODUCIBLE
     assert "the same weights, batch and random numbers gave a finite loss and finite gradients, twice" in str(error)
     assert "suspect the hardware" in str(error)
     assert error.explanation.operation == ""
@@ -181,7 +181,7 @@ def test_a_step_that_is_finite_again_for_another_reason_is_no_hardware_fault(tmp
             return loss
 
     error, _ = halt(Changes(), tmp_path, logger=False)
-    assert error.cause == Cause.DOMAIN
+    assert error.cause == NonFiniteCause.DOMAIN
     assert "Operation: not found: run again it was finite, but it could not be run exactly: batch 7" in str(error)
 
 
@@ -197,7 +197,7 @@ def test_a_step_that_fails_when_it_is_run_again_does_not_hide_the_halt(tmp_path,
 
     error, _ = halt(Once(), tmp_path, logger=False)
     assert error.step == BAD
-    assert "Operation: not found: the step could not be run once more: KeyError: 'only once'" in str(error)
+    assert "Operation: not found: the step could not be run again: KeyError: 'only once'" in str(error)
     assert "detect_anomaly" in str(error), "then that is the advice again"
     assert "detect_anomaly" not in str(halt(Everything(), tmp_path, logger=False)[0])
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.cause.bad_value_roots import UNKNOWN, Leaf, Origin, find_root
+from lightning_memtools.nonfinite.cause.bad_value_roots import UNKNOWN, PriorTensor, ValueOrigin, find_bad_value_root
 from lightning_memtools.nonfinite.cause.interventions import cleaned, wide, with_other_samples
-from lightning_memtools.nonfinite.cause.operation_trace import Trace, place_here
+from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace
 from lightning_memtools.nonfinite.cause.tensor_facts import values_of
 
 X = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
@@ -19,7 +19,7 @@ MASK = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
 
 def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bool = False) -> str:
     """The operation that the slice of what `compute` gives ends in, or the leaf."""
-    trace = Trace(nn.Module())
+    trace = OperationTrace(nn.Module())
     x = x.clone().requires_grad_()
     with trace.watching():
         out = compute(x)
@@ -27,8 +27,8 @@ def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bo
     bad = out if x.grad is None or not out.isfinite().all() else x.grad
     key_of_x, key_of_bad = trace.memory.key(x), trace.memory.key(bad)
     assert key_of_bad is not None
-    leaf = Leaf(Origin.BATCH, "x", may_be_infinite=mask_is_leaf)
-    root = find_root(trace.events, [key_of_bad], lambda key: leaf if key == key_of_x else UNKNOWN)
+    leaf = PriorTensor(ValueOrigin.BATCH, "x", may_be_infinite=mask_is_leaf)
+    root = find_bad_value_root(trace.events, [key_of_bad], lambda key: leaf if key == key_of_x else UNKNOWN)
     assert root is not None
     return root.leaf.name if root.leaf is not None else root.event.operation
 
@@ -82,12 +82,16 @@ def test_values_count_what_went_in():
     assert values_of(torch.tensor([1, 70000.0]).half()).n_bad == 1
 
 
-def test_the_place_is_the_innermost_line_outside_of_torch():
-    class Asks(nn.Module):
+def test_the_line_of_an_operation_is_the_innermost_outside_of_torch():
+    class Divides(nn.Module):
         def forward(self, x):
-            return place_here(in_backward=False)
+            return x / 0
 
-    place = nn.Sequential(Asks())(X)
+    model = nn.Sequential(Divides())
+    trace = OperationTrace(model)
+    with trace.watching():
+        model(X)
+    place = trace.events[0].place
     assert place is not None
     assert (place.file, place.function) == (__file__, "forward")
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from lightning_memtools.nonfinite.update_veto import (
     StateKeys,
-    Veto,
+    UpdateVeto,
     hide_gradients,
     honours_found_inf,
-    put_settings_back,
+    restore_settings,
     settings_of,
 )
 from tests.nonfinite.observe import differences
@@ -28,8 +28,8 @@ FUSED = {
 every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 
 
-def made(max_skips: int) -> Veto[Any]:
-    return Veto(torch.device("cpu"), max_skips)
+def made(max_skips: int) -> UpdateVeto[Any]:
+    return UpdateVeto(torch.device("cpu"), max_skips)
 
 
 def with_gradients(parameters: list[nn.Parameter], bad: float | None = None) -> None:
@@ -47,7 +47,7 @@ def bits(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> di
     return state
 
 
-def take(veto: Veto[Any], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: int) -> None:
+def take(veto: UpdateVeto[Any], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: int) -> None:
     numbers = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None])
     veto.check(optimizer, numbers, len(parameters), note)
     optimizer.step()
@@ -122,7 +122,7 @@ def test_state_that_a_vetoed_first_step_created_is_removed(make):
     with_gradients(parameters, torch.nan)
     take(veto, optimizer, parameters, 0)
     created = not keys.are_current()
-    assert keys.put_back() == created
+    assert keys.restore() == created
     assert keys.are_current()
     assert differences(before, bits(parameters, optimizer)) == []
     with_gradients(parameters)
@@ -209,7 +209,7 @@ def test_settings_come_back_also_where_they_are_tensors():
     saved = settings_of(optimizer)
     rate.fill_(0.1)
     optimizer.param_groups[0]["betas"] = (0, 0)
-    put_settings_back(optimizer, saved)
+    restore_settings(optimizer, saved)
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.5
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.nonfinite.capsule.environment import machine_now, needs_of, origin_now, switches_now
 from lightning_memtools.nonfinite.capsule.plain_values import compact, n_bytes_of, to_plain
-from lightning_memtools.nonfinite.micro_batches import Attributes, MicroBatch, Start, simple_items
-from lightning_memtools.nonfinite.step_outcome import Conditions
+from lightning_memtools.nonfinite.micro_batches import Attributes, BatchStart, MicroBatch, simple_items
+from lightning_memtools.nonfinite.step_outcome import StepConditions
 from lightning_memtools.nonfinite.tensor_names import plain_name, tensors_in_attributes
 
 VERSION = 1
@@ -26,28 +26,29 @@ VERSION = 1
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Capsule:
-    """What a capsule is made of.
+    """The contents of a capsule.
 
     Attributes:
         step: The training step.
         module: The LightningModule, with the weights and buffers that the step began with.
         micro: The step's micro-batches.
-        conditions: How it ran.
+        conditions: The conditions under which it ran.
         optimizers: The module's optimizers, before the update.
         scaler: The gradient scaler's state; empty without one.
-        parameters: The names of those whose gradients belong to the step.
+        parameters: The names of the parameters whose gradients belong to the step.
         losses: Its losses.
         digests: Name of the parameter to the digest of its gradient.
-        digests_of: What the digests were taken of: ``"step"``, or ``"replay"`` where its gradients were gone or shared.
-        doubts: Why a replay may differ, one sentence each.
-        about: What the small JSON says beside: plain values.
+        digests_of: The run whose gradients they digest: ``"step"``, or ``"replay"`` where the step's own no longer
+            existed or were shared by the ranks.
+        doubts: The reasons why a replay may differ, one sentence each.
+        about: Plain values to add to the JSON file.
         explanation: The fields of the explanation, as plain values; None without one.
     """
 
     step: int
     module: Module
     micro: Sequence[MicroBatch]
-    conditions: Conditions
+    conditions: StepConditions
     optimizers: Sequence[Optimizer]
     scaler: Mapping[str, Any]
     parameters: Sequence[str]
@@ -60,26 +61,26 @@ class Capsule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Written:
-    """What was written.
+class WrittenCapsule:
+    """The result of writing a capsule.
 
     Attributes:
-        left_out: The names of what the capsule does not hold.
-        needs: What has to be done before it can be replayed; empty if nothing.
+        left_out: The names of the values that the capsule does not hold.
+        needs: Says what has to be done before it can be replayed; empty if nothing.
     """
 
     left_out: Sequence[str]
     needs: Sequence[str]
 
 
-def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> Written:
-    """Write the capsule to `path`, and the small JSON beside it.
+def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> WrittenCapsule:
+    """Write the capsule to `path`, and a small JSON file beside it.
 
     Both appear whole or not at all. If the file would be larger than `max_bytes`, the optimizers' state is left out,
     which a replay of loss and gradients rarely uses; then the weights and buffers; then nothing is written.
 
     Raises:
-        ValueError: Even without weights it does not fit.
+        ValueError: It does not fit even without weights.
         OSError: It cannot be written.
     """
     left_out: list[str] = []
@@ -95,14 +96,14 @@ def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> Written:
         part, what, dropped = droppable.pop(0)
         left_out.append(f"{what} ({format_size(dropped)}, for max_bytes)")
         saved[part] = None
-    return Written(left_out, saved["module"]["needs"])
+    return WrittenCapsule(left_out, saved["module"]["needs"])
 
 
 def _write_if_it_fits(saved: dict[str, Any], path: Path, max_bytes: int, about: dict[str, Any]) -> int:
-    """Write both files if the capsule is not larger than allowed; returns what it takes, in bytes."""
+    """Write both files if the capsule is not larger than allowed; return its size in bytes."""
     needed = n_bytes_of(saved)
     if needed > max_bytes:
-        return needed  # the tensors alone are too many: do not fill the disk to find out
+        return needed  # the tensors alone are too large: do not fill the disk to find out
     saved |= {"left_out": about["left_out"], "about": json.dumps(about)}
     n_bytes = _whole(path, lambda file: torch.save(saved, file), max_bytes)
     if n_bytes <= max_bytes:
@@ -116,9 +117,9 @@ def _write_if_it_fits(saved: dict[str, Any], path: Path, max_bytes: int, about: 
 
 
 def _whole(path: Path, write: Callable[[Any], object], max_bytes: float = math.inf) -> int:
-    """Write a file under another name first, so that nobody sees half of it; returns its size.
+    """Write a file under another name first, so that nobody sees half of it; return its size.
 
-    One that is too large is not kept.
+    A file that is too large is deleted.
     """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
@@ -135,7 +136,7 @@ def _whole(path: Path, write: Callable[[Any], object], max_bytes: float = math.i
 
 
 def _about(capsule: Capsule, saved: Mapping[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
-    """What can be known of the capsule without loading it."""
+    """Return the contents of the JSON file: what is known of the capsule without loading it."""
     return {
         "version": VERSION,
         **capsule.about,
@@ -191,7 +192,7 @@ def _module(module: Any, left_out: list[str]) -> dict[str, Any]:
 
 
 def _odd_attributes(module: Any) -> list[str]:
-    """Tensors that the module keeps as plain attributes: a step may use them, and its constructor makes others."""
+    """Name the tensors that the module keeps as plain attributes: a step may use them, and they are not restored."""
     return [f"attribute {name} (a tensor that is no buffer)" for name, _ in tensors_in_attributes(module)]
 
 
@@ -209,21 +210,21 @@ def _micro(micro: MicroBatch, left_out: list[str]) -> dict[str, Any]:
     }
 
 
-def _start(start: Start | None) -> dict[str, Any] | None:
+def _start(start: BatchStart | None) -> dict[str, Any] | None:
     if start is None:
         return None
     return {"random": start.random.packed(), "attributes": _attributes(start.attributes)}
 
 
 class CapsuleError(RuntimeError):
-    """A capsule cannot be read or replayed. The message says why, what can still be read, and what to do."""
+    """Raised when a capsule cannot be read or replayed. It says why, what can still be read, and what to do."""
 
 
 def read_capsule(path: Path) -> dict[str, Any]:
-    """What `write_capsule` wrote; tensors are on the CPU.
+    """Return what `write_capsule` wrote, with tensors on the CPU.
 
     Raises:
-        CapsuleError: There is none, it is not whole, or of another version.
+        CapsuleError: There is no capsule, it is not whole, or it is of another version.
     """
     about = _about_beside(path)
     if not path.is_file():
@@ -252,7 +253,7 @@ def read_capsule(path: Path) -> dict[str, Any]:
 
 
 def still_known(about: Mapping[str, Any]) -> str:
-    """What the small JSON tells, as sentences to add to an error."""
+    """Return the contents of the JSON file, as sentences to add to an error."""
     if not about:
         return " Nothing of it can be read: the small JSON beside it is missing too."
     known = [f"\nStill known: {about.get('headline', '')}"]

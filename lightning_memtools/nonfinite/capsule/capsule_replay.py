@@ -24,10 +24,10 @@ from lightning_memtools.nonfinite.capsule.environment import (
 from lightning_memtools.nonfinite.capsule.module_rebuild import Find, rebuilt
 from lightning_memtools.nonfinite.capsule.plain_values import LeftOut, from_plain
 from lightning_memtools.nonfinite.cause.explain import explain
-from lightning_memtools.nonfinite.causes import Background, Cause, Explanation
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, Start
-from lightning_memtools.nonfinite.step_outcome import Conditions, mismatches
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, Rerun
+from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
+from lightning_memtools.nonfinite.micro_batches import BatchStart, MicroBatch
+from lightning_memtools.nonfinite.step_outcome import StepConditions, mismatches
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.trainer_stand_in import configured_optimizers, is_lightning_module
 from lightning_memtools.state.random_state import RandomState
@@ -35,21 +35,22 @@ from lightning_memtools.state.random_state import RandomState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a step gave when it was run again from its capsule.
+    """The result of running a step again from its capsule.
 
     Attributes:
         path: The capsule.
         step: The training step.
         losses: The loss of each micro-batch (in manual optimization: of each backward pass).
         gradients: Name of the parameter to its gradient, as the optimizer would get it.
-        is_finite: Whether all losses and gradients are, now.
-        mismatches: What was otherwise than in the step, one sentence each.
-        differences: What this machine has otherwise than the one that the step ran on, such as ``"torch 2.11.0, was
+        is_finite: Whether all losses and gradients are finite now.
+        mismatches: The differences to the step, one sentence each.
+        differences: The differences of this machine to the one that the step ran on, such as ``"torch 2.11.0, was
             2.13.0"``.
-        changed: Files of the training code that have changed since.
-        doubts: Why it may not be exact, one sentence each.
-        gradients_of: What the gradients were compared with: ``"step"``, or ``"replay"``: that in the training process.
-        explanation: Which operation made the first bad value; None where that was not found.
+        changed: The files of the training code that have changed since.
+        doubts: The reasons why it may not be exact, one sentence each.
+        gradients_of: The run whose gradients were compared: ``"step"``, or ``"replay"`` for the rerun in the training
+            process.
+        explanation: The operation that made the first bad value; None where that was not found.
         model: The module, as it was when the step began.
         batches: The batches of the step.
     """
@@ -70,11 +71,11 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        """Whether losses and gradients are the same in every bit."""
+        """True if losses and gradients are the same in every bit."""
         return not self.mismatches
 
     def summary(self) -> str:
-        """What came out, for people."""
+        """Return the result as text for people."""
         lines = [f"Step {self.step} of {self.path}, run again.", f"Losses: {' '.join(f'{x:.6g}' for x in self.losses)}"]
         bad = [name for name, gradient in self.gradients.items() if not bool(torch.isfinite(_dense(gradient)).all())]
         lines.append(f"Gradients: {len(self.gradients)}, of which {len(bad)} hold NaN or Inf")
@@ -91,7 +92,7 @@ class Replay:
             lines.append(f"Machine and versions are the same{'' if self.changed else ', and so is the code'}.")
         lines += [f"Note: {doubt}" for doubt in self.doubts]
         if self.explanation is not None:
-            if self.is_finite and self.explanation.cause is not Cause.NOT_REPRODUCIBLE:
+            if self.is_finite and self.explanation.cause is not NonFiniteCause.NOT_REPRODUCIBLE:
                 lines += ["", "The step is finite now. What was found when it was not:"]
             else:
                 lines.append("")
@@ -110,13 +111,13 @@ def replay(path: str | Path, *, model: Any = None) -> Replay:
 
     Args:
         path: The capsule, ``nonfinite-step<n>-rank<r>-capsule.pt``.
-        model: A LightningModule of the same class, or what makes one. When left out, the class is imported and made
-            from its saved hyperparameters. The module given gets the weights of the capsule.
+        model: A LightningModule of the same class, or a function or class that makes one. When left out, the class
+            is imported and made from its saved hyperparameters. The module given gets the weights of the capsule.
 
     Raises:
         CapsuleError: The capsule cannot be read, or its module cannot be made; the message says what can still be read.
     """
-    # Making a module takes random numbers.
+    # Making a module uses random numbers.
     random = RandomState.now()
     try:
         return _replay(Path(path), model)
@@ -126,7 +127,7 @@ def replay(path: str | Path, *, model: Any = None) -> Replay:
 
 def _replay(path: Path, model: Any) -> Replay:
     saved = read_capsule(path)
-    conditions = Conditions(**saved["conditions"])
+    conditions = StepConditions(**saved["conditions"])
     device = torch.device(saved["machine"]["device"])
     if device.type == "cuda" and not torch.cuda.is_available():
         device = torch.device("cpu")
@@ -141,7 +142,7 @@ def _replay(path: Path, model: Any) -> Replay:
         optimizers, schedulers = configured_optimizers(module) if is_lightning_module(module) else ([], [])
         doubts += _load_optimizers(optimizers, saved["optimizers"], find)
         wanted = set(saved["parameters"])
-        rerun = Rerun(
+        rerun = StepRerun(
             module,
             micro,
             conditions,
@@ -157,9 +158,9 @@ def _replay(path: Path, model: Any) -> Replay:
                 found = mismatches(saved["losses"], saved["digests"], outcome)
                 changed = changed_since(saved["origin"])
                 explanation = _explanation(saved, find)
-                # What code that has changed since did is not what it does now.
+                # The explanation from then does not hold for code that has changed since.
                 if not outcome.is_finite and (explanation is None or (changed and found)):
-                    explanation = explain(rerun, outcome, Background(doubts=doubts))
+                    explanation = explain(rerun, outcome, KnownOfStep(doubts=doubts))
         except CannotRerunError as error:
             raise CapsuleError(f"{path}: {error}") from error
     return Replay(
@@ -198,23 +199,23 @@ def _micro(saved: Mapping[str, Any], module: nn.Module, device: torch.device, fi
     )
 
 
-def _start(saved: Mapping[str, Any] | None, module: nn.Module) -> Start | None:
+def _start(saved: Mapping[str, Any] | None, module: nn.Module) -> BatchStart | None:
     if saved is None:
         return None
     names = {plain_name(name): name for name, _ in module.named_modules()}
     attributes = {names[name]: values for name, values in saved["attributes"].items() if name in names}
-    return Start(RandomState.unpacked(saved["random"]), attributes, ())
+    return BatchStart(RandomState.unpacked(saved["random"]), attributes, ())
 
 
 def _load_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Any] | None, find: Find) -> list[str]:
-    """A step may read its learning rate, or the optimizer's state; returns what is missing for it."""
+    """Load the optimizers' state, which a step may read; return what is missing."""
     if saved is None:
         return []
     try:
         for optimizer, state in zip(optimizers, saved, strict=True):
             optimizer.load_state_dict(from_plain(state, find))
     except (ValueError, KeyError) as error:
-        return [f"The optimizers' state could not be taken over ({error}): the step sees fresh optimizers."]
+        return [f"The optimizers' state could not be loaded ({error}): the step sees fresh optimizers."]
     return []
 
 
@@ -222,7 +223,7 @@ def _explanation(saved: Mapping[str, Any], find: Find) -> Explanation | None:
     if saved["explanation"] is None:
         return None
     fields = from_plain(saved["explanation"], find)
-    return Explanation(**{**fields, "cause": Cause(fields["cause"]), "samples": tuple(fields["samples"])})
+    return Explanation(**{**fields, "cause": NonFiniteCause(fields["cause"]), "samples": tuple(fields["samples"])})
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from lightning_memtools.nonfinite.cause.operation_trace import kind_of, short
+from lightning_memtools.memory.user_code import owner_of, short_path
 
 _PACKAGES = ("lightning", "numpy", "lightning_memtools")
 
 
-# Name to (how it is read, how it is set). All of them change which kernel computes, and so the last bits.
+# Name to (function that reads it, function that sets it). All of them choose the kernel, and so the last bits.
 _SWITCHES: dict[str, tuple[Any, Any]] = {
     "deterministic algorithms": (
         torch.are_deterministic_algorithms_enabled, lambda on: torch.use_deterministic_algorithms(on, warn_only=True)
@@ -47,9 +47,9 @@ _SWITCHES: dict[str, tuple[Any, Any]] = {
 
 
 def machine_now(device: str) -> dict[str, Any]:
-    """What this process runs on: name to plain value. Where two machines differ in it, last bits may differ."""
+    """Return what this process runs on: name to plain value. Where two machines differ in it, last bits may differ."""
     found: dict[str, Any] = {"python": platform.python_version(), "platform": f"{sys.platform} {platform.machine()}"}
-    # What torch says of itself names its build too (2.13.0+cu130), which the installed package's version may not.
+    # torch's own version names the build too (2.13.0+cu130), which the installed package's version may not.
     found |= {"torch": str(torch.__version__)} | {package: _version(package) for package in _PACKAGES}
     found["CPU capability"] = torch.backends.cpu.get_cpu_capability()
     found["device"] = device
@@ -70,13 +70,13 @@ def _version(package: str) -> str:
 
 
 def switches_now() -> dict[str, Any]:
-    """How the switches stand."""
+    """Return the present settings of the switches."""
     return {name: read() for name, (read, _) in _SWITCHES.items()}
 
 
 @contextmanager
 def switched(switches: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Set the switches, and put them back; gives the names of those that could not be set."""
+    """Set the switches, and restore them at the end. Yields the names of those that could not be set."""
     before = switches_now()
     failed: list[str] = []
     try:
@@ -94,7 +94,7 @@ def switched(switches: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two machines, as "torch 2.11.0, was 2.13.0"."""
+    """Return what differs between two machines, such as "torch 2.11.0, was 2.13.0"."""
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return [f"{name} {now.get(name, 'missing')}, was {then.get(name, 'missing')}" for name in names]
 
@@ -103,7 +103,7 @@ _GUARD = "if __name__ == '__main__':"
 
 
 def origin_now() -> dict[str, Any]:
-    """Where this process's code stands: the script that runs, where it imports from, and its files as they are."""
+    """Return where this process's code is: the script that runs, its import folder, and digests of its files."""
     main: Any = sys.modules.get("__main__")
     script, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     return {
@@ -116,10 +116,10 @@ def origin_now() -> dict[str, Any]:
 
 
 def _own_files() -> Iterator[str]:
-    """The files of all modules that belong neither to an installed package nor to Python."""
+    """Yield the files of all modules that belong neither to an installed package nor to Python."""
     for module in list(sys.modules.values()):
         file = vars(module).get("__file__") if hasattr(module, "__dict__") else None
-        if isinstance(file, str) and file.endswith(".py") and kind_of(str(Path(file).resolve())) == "user":
+        if isinstance(file, str) and file.endswith(".py") and owner_of(str(Path(file).resolve())) == "user":
             yield str(Path(file).resolve())
 
 
@@ -132,16 +132,16 @@ def _digests(files: Iterator[str] | Sequence[str]) -> dict[str, str]:
 
 
 def changed_since(origin: Mapping[str, Any]) -> list[str]:
-    """The files that are not what they were; those that are not here (another machine) are passed over."""
+    """Return the files that have changed; files that do not exist here (on another machine) are left out."""
     now = _digests(list(origin["files"]))
-    return [short(file) for file, digest in now.items() if digest != origin["files"][file]]
+    return [short_path(file) for file, digest in now.items() if digest != origin["files"][file]]
 
 
 @contextmanager
 def importing_from(origin: Mapping[str, Any]) -> Iterator[Callable[[str], Any]]:
-    """Import as that process did, as long as the context lasts; gives what finds a class by ``"module:name"``.
+    """Import as that process did while the context lasts. Yields a function that finds a class by ``"module:name"``.
 
-    What it gives raises ImportError or AttributeError.
+    That function raises ImportError or AttributeError if there is none.
     """
     found: dict[str, Any] = {}
 
@@ -166,7 +166,7 @@ def importing_from(origin: Mapping[str, Any]) -> Iterator[Callable[[str], Any]]:
 
 
 def _main(origin: Mapping[str, Any]) -> Any:
-    """The script that was run, imported: only if that does not start what it does when it is run."""
+    """Return the script that was run as a module, if importing it does not run the training."""
     here: Any = sys.modules.get("__main__")
     if not origin["script"]:  # a notebook or console, which may be this one
         return here
@@ -175,14 +175,14 @@ def _main(origin: Mapping[str, Any]) -> Any:
     if file is not None and Path(file).resolve() == path:
         return here
     if not path.is_file():
-        raise ImportError(f"it stands in the script {path}, which is not here")
+        raise ImportError(f"it is defined in the script {path}, which is not here")
     if not _has_guard(path):
-        raise ImportError(f"it stands in the script {path}, which has no `{_GUARD}` and would train")
+        raise ImportError(f"it is defined in the script {path}, which has no `{_GUARD}` and would train")
     if origin["name"]:
         return importlib.import_module(origin["name"])
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"the script {path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -195,7 +195,7 @@ def _has_guard(path: Path) -> bool:
 
 
 def arguments_for(kind: Any, held: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What a constructor takes of the saved hyperparameters, and which of its arguments are not among them."""
+    """Return the saved hyperparameters that a constructor takes, and the names of its arguments that are missing."""
     accepted = inspect.signature(kind).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
     taken = {key: value for key, value in held.items() if takes_all or key in accepted}
@@ -208,11 +208,11 @@ def arguments_for(kind: Any, held: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def needs_of(module: Any, unheld: Sequence[str]) -> list[str]:
-    """What a user has to do before the module can be made again from a capsule; empty if nothing.
+    """Return what a user has to do before the module can be made again from a capsule; empty if nothing.
 
     Args:
         module: The module, in the process that made it.
-        unheld: Those of its hyperparameters that a file cannot hold.
+        unheld: The names of its hyperparameters that a file cannot hold.
     """
     kind, needs = type(module), []
     if "<locals>" in kind.__qualname__:
@@ -225,7 +225,7 @@ def needs_of(module: Any, unheld: Sequence[str]) -> list[str]:
         with contextlib.suppress(OSError, SyntaxError):
             is_guarded = _has_guard(Path(file))
         if not is_guarded:
-            needs.append(f"once what {Path(file).name} runs stands under `{_GUARD}`, so that it can be imported")
+            needs.append(f"after moving what {Path(file).name} runs below `{_GUARD}`, so that it can be imported")
     taken, missing = arguments_for(kind, getattr(module, "hparams", {}))
     missing += [name for name in unheld if name in taken]
     if missing:

@@ -1,4 +1,4 @@
-"""Makes the module of a capsule again: its class, its hyperparameters, its weights."""
+"""Rebuilds the module of a capsule from its class, its hyperparameters and its weights."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_memtools._torch import buffers_of
 from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError
 from lightning_memtools.nonfinite.capsule.environment import arguments_for
 from lightning_memtools.nonfinite.capsule.plain_values import from_plain
-from lightning_memtools.nonfinite.micro_batches import put_attributes_back
+from lightning_memtools.nonfinite.micro_batches import restore_attributes
 from lightning_memtools.nonfinite.tensor_names import plain_name
 
 Find = Callable[[str], Any]
 
 
 def rebuilt(saved: Mapping[str, Any], model: Any, device: torch.device, find: Find) -> nn.Module:
-    """The module with the state that the step began with, on a device.
+    """Return the module with the state that the step began with, on a device.
 
     Args:
-        saved: What `read_capsule` gave.
+        saved: What `read_capsule` returned.
         model: A module to use, or a class or function that makes one; None for the capsule's own class.
-        device: Where to put it.
+        device: The device to put it on.
         find: Finds a class by ``"module:name"``.
 
     Raises:
-        CapsuleError: It cannot be made, or is another one.
+        CapsuleError: The module cannot be made, or is another one.
     """
     about = saved["module"]
     module = model if isinstance(model, nn.Module) else _made(about, model, find)
@@ -38,7 +39,7 @@ def rebuilt(saved: Mapping[str, Any], model: Any, device: torch.device, find: Fi
     if saved["weights"] is not None:
         _load(saved["weights"], module, about)
     names = {plain_name(name): name for name, _ in module.named_modules()}
-    put_attributes_back(module, {names[name]: values for name, values in about["attributes"].items() if name in names})
+    restore_attributes(module, {names[name]: values for name, values in about["attributes"].items() if name in names})
     evaluating, frozen = set(about["evaluating"]), set(about["frozen"])
     for name, part in module.named_modules():
         part.training = plain_name(name) not in evaluating
@@ -55,7 +56,7 @@ def _made(about: Mapping[str, Any], model: Any, find: Find) -> nn.Module:
     if missing or odd:
         which = f"was not saved: {', '.join(missing)}" if missing else f"cannot be held by a file: {', '.join(odd)}"
         raise CapsuleError(
-            f"{name} cannot be made again: what its constructor takes {which}.\n"
+            f"{name} cannot be made again: an argument of its constructor {which}.\n"
             "Next: make the module yourself and pass it, replay(path, model=my_module), or a function that makes it, "
             "memtools replay PATH --model package.function; call self.save_hyperparameters() in its constructor for "
             "the next time."
@@ -68,7 +69,9 @@ def _made(about: Mapping[str, Any], model: Any, find: Find) -> nn.Module:
             "Next: make the module yourself and pass it: replay(path, model=my_module)."
         ) from error
     if not isinstance(module, nn.Module):
-        raise CapsuleError(f"{kind!r} made a {type(module).__name__}, which is no module. Pass what makes a module.")
+        raise CapsuleError(
+            f"{kind!r} made a {type(module).__name__}, which is no module. Pass a function or class that makes one."
+        )
     return module
 
 
@@ -119,11 +122,11 @@ def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about:
     for name, value in weights["buffers"].items():
         owner, _, key = name.rpartition(".")
         part = names[owner]
-        here = part._buffers.get(key)  # noqa: SLF001, a buffer may be None or not there yet
+        here = buffers_of(part).get(key)  # a buffer may be None or not there yet
         if here is not None and here.shape == value.shape and here.dtype == value.dtype:
             here.copy_(value)
         else:
-            part._buffers[key] = value.to(device)  # noqa: SLF001, as above
+            buffers_of(part)[key] = value.to(device)
 
 
 def _is_lazy(parameter: nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""Nested values as what `torch.load(weights_only=True)` takes: tensors, numbers, texts, lists and dictionaries."""
+"""Turns nested values into what `torch.load(weights_only=True)` accepts: tensors, numbers, texts, lists and dicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KIND = "_kind"  # a dictionary of ours; those of users become lists of pairs
 
 
 class LeftOut:
-    """Stands for a value that no capsule can hold."""
+    """Stands for a value that a capsule cannot hold."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -28,7 +28,7 @@ class LeftOut:
 
 
 def to_plain(value: Any, left_out: list[str], name: str) -> Any:  # noqa: PLR0911, one kind of value each
-    """The value as plain data. What cannot be held is replaced by a note, and its name added to `left_out`."""
+    """Return the value as plain data. Values that cannot be saved are replaced by a note and named in `left_out`."""
     if type(value) in _ATOMS:
         return value
     if isinstance(value, Tensor):
@@ -56,10 +56,10 @@ def to_plain(value: Any, left_out: list[str], name: str) -> Any:  # noqa: PLR091
 
 
 def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PLR0911, as above
-    """The value again.
+    """Return the value that `to_plain` was given.
 
     Args:
-        value: What `to_plain` gave.
+        value: What `to_plain` returned.
         find: Finds a class by ``"module:name"``.
 
     Raises:
@@ -94,7 +94,7 @@ def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PL
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """The tensor with its strides, without the rest of the storage that it is a view of: files hold whole storages."""
+    """Return the tensor with its strides, without the rest of its storage: files hold whole storages."""
     tensor = tensor.detach()
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return tensor
@@ -106,7 +106,7 @@ def compact(tensor: Tensor) -> Tensor:
 
 
 def n_bytes_of(plain: Any) -> int:
-    """What the tensors in it take."""
+    """Return the bytes that the tensors in it take."""
     if isinstance(plain, Tensor):
         return (
             plain.untyped_storage().nbytes() if plain.layout == torch.strided else plain.element_size() * plain.numel()

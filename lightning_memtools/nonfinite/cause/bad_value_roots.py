@@ -1,4 +1,4 @@
-"""From a bad loss or gradient backwards, through bad values only, to the operation that made the first."""
+"""Follows a bad loss or gradient backwards, through bad values only, to the operation that made the first."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lightning_memtools.nonfinite.cause.operation_trace import Event, Kinds
+from lightning_memtools.nonfinite.cause.operation_trace import BadKinds, BadOperation
 from lightning_memtools.nonfinite.cause.tensor_facts import NAN
+from lightning_memtools.nonfinite.causes import public_name
 from lightning_memtools.nonfinite.micro_batches import list_samples
 
 
-class Origin(StrEnum):
-    """What a bad value comes from."""
+class ValueOrigin(StrEnum):
+    """The origin of a bad value."""
 
     OPERATION = "operation"
     BATCH = "batch"
@@ -26,70 +27,72 @@ class Origin(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """A tensor that was there before the step.
+class PriorTensor:
+    """A tensor that existed before the step.
 
     Attributes:
-        origin: What it is.
+        origin: The kind of tensor.
         name: Its name.
-        may_be_infinite: Whether infinities in it are there by right: masks and bounds.
+        may_be_infinite: Whether infinities in it are intended, as in masks and bounds.
     """
 
-    origin: Origin
+    origin: ValueOrigin
     name: str
     may_be_infinite: bool
 
 
-UNKNOWN = Leaf(Origin.ELSEWHERE, "a tensor from elsewhere", may_be_infinite=True)
+UNKNOWN = PriorTensor(ValueOrigin.ELSEWHERE, "a tensor from elsewhere", may_be_infinite=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
-    """Where a bad value comes from.
+class BadValueRoot:
+    """The root of a bad value.
 
     Attributes:
-        event: The operation that made it; where it was there before, the first operation that took it.
+        event: The operation that made it; if it existed before the step, the first operation that used it.
         leaf: The tensor that held it before the step; None where an operation made it.
     """
 
-    event: Event
-    leaf: Leaf | None = None
+    event: BadOperation
+    leaf: PriorTensor | None = None
 
     @property
     def is_benign(self) -> bool:
-        """Whether it is an infinity that was meant: written in the code, or in a mask or bound."""
+        """True for an intended infinity: written in the code, or in a mask or bound."""
         if self.leaf is not None:
             return self.leaf.may_be_infinite
         return self.event.constant and not self.event.gives_nan
 
 
-def find_root(events: Sequence[Event], start: Iterable[int], leaf_of: Callable[[int], Leaf]) -> Root | None:
-    """The root of the bad values in the memory `start`.
+def find_bad_value_root(
+    events: Sequence[BadOperation], start: Iterable[int], leaf_of: Callable[[int], PriorTensor]
+) -> BadValueRoot | None:
+    """Return the root of the bad values in the memory `start`.
 
-    Infinities that were meant, such as a mask's, are no root: if a slice ends in nothing else, the root is the
-    operation that made a NaN of them.
+    Intended infinities, such as those of a mask, are no root: if the way back ends in nothing else, the root is the
+    operation that made NaN from them.
 
     Args:
-        events: The operations that gave bad values, in order.
-        start: Keys of the memory that is bad at the end.
-        leaf_of: What lies in a piece of memory that no operation wrote.
+        events: The operations with bad outputs, in order.
+        start: The keys of the memory that is bad at the end.
+        leaf_of: Returns the tensor in a piece of memory that no operation wrote.
     """
-    found = _Slice(events, leaf_of)
+    found = _BackwardSlice(events, leaf_of)
     found.follow(start)
     real = [root for root in found.roots if not root.is_benign]
     if real:
         return min(real, key=lambda root: root.event.number)
     if found.converters:
-        return Root(min(found.converters, key=lambda event: event.number))
+        return BadValueRoot(min(found.converters, key=lambda event: event.number))
     return min(found.roots, key=lambda root: root.event.number, default=None)
 
 
-class _Slice:
-    """What is found on the way back."""
+class _BackwardSlice:
+    """The way back from bad values, and the roots that it ends in."""
 
-    def __init__(self, events: Sequence[Event], leaf_of: Callable[[int], Leaf]) -> None:
-        self.roots: list[Root] = []
-        self.converters: list[Event] = []  # those that made NaN of infinities
+    def __init__(self, events: Sequence[BadOperation], leaf_of: Callable[[int], PriorTensor]) -> None:
+        self.roots: list[BadValueRoot] = []
+        self.converters: list[BadOperation] = []  # operations that made NaN from infinities
         self._events = events
         self._leaf_of = leaf_of
         self._writers: dict[int, list[int]] = defaultdict(list)
@@ -99,7 +102,7 @@ class _Slice:
 
     def follow(self, start: Iterable[int]) -> None:
         """Walk back from the memory `start`."""
-        # What is wanted of an event: why its NaN, or why its infinity.
+        # Of each event, either the origin of its NaN or the origin of its infinity is wanted.
         waiting: list[tuple[int, bool]] = []
         for key in start:
             index = self._writer_of(key, len(self._events))
@@ -113,7 +116,7 @@ class _Slice:
                 waiting += self._before(*one)
 
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
-        """The events that an event has its bad values from."""
+        """Return the events that an event got its bad values from."""
         event = self._events[index]
         inputs = event.inputs
         if wants_nan:
@@ -122,7 +125,7 @@ class _Slice:
                 self.converters.append(event)
             inputs = with_nan or inputs
         if not inputs:
-            self.roots.append(Root(event))
+            self.roots.append(BadValueRoot(event))
         earlier = []
         for use in inputs:
             writer = self._writer_of(use.key, index)
@@ -130,45 +133,45 @@ class _Slice:
                 earlier.append((writer, NAN in use.kinds))
             else:
                 leaf = self._leaf_of(use.key)
-                self.roots.append(Root(event, leaf if NAN not in use.kinds else _without_excuse(leaf)))
+                self.roots.append(BadValueRoot(event, leaf if NAN not in use.kinds else _without_excuse(leaf)))
         return earlier
 
     def _writer_of(self, key: int, before: int) -> int | None:
-        """The last event before this one that wrote something bad there."""
+        """Return the index of the last event before this one that wrote a bad value there."""
         position = bisect_left(self._writers[key], before)
         return self._writers[key][position - 1] if position else None
 
 
-def _kinds(event: Event, key: int) -> Kinds:
+def _kinds(event: BadOperation, key: int) -> BadKinds:
     return frozenset().union(*(use.kinds for use in event.outputs if use.key == key))
 
 
-def _without_excuse(leaf: Leaf) -> Leaf:
-    return Leaf(leaf.origin, leaf.name, may_be_infinite=False)
+def _without_excuse(leaf: PriorTensor) -> PriorTensor:
+    return PriorTensor(leaf.origin, leaf.name, may_be_infinite=False)
 
 
-def describe_root(root: Root, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
-    """The operation, its place and what went in, as a sentence."""
+def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
+    """Return the operation, its place and its inputs, as a sentence."""
     event = root.event
     where = f"{_where(event, class_name)}"
     if root.leaf is not None:
-        what = root.leaf.name if root.leaf.origin is Origin.ELSEWHERE else f"{root.leaf.origin} {root.leaf.name}"
-        if root.leaf.origin is Origin.BATCH:
+        what = root.leaf.name if root.leaf.origin is ValueOrigin.ELSEWHERE else f"{root.leaf.origin} {root.leaf.name}"
+        if root.leaf.origin is ValueOrigin.BATCH:
             what = "the batch" if root.leaf.name == "batch" else root.leaf.name
-        return f"The first bad value was in {what}, first used by {event.operation} in {where}."
-    by = event.operation
+        return f"The first bad value was in {what}, first used by {public_name(event.operation)} in {where}."
+    by = public_name(event.operation)
     if event.backward:
-        by = f"{event.operation} in the backward of {event.of_forward}" if event.of_forward else f"{by} in backward"
+        by = f"{by} in the backward of {public_name(event.of_forward)}" if event.of_forward else f"{by} in backward"
     return f"The first bad value was made by {by} in {where}{_took(event)}{_affected(samples, batch_idx)}."
 
 
-def _where(event: Event, class_name: str) -> str:
+def _where(event: BadOperation, class_name: str) -> str:
     function = f".{event.place.function}" if event.place is not None and not event.place.caller else ""
     module = event.module or f"{class_name}{function}"
     return module if event.place is None else f"{module} ({event.place})"
 
 
-def _took(event: Event) -> str:
+def _took(event: BadOperation) -> str:
     divides = event.operation.rstrip("_").endswith("div")
     told = [n for n in event.scalars if not math.isfinite(n) or (divides and not n)]
     took = [*map(str, event.took), *(f"the number {number:g}" for number in told)]

@@ -1,4 +1,4 @@
-"""From a bad step to its cause: run again, traced, sliced, and tried out."""
+"""Explains a bad step: runs it again, traces its bad values to their root, and tests the cause."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_memtools.nonfinite.cause.bad_value_roots import UNKNOWN, Leaf, Origin, Root, find_root
+from lightning_memtools.nonfinite.cause.bad_value_roots import (
+    UNKNOWN,
+    BadValueRoot,
+    PriorTensor,
+    ValueOrigin,
+    find_bad_value_root,
+)
 from lightning_memtools.nonfinite.cause.classifier import Classifier
-from lightning_memtools.nonfinite.cause.operation_trace import Memory, Trace
-from lightning_memtools.nonfinite.causes import Background, Cause, Explanation
+from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace, StorageKeys
+from lightning_memtools.nonfinite.causes import ADVICE, Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.micro_batches import bad_inputs
-from lightning_memtools.nonfinite.step_outcome import Outcome
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, Rerun
+from lightning_memtools.nonfinite.step_outcome import StepOutcome
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 from lightning_memtools.nonfinite.tensor_names import named_tensors, plain_name, tensors_in_attributes
 
 
-def explain(rerun: Rerun, plain: Outcome, background: Background) -> Explanation:
-    """Say which operation made the first bad value of a step, and why.
+def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Explanation:
+    """Return the operation that made the first bad value of a step, and its cause.
 
     Args:
         rerun: The step, entered.
-        plain: What it gave when it was run again.
-        background: What is known of it already.
+        plain: The outcome of the step when it was run again.
+        background: The facts that are known of it already.
 
     Raises:
         CannotRerunError: The step cannot be run again, or what is bad cannot be traced; the message says why.
@@ -35,8 +41,8 @@ def explain(rerun: Rerun, plain: Outcome, background: Background) -> Explanation
         return _not_reproducible(rerun, background)
     trace, traced, root = _traced(rerun)
     tried = []
-    if root is not None and root.leaf is not None and root.leaf.origin is Origin.ATTRIBUTE:
-        # It is as the step left it, not as the step found it. Is it what makes the step bad, or what the step made bad?
+    if root is not None and root.leaf is not None and root.leaf.origin is ValueOrigin.ATTRIBUTE:
+        # The tensor is as the step left it, not as the step found it: it may be the cause or a result of the bad step.
         rerun.prepare = lambda: _fill_attributes(rerun.module)
         is_finite = rerun.run().is_finite
         tried.append(
@@ -52,12 +58,12 @@ def explain(rerun: Rerun, plain: Outcome, background: Background) -> Explanation
     return Classifier(rerun, background, trace, root, position, plain, tried).explanation()
 
 
-def _traced(rerun: Rerun) -> tuple[Trace, Outcome, Root | None]:
-    trace = Trace(rerun.module)
+def _traced(rerun: StepRerun) -> tuple[OperationTrace, StepOutcome, BadValueRoot | None]:
+    trace = OperationTrace(rerun.module)
     rerun.reset()
-    leaves = _Leaves(rerun, trace.memory)  # before the step can put other tensors in the place of these
+    leaves = _PriorTensors(rerun, trace.memory)  # before the step can replace these tensors
     traced = rerun.run(within=trace.watching())
-    return trace, traced, find_root(trace.events, _bad_memory(traced, trace.memory), leaves)
+    return trace, traced, find_bad_value_root(trace.events, _bad_memory(traced, trace.memory), leaves)
 
 
 @torch.no_grad()
@@ -67,44 +73,44 @@ def _fill_attributes(module: Module) -> None:
             tensor.detach().nan_to_num_(0.0, torch.inf, -torch.inf)
 
 
-def _bad_memory(outcome: Outcome, memory: Memory) -> list[int]:
-    """Of the first bad loss; of all bad gradients where every loss is good."""
+def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
+    """Return the keys of the first bad loss; of all bad gradients where every loss is good."""
     bad_losses = [loss for loss in outcome.losses if not math.isfinite(float(loss))]
     names = {bad.name for bad in find_bad(outcome.gradients.items())}
     bad: Sequence[Tensor] = bad_losses[:1] or [g for name, g in outcome.gradients.items() if name in names]
     return [key for tensor in bad if (key := memory.key(tensor)) is not None]
 
 
-def _position_of_bad(outcome: Outcome, rerun: Rerun) -> int:
-    """The position of the first micro-batch with a bad loss; the last where every loss is good."""
+def _position_of_bad(outcome: StepOutcome, rerun: StepRerun) -> int:
+    """Return the position of the first micro-batch with a bad loss; the last where every loss is good."""
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
         return last
     return next((i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))), last)
 
 
-class _Leaves:
-    """Knows what lies in memory that no operation wrote."""
+class _PriorTensors:
+    """Knows the tensors in memory that no operation of the step wrote."""
 
-    def __init__(self, rerun: Rerun, memory: Memory) -> None:
-        self._known: dict[int | None, Leaf] = {}
+    def __init__(self, rerun: StepRerun, memory: StorageKeys) -> None:
+        self._known: dict[int | None, PriorTensor] = {}
         for name, tensor in tensors_in_attributes(rerun.module):
-            self._known[memory.key(tensor)] = Leaf(Origin.ATTRIBUTE, name, may_be_infinite=True)
+            self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.ATTRIBUTE, name, may_be_infinite=True)
         for name, buffer in rerun.module.named_buffers():
-            self._known[memory.key(buffer)] = Leaf(Origin.BUFFER, plain_name(name), may_be_infinite=True)
+            self._known[memory.key(buffer)] = PriorTensor(ValueOrigin.BUFFER, plain_name(name), may_be_infinite=True)
         for name, parameter in rerun.module.named_parameters():
-            leaf = Leaf(Origin.PARAMETER, plain_name(name), may_be_infinite=not parameter.requires_grad)
+            leaf = PriorTensor(ValueOrigin.PARAMETER, plain_name(name), may_be_infinite=not parameter.requires_grad)
             self._known[memory.key(parameter)] = leaf
         for micro in rerun.micro:
             masks = {bad.name for bad in bad_inputs(micro) if bad.is_mask}
             for name, tensor in named_tensors(micro.batch, "batch"):
-                self._known[memory.key(tensor)] = Leaf(Origin.BATCH, name, may_be_infinite=name in masks)
+                self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)
 
-    def __call__(self, key: int) -> Leaf:
+    def __call__(self, key: int) -> PriorTensor:
         return self._known.get(key, UNKNOWN)
 
 
-def _not_reproducible(rerun: Rerun, background: Background) -> Explanation:
+def _not_reproducible(rerun: StepRerun, background: KnownOfStep) -> Explanation:
     if background.doubts:
         raise CannotRerunError(
             f"run again it was finite, but it could not be run exactly: {' '.join(background.doubts)}"
@@ -113,10 +119,9 @@ def _not_reproducible(rerun: Rerun, background: Background) -> Explanation:
     if not again:
         raise CannotRerunError("run again it was finite once and bad once: the step itself is not deterministic")
     return Explanation(
-        cause=Cause.NOT_REPRODUCIBLE,
+        cause=NonFiniteCause.NOT_REPRODUCIBLE,
         what="No operation gives NaN or Inf when the step is run again.",
         because="the same weights, batch and random numbers gave a finite loss and finite gradients, twice",
         confirmed="",
-        advice="suspect the hardware (memory, overclocking, a failing GPU: run its diagnostics) or kernels that are "
-        "not deterministic; go on from the last good checkpoint, on another device if it happens again.",
+        advice=ADVICE["not reproducible"],
     )

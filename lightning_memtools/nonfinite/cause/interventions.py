@@ -1,4 +1,4 @@
-"""What a step is run with instead, to see whether that is what makes it bad: other samples, wider numbers."""
+"""Changes to a step that test a cause: other samples, wider types, an operation without NaN, smaller rates."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from lightning_memtools._torch import (
+    DispatchMode,
+    autograd_sequence_number,
+    in_backward,
+    node_in_backward,
+    operator_schema,
+    tree_map_only,
+)
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
-from lightning_memtools.nonfinite.cause.operation_trace import in_backward, newest_node, node_in_backward
 from lightning_memtools.nonfinite.micro_batches import list_samples
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, Rerun
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 from lightning_memtools.nonfinite.tensor_names import named_tensors
 
 _NARROWER = {
@@ -26,13 +31,13 @@ _NARROWER = {
 
 
 def n_samples_of(batch: Any) -> int | None:
-    """The length of dimension 0 that the batch's tensors share; None where they differ or have none."""
+    """Return the length of dimension 0 that the batch's tensors share; None where they differ or have none."""
     lengths = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() and tensor.layout == torch.strided}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
-    """The batch with the first good sample in the place of some, and which that is; None where none is good."""
+    """Return the batch with a good sample in the place of some, and that sample's index; None if none is good."""
     n_samples = n_samples_of(batch)
     bad = set(samples)
     good = next((index for index in range(n_samples or 0) if index not in bad), None)
@@ -50,9 +55,9 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
 
 
 def cleaned(batch: Any) -> tuple[Any, str]:
-    """The batch without NaN and Inf, and how they were replaced: by whole good samples where there are some, else by 0.
+    """Return the batch without NaN and Inf, and how they were replaced: by good samples if there are some, else by 0.
 
-    Tensors that hold 0 and -inf alone are masks, and stay.
+    Tensors that hold only 0 and -inf are masks and are not changed.
     """
     bad: set[int] = set()
     for _, tensor in named_tensors(batch, "batch"):
@@ -76,7 +81,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def widened_batch(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating point numbers in a wider type."""
+    """Return the batch with its floating point numbers in a wider type."""
     return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.dtype in _NARROWER[dtype] else tensor)
 
 
@@ -84,7 +89,7 @@ def widened_batch(batch: Any, dtype: torch.dtype) -> Any:
 def wide(module: Module, dtype: torch.dtype) -> Iterator[None]:
     """Compute everything in a wider type, weights and buffers included, whatever the code asks for.
 
-    The weights and buffers themselves are not written: others take their place meanwhile.
+    The weights and buffers themselves are not written: copies replace them while the context lasts.
     """
     narrow = _NARROWER[dtype]
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
@@ -95,7 +100,7 @@ def wide(module: Module, dtype: torch.dtype) -> Iterator[None]:
             tensor.data = data.to(dtype)
         if default in narrow:
             torch.set_default_dtype(dtype)
-        with torch.compiler.set_stance("force_eager"), _Wide(dtype):
+        with torch.compiler.set_stance("force_eager"), _WiderDtype(dtype):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -107,17 +112,17 @@ def wide(module: Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def mended(number: int) -> Iterator[None]:
-    """Put 0 in the place of NaN and Inf in what one operation of the step gives, and in what its backward gives.
+    """Replace NaN and Inf by 0 in the outputs of one operation of the step, and in those of its backward.
 
     Args:
-        number: Its place in the order of operations, as `Trace` counts them.
+        number: Its place in the order of operations, as `OperationTrace` counts them.
     """
-    with torch.compiler.set_stance("force_eager"), _Mended(number):
+    with torch.compiler.set_stance("force_eager"), _ZeroBadValues(number):
         yield
 
 
-class _Mended(TorchDispatchMode):
-    """Counts operations as `Trace` does."""
+class _ZeroBadValues(DispatchMode):
+    """Counts operations as `OperationTrace` does."""
 
     def __init__(self, number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,7 +132,7 @@ class _Mended(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._left -= 1
         if self._left == 0 and not in_backward():
-            self._node = newest_node()
+            self._node = autograd_sequence_number() - 1
         out = func(*args, **(kwargs or {}))
         if self._left == 0 or (self._node is not None and in_backward() and node_in_backward() == self._node):
             for tensor in tensors_in(out):
@@ -136,8 +141,8 @@ class _Mended(TorchDispatchMode):
         return out
 
 
-class _Wide(TorchDispatchMode):
-    """Has every operation compute in a wider type. Below autocast, whose casts it turns around too."""
+class _WiderDtype(DispatchMode):
+    """Makes every operation compute in a wider type. It runs below autocast and reverses its casts too."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,7 +151,7 @@ class _Wide(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         narrow = _NARROWER[self._dtype]
         written = {
-            argument.name for argument in func._schema.arguments  # noqa: SLF001, no public way tells
+            argument.name for argument in operator_schema(func).arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         }  # fmt: skip
 
@@ -155,7 +160,7 @@ class _Wide(TorchDispatchMode):
                 return each.to(self._dtype) if each.dtype in narrow else each
             return self._dtype if each in narrow else each
 
-        names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001, as above
+        names = [argument.name for argument in operator_schema(func).arguments]
         args = tuple(
             arg if name in written else tree_map_only((Tensor, torch.dtype), widen, arg)
             for name, arg in zip(names, args, strict=False)
@@ -170,8 +175,8 @@ class _Wide(TorchDispatchMode):
 _SMALLEST = 8  # powers of ten below the present rate
 
 
-def try_rates(rerun: Rerun, rate: float) -> str:
-    """Try an SGD update with this rate, a tenth of it, and so on; what came out, as a sentence, or empty.
+def try_rates(rerun: StepRerun, rate: float) -> str:
+    """Try an SGD update with this rate, a tenth of it, and so on; return the result as a sentence, or "".
 
     An update that makes the loss of its own batch larger has gone too far. Float64, because the loss of a run that has
     diverged is beyond float32.
@@ -180,7 +185,7 @@ def try_rates(rerun: Rerun, rate: float) -> str:
     rerun.reset()
     found: list[tuple[float, float]] = []
     try:
-        # What `wide` puts in the place of the weights is dropped at its end, with what is done to it here.
+        # `wide` drops its copies of the weights at its end, and with them the updates that are made here.
         with wide(rerun.module, torch.float64):
             outcome = rerun.run(batches=batches, restore=False)
             loss = sum(float(each) for each in outcome.losses)

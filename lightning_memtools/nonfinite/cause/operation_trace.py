@@ -1,15 +1,11 @@
-"""Records every operation of a step that gives NaN or Inf: its name, module, line of code and inputs."""
+"""Records every operation of a step whose outputs hold NaN or Inf: its name, module, line of code and inputs."""
 
 from __future__ import annotations
 
 import math
-import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,45 +13,61 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from lightning_memtools.nonfinite.cause.tensor_facts import NAN, Values, kinds_of, values_of
+from lightning_memtools._torch import (
+    LOCAL_SCALAR,
+    DispatchMode,
+    autograd_sequence_number,
+    in_backward,
+    node_in_backward,
+    operator_schema,
+    sparse_values,
+    tree_leaves,
+    tree_map_only,
+)
+from lightning_memtools.memory.user_code import CodeLine, line_on_stack
+from lightning_memtools.nonfinite import step_rerun
+from lightning_memtools.nonfinite.cause.tensor_facts import NAN, TensorFacts, kinds_of, values_of
 from lightning_memtools.nonfinite.tensor_names import plain_name
 
-Kinds = frozenset[str]
+BadKinds = frozenset[str]
+
+# The frames beyond this file belong to those who called for the step to be run again; those beyond the second file
+# called for backward.
+_NOT_IN_STEP = frozenset({step_rerun.__file__})
+_NOT_IN_BACKWARD = frozenset({step_rerun.__file__, torch.autograd.graph.__file__})
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """A bad tensor that an operation took or gave.
+class BadUse:
+    """A tensor with NaN or Inf among the inputs or outputs of an operation.
 
     Attributes:
-        key: Which memory it lies in.
-        kinds: Which of NaN, Inf and -Inf it holds.
+        key: The key of its memory; see `StorageKeys`.
+        kinds: Those of NaN, Inf and -Inf that it holds.
     """
 
     key: int
-    kinds: Kinds
+    kinds: BadKinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """An operation that gave NaN or Inf.
+class BadOperation:
+    """An operation whose outputs hold NaN or Inf.
 
     Attributes:
         number: Its place in the order of operations.
-        operation: Its name, as ``"aten.log"``.
-        of_forward: In backward: the forward operation that it belongs to, as ``"aten.sqrt"``.
+        operation: The name that PyTorch dispatches it by, such as ``"aten.log"``.
+        of_forward: In backward: the forward operation that it belongs to, such as ``"aten.sqrt"``.
         backward: Whether it ran in backward.
         module: The module that ran, or whose forward pass belongs to it; empty for training_step itself.
         place: The line of code.
-        inputs: The bad tensors that it took.
-        outputs: The bad tensors that it gave.
-        constant: Whether the bad value was written in the code: an infinite number among its arguments.
+        inputs: The bad tensors among its inputs.
+        outputs: The bad tensors among its outputs.
+        constant: Whether the bad value was written in the code: NaN or Inf as a number among its arguments.
         scalars: The numbers among its arguments.
-        took: All floating point tensors that it took, where it made a bad value out of good ones.
-        gave: What it gave, likewise.
+        took: Facts about its floating point inputs, where it made a bad value out of good ones.
+        gave: Facts about its outputs, likewise.
         finite_when_wide: Whether the same operation on the same values is finite in float64; None if not tried.
     """
 
@@ -64,38 +76,33 @@ class Event:
     of_forward: str
     backward: bool
     module: str
-    place: Place | None
-    inputs: tuple[Use, ...]
-    outputs: tuple[Use, ...]
+    place: CodeLine | None
+    inputs: tuple[BadUse, ...]
+    outputs: tuple[BadUse, ...]
     constant: bool
     scalars: tuple[float, ...]
-    took: tuple[Values, ...] = ()
-    gave: tuple[Values, ...] = ()
+    took: tuple[TensorFacts, ...] = ()
+    gave: tuple[TensorFacts, ...] = ()
     finite_when_wide: bool | None = None
 
     @property
     def gives_nan(self) -> bool:
-        """Whether it gave a NaN."""
-        return any(NAN in use.kinds for use in self.outputs)
-
-    @property
-    def makes_nan(self) -> bool:
-        """Whether it gave a NaN and took none."""
-        return self.gives_nan and not any(NAN in use.kinds for use in self.inputs)
+        """True if an output holds NaN."""
+        return _hold_nan(self.outputs)
 
 
 @dataclass(slots=True)
-class _Forward:
-    """What is known of a node of the graph."""
+class _ForwardOperation:
+    """The forward operation that a node of the autograd graph belongs to."""
 
     operation: str
     module: str
-    place: Place | None
+    place: CodeLine | None
 
 
 @dataclass(slots=True)
-class _Taken:
-    """What an operation took, as it was before: tensors that it may overwrite are copies, known by their keys."""
+class _TakenArguments:
+    """The arguments of an operation before it ran: tensors that it may overwrite are copies, known by their keys."""
 
     args: Any
     kwargs: Any
@@ -103,15 +110,15 @@ class _Taken:
 
 
 @dataclass(slots=True)
-class Memory:
-    """Recognises memory by its storage, for as long as the trace lasts, also when the tensor is gone."""
+class StorageKeys:
+    """Gives each tensor's memory a key that is not given again while the trace lasts, even when the tensor is gone."""
 
     _alive: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def key(self, tensor: Tensor) -> int | None:
-        """The storage's key; None for a tensor without one."""
+        """Return the key of a tensor's storage; None for a tensor without one."""
         if tensor.layout == torch.sparse_coo:
-            tensor = tensor._values()  # noqa: SLF001, values() refuses what is not coalesced
+            tensor = sparse_values(tensor)
         elif tensor.layout != torch.strided:
             tensor = tensor.values()
         try:
@@ -122,22 +129,22 @@ class Memory:
         return int(self._alive.setdefault(reference.cdata, reference).cdata)
 
 
-class Trace(TorchDispatchMode):
-    """Records the operations that give NaN or Inf. Each operation's outputs are read: this waits for the device."""
+class OperationTrace(DispatchMode):
+    """Records the operations whose outputs hold NaN or Inf. It reads every output, and so waits for the device."""
 
     def __init__(self, model: Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Event] = []
-        self.memory = Memory()
+        self.events: list[BadOperation] = []
+        self.memory = StorageKeys()
         self.uses_narrow_floats = False
         self._modules = ModuleStack(model)
-        self._forward: dict[int, _Forward] = {}
+        self._forward: dict[int, _ForwardOperation] = {}
         self._n_operations = 0
-        self._last_number: Event | None = None
+        self._last_number: BadOperation | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record, as long as the context lasts."""
+        """Record operations while the context lasts."""
         # Compiled code would hide its operations.
         with torch.compiler.set_stance("force_eager"), self._modules.watching(), self:
             yield
@@ -151,7 +158,7 @@ class Trace(TorchDispatchMode):
         taken = self._take(func, args, kwargs)
         out = func(*args, **kwargs)
         bad = [use for tensor in _tensors(out) if (use := self._use(tensor)) is not None]
-        if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001, its name: what .item() runs
+        if func is LOCAL_SCALAR:
             if not math.isfinite(_number(out)):
                 self._note(func, taken, out, (), backward=backward)
                 self._last_number = self.events[-1]
@@ -162,14 +169,14 @@ class Trace(TorchDispatchMode):
             self._note(func, taken, out, tuple(bad), backward=backward)
         return out
 
-    def _take(self, func: Any, args: Any, kwargs: Any) -> _Taken:
-        taken = _Taken(args, kwargs)
-        if func._schema.is_mutable:  # noqa: SLF001, no public way tells
+    def _take(self, func: Any, args: Any, kwargs: Any) -> _TakenArguments:
+        taken = _TakenArguments(args, kwargs)
+        if operator_schema(func).is_mutable:
             taken.args, taken.kwargs = tree_map_only(Tensor, lambda each: self._copy(each, taken), (args, kwargs))
         return taken
 
-    def _copy(self, tensor: Tensor, taken: _Taken) -> Tensor:
-        """Of a tensor that may be overwritten now."""
+    def _copy(self, tensor: Tensor, taken: _TakenArguments) -> Tensor:
+        """Return a copy of a tensor that may be overwritten now."""
         if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
             return tensor
         copied = tensor.clone()
@@ -178,21 +185,23 @@ class Trace(TorchDispatchMode):
             taken.keys[id(copied)] = key
         return copied
 
-    def _use(self, tensor: Tensor, taken: _Taken | None = None) -> Use | None:
+    def _use(self, tensor: Tensor, taken: _TakenArguments | None = None) -> BadUse | None:
         kinds = kinds_of(tensor)
         if not kinds:
             return None
         key = taken.keys.get(id(tensor)) if taken is not None else None
         key = self.memory.key(tensor) if key is None else key
-        return None if key is None else Use(key, kinds)
+        return None if key is None else BadUse(key, kinds)
 
     def _note_forward(self, func: Any) -> None:
-        number = newest_node()
+        number = autograd_sequence_number() - 1
         if number not in self._forward:
-            self._forward[number] = _Forward(_name(func), self._modules.now, place_here(in_backward=False))
+            self._forward[number] = _ForwardOperation(_name(func), self._modules.now, _line_here(in_backward=False))
 
-    def _note(self, func: Any, taken: _Taken, out: Any, outputs: tuple[Use, ...], *, backward: bool) -> None:
-        flat, _ = tree_flatten((taken.args, taken.kwargs))
+    def _note(
+        self, func: Any, taken: _TakenArguments, out: Any, outputs: tuple[BadUse, ...], *, backward: bool
+    ) -> None:
+        flat = tree_leaves((taken.args, taken.kwargs))
         numbers = tuple(float(each) for each in flat if isinstance(each, (int, float)) and not isinstance(each, bool))
         constant = not all(map(math.isfinite, numbers))
         inputs = [use for each in flat if isinstance(each, Tensor) and (use := self._use(each, taken)) is not None]
@@ -201,8 +210,13 @@ class Trace(TorchDispatchMode):
             inputs += self._last_number.inputs
             constant = False
         known = self._forward.get(node_in_backward()) if backward else None
-        place = place_here(in_backward=backward)
-        event = Event(
+        place = _line_here(in_backward=backward)
+        facts: dict[str, Any] = {}
+        if not inputs or (_hold_nan(outputs) and not _hold_nan(inputs)):
+            facts["took"] = _described([each for each in flat if isinstance(each, Tensor)])
+            facts["gave"] = _described(list(_tensors(out)))
+            facts["finite_when_wide"] = _is_finite_when_wide(func, taken.args, taken.kwargs)
+        event = BadOperation(
             number=self._n_operations,
             operation=_name(func),
             # A line within backward is the user's own, of a torch.autograd.Function: it stands for itself.
@@ -214,12 +228,8 @@ class Trace(TorchDispatchMode):
             outputs=outputs,
             constant=constant,
             scalars=numbers,
+            **facts,
         )
-        if not inputs or event.makes_nan:
-            tensors = [each for each in flat if isinstance(each, Tensor)]
-            object.__setattr__(event, "took", _described(tensors))
-            object.__setattr__(event, "gave", _described(list(_tensors(out))))
-            object.__setattr__(event, "finite_when_wide", _is_finite_when_wide(func, taken.args, taken.kwargs))
         self.events.append(event)
 
 
@@ -228,9 +238,22 @@ def _name(func: Any) -> str:
     return name.replace("aten._", "aten.") if name.endswith("softmax") else name
 
 
+def _hold_nan(uses: Sequence[BadUse]) -> bool:
+    return any(NAN in use.kinds for use in uses)
+
+
+def _line_here(*, in_backward: bool) -> CodeLine | None:
+    """Return the innermost line on the stack that belongs to the user or to an installed library.
+
+    In backward only a line that runs within it counts: the backward of a torch.autograd.Function, or a forward pass
+    that is run again.
+    """
+    return line_on_stack(stop_at=_NOT_IN_BACKWARD if in_backward else _NOT_IN_STEP)
+
+
 def _is_view(func: Any) -> bool:
-    """Whether it writes nothing: the memory's writer stays who it was."""
-    returns = func._schema.returns  # noqa: SLF001, no public way tells
+    """Return whether an operation writes nothing, so that the last writer of the memory remains."""
+    returns = operator_schema(func).returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
 
@@ -246,12 +269,12 @@ def _tensors(out: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _described(tensors: Sequence[Tensor]) -> tuple[Values, ...]:
+def _described(tensors: Sequence[Tensor]) -> tuple[TensorFacts, ...]:
     return tuple(values for tensor in tensors if (values := values_of(tensor)) is not None)
 
 
 def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
-    """Whether the operation is finite if it computes in float64; None where that cannot be told."""
+    """Return whether the operation is finite if it computes in float64; None where that is not known."""
     narrow = {torch.float32, torch.float16, torch.bfloat16}
 
     def widen(each: Any) -> Any:
@@ -266,115 +289,8 @@ def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
         return None
 
 
-def in_backward() -> bool:
-    """Whether backward runs."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001, no public way tells
-
-
-def newest_node() -> int:
-    """The number of the node that was made last: it is made, and takes its number, before its operation runs."""
-    return int(torch._C._autograd._get_sequence_nr()) - 1  # noqa: SLF001, no public way tells
-
-
-def node_in_backward() -> int:
-    """The number of the node whose backward runs; -1 outside of backward."""
-    node: Any = torch._C._current_autograd_node()  # noqa: SLF001, no public way tells
-    return -1 if node is None else int(node._sequence_nr())  # noqa: SLF001, as above
-
-
-_OURS = str(Path(__file__).parents[2])
-
-
-_TORCH = str(Path(torch.__file__).parent)
-
-
-_STANDARD = sysconfig.get_paths()["stdlib"]
-
-
-_INSTALLED = ("site-packages", "dist-packages")
-
-
-# Installed packages that only pass calls on.
-_CARRIERS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics")
-
-
-_ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")  # who calls backward; frames within it belong to backward
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A line of code.
-
-    Attributes:
-        file: The file's path.
-        line: The line's number, from 1.
-        function: The function that the line belongs to.
-        caller: Where the line is in an installed package: (file, line) of the user's code that led there.
-    """
-
-    file: str
-    line: int
-    function: str
-    caller: tuple[str, int] | None = None
-
-    def __str__(self) -> str:
-        text = f"{short(self.file)}:{self.line}"
-        return text if self.caller is None else f"{text}, called from {short(self.caller[0])}:{self.caller[1]}"
-
-
-def short(file: str) -> str:
-    """A path below the working directory as it is from there, within an installed package from the package on."""
-    parts = Path(file).parts
-    for installed in _INSTALLED:
-        if installed in parts:
-            return str(Path(*parts[parts.index(installed) + 1 :]))
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except ValueError:
-        return file
-
-
-@lru_cache(maxsize=4096)
-def kind_of(file: str) -> str:
-    """user, installed, ours, or passing (torch, Lightning, the standard library)."""
-    if file.startswith(_OURS):
-        return "ours"
-    parts = Path(file).parts
-    installed = next((parts.index(name) for name in _INSTALLED if name in parts), None)
-    if file.startswith(("<", _TORCH)) or (installed is None and file.startswith(_STANDARD)):
-        return "passing"
-    if installed is None:
-        return "user"
-    return "passing" if parts[installed + 1] in _CARRIERS else "installed"
-
-
-def place_here(*, in_backward: bool) -> Place | None:
-    """The innermost line on the stack that belongs neither to torch, Lightning nor this package.
-
-    In backward only what runs within it counts (the backward of a torch.autograd.Function, or a forward pass that is
-    run again); None where that is torch's alone.
-    """
-    frame: Any = sys._getframe(1)  # noqa: SLF001, the stack itself: traceback would read files for every operation
-    found: tuple[str, int, str] | None = None
-    while frame is not None:
-        file, code = frame.f_code.co_filename, frame.f_code
-        if file.endswith("rerun.py") and kind_of(file) == "ours":
-            break  # beyond are those who called for the step to be run again
-        if in_backward and file == _ENGINE:
-            break
-        kind = kind_of(file)
-        if kind == "user":
-            if found is None:
-                return Place(file, frame.f_lineno, code.co_name)
-            return Place(*found, caller=(file, frame.f_lineno))
-        if kind == "installed" and found is None:
-            found = file, frame.f_lineno, code.co_name
-        frame = frame.f_back
-    return None if found is None else Place(*found)
-
-
 class ModuleStack:
-    """Which module of a model runs now. Global hooks, so that nothing on the model changes."""
+    """Knows which module of a model runs now. It uses global hooks, so that nothing on the model changes."""
 
     def __init__(self, model: Module) -> None:
         self._names = {id(part): plain_name(name) for name, part in model.named_modules()}
@@ -382,11 +298,11 @@ class ModuleStack:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch, as long as the context lasts."""
+        """Watch the modules while the context lasts."""
         self._running.clear()
         hooks = [
             register_module_forward_pre_hook(self._enter),
-            # Also when forward fails: else it would seem to run for ever.
+            # Also when forward fails: else the module would seem to run for ever.
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:

@@ -1,4 +1,4 @@
-"""What went into an operation: zeros, magnitudes, and which samples."""
+"""Describes the inputs and outputs of an operation: zeros, magnitudes, and affected samples."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NAN, POSITIVE, NEGATIVE = "nan", "inf", "-inf"
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
-    """A tensor that an operation took or gave.
+class TensorFacts:
+    """Facts about a tensor among the inputs or outputs of an operation.
 
     Attributes:
         shape: Its shape.
-        dtype: Its type, as ``"float32"``.
-        n_elements: How many elements it has.
-        n_zeros: How many are 0.
-        n_bad: How many are NaN or Inf.
+        dtype: Its type, such as ``"float32"``.
+        n_elements: The number of elements.
+        n_zeros: The number of elements that are 0.
+        n_bad: The number of elements that are NaN or Inf.
         largest: The largest magnitude among the finite ones; 0 where there are none.
         smallest: The smallest value among the finite ones.
         highest: The highest value among the finite ones.
-        n_negative: How many are below 0.
+        n_negative: The number of elements below 0.
         samples: Of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0.
     """
 
@@ -55,7 +55,7 @@ class Values:
 
 
 def kinds_of(tensor: Tensor) -> frozenset[str]:
-    """Which of NaN, Inf and -Inf a tensor holds; empty for a good one. Waits for the device."""
+    """Return those of NaN, Inf and -Inf that a tensor holds; empty for a good one. Waits for the device."""
     floats = floats_of(tensor)
     if floats is None or bool(torch.isfinite(floats).all()):
         return frozenset()
@@ -63,8 +63,8 @@ def kinds_of(tensor: Tensor) -> frozenset[str]:
     return frozenset(kind for kind, test in tests if bool(test(floats).any()))
 
 
-def values_of(tensor: Tensor) -> Values | None:
-    """Describe a tensor; None where it holds no floating point numbers."""
+def values_of(tensor: Tensor) -> TensorFacts | None:
+    """Describe a tensor; return None where it holds no floating point numbers."""
     floats = floats_of(tensor)
     if floats is None:
         return None
@@ -75,7 +75,7 @@ def values_of(tensor: Tensor) -> Values | None:
     of_interest = bad if n_bad else zeros
     has_samples = floats.dim() > 0 and tensor.layout == torch.strided and not tensor.is_complex()
     samples = of_interest.flatten(1).any(1) if has_samples and floats.dim() > 1 else of_interest
-    return Values(
+    return TensorFacts(
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         n_elements=floats.numel(),

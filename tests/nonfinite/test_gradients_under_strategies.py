@@ -1,4 +1,4 @@
-"""What can be seen under each strategy, by the names of its classes."""
+"""The gradients that HaltOnNaN sees under each strategy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import lightning.pytorch.strategies as ours
 import pytest
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from lightning_memtools.nonfinite.strategies import gradients_under
+from lightning_memtools.nonfinite.step_guard import gradients_under
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,191 @@
+"""Runs a bad step again on this rank, within the training process: explains it, and writes it to a capsule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_memtools._torch import takes_scaled_gradients
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
+from lightning_memtools.nonfinite.capsule.capsule_file import Capsule, write_capsule
+from lightning_memtools.nonfinite.cause.explain import explain
+from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
+from lightning_memtools.nonfinite.diagnosis import what_grew
+from lightning_memtools.nonfinite.halt_report import CapsuleNote
+from lightning_memtools.nonfinite.step_outcome import (
+    StepConditions,
+    StepOutcome,
+    digests_of,
+    doubts_about,
+    mismatches,
+)
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
+from lightning_memtools.nonfinite.tensor_names import names_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """The parts of a training run that are needed to run a step of it again. The callback takes them from the Trainer.
+
+    Attributes:
+        module: The LightningModule that is trained.
+        optimizers: Its optimizers.
+        schedulers: Its learning rate schedulers.
+        scaler: The gradient scaler; None without one.
+        world_size: The number of ranks.
+        conditions: Returns the conditions under which the run's steps run.
+        trainer: The Trainer itself, which answers the step where plain data cannot.
+    """
+
+    module: Any
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[Any]
+    scaler: Any
+    world_size: int
+    conditions: Callable[[], StepConditions]
+    trainer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class RankFindings:
+    """The findings of a rank from running the step again. Plain values: they are sent to the other ranks.
+
+    Attributes:
+        rank: The rank.
+        explanation: The operation and the cause; None where that was not found.
+        note: The reason why there is no explanation.
+        again: Says whether the step was the same when it was run again, or why it may not be; empty if it was not run.
+        is_bad: Whether the step was bad when this rank ran it alone.
+    """
+
+    rank: int
+    explanation: Explanation | None
+    note: str = ""
+    again: str = ""
+    is_bad: bool = False
+
+
+def findings_to_report(everyone: Sequence[RankFindings], rank: int | None) -> RankFindings:
+    """Return the findings of this rank; where no rank is known, of the first whose own step is bad when run again."""
+    if rank is not None:
+        return next((each for each in everyone if each.rank == rank), everyone[0])
+    return next((each for each in everyone if each.is_bad), everyone[0])
+
+
+class BadStepRerun:
+    """Runs a bad step again on this rank. A failure here is only noted: it must not hide the halt.
+
+    Use it after the step was undone, and before anything else changes.
+
+    Args:
+        run: The training run; the module has the weights and buffers that the step began with.
+        bad_step: The step.
+        evidence: What is known of it.
+        history: The last steps.
+    """
+
+    def __init__(self, run: TrainingRun, bad_step: BadStep, evidence: Evidence, history: Sequence[PastStep]) -> None:
+        self._run, self._bad_step, self._evidence = run, bad_step, evidence
+        self._micro = bad_step.step.micro
+        unscales_itself = takes_scaled_gradients(bad_step.step.optimizer)
+        self._conditions = replace(run.conditions(), unscales_itself=unscales_itself)
+        self._known = KnownOfStep(
+            grown=what_grew(history, evidence),
+            learning_rates=evidence.learning_rates,
+            plain_sgd=evidence.plain_sgd,
+            scaler=evidence.scaler,
+            doubts=doubts_about(self._micro, evidence.unrestored),
+        )
+        self._doubts = list(self._known.doubts)
+        self._digests, self._digests_of = self._own_digests(), "step"
+        self._explanation: Explanation | None = None
+        self._has_run = self._is_bad = False
+
+    def findings(self, *, explains: bool) -> RankFindings:
+        """Run the step again, and find out what made it bad."""
+        rank = self._evidence.rank
+        if all(micro.batch is None for micro in self._micro):
+            return RankFindings(rank, None, "not sought: the batch was no longer held")
+        try:
+            with self._step_rerun() as rerun:
+                plain = rerun.run()
+                self._compare(plain)
+                if not explains:
+                    return RankFindings(rank, None, "not asked for (explain=False)", self._again(), self._is_bad)
+                self._explanation = explain(rerun, plain, replace(self._known, doubts=self._doubts))
+        except CannotRerunError as error:
+            if not self._has_run:
+                self._doubts.append(f"It could not be run again in the training process: {error}.")
+            return RankFindings(rank, None, f"not found: {error}", self._again(), self._is_bad)
+        except Exception as error:  # noqa: BLE001, see the class
+            return RankFindings(rank, None, f"not found: {type(error).__name__}: {error}")
+        return RankFindings(rank, self._explanation, again=self._again(), is_bad=self._is_bad)
+
+    def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> CapsuleNote:
+        """Write the capsule."""
+        explanation = self._explanation
+        capsule = Capsule(
+            step=self._evidence.step,
+            module=self._run.module,
+            micro=self._micro,
+            conditions=self._conditions,
+            optimizers=self._run.optimizers,
+            scaler={} if self._run.scaler is None else self._run.scaler.state_dict(),
+            parameters=names_of(self._run.module, self._bad_step.step.parameters),
+            losses=self._bad_step.losses,
+            digests=self._digests,
+            digests_of=self._digests_of,
+            doubts=self._doubts,
+            about=about,
+            explanation=None if explanation is None else {**asdict(explanation), "cause": explanation.cause.value},
+        )
+        try:
+            written = write_capsule(capsule, path, max_bytes)
+        except Exception as error:  # noqa: BLE001, see the class
+            return CapsuleNote(note=f"could not be written: {type(error).__name__}: {error}")
+        note = f"without {', '.join(written.left_out)}" if written.left_out else ""
+        return CapsuleNote(path, note, "; ".join(written.needs))
+
+    def _step_rerun(self) -> StepRerun:
+        device = VirtualDevice.current()
+        return StepRerun(
+            self._run.module,
+            self._micro,
+            self._conditions,
+            optimizers=self._run.optimizers,
+            schedulers=self._run.schedulers,
+            parameters=self._bad_step.step.parameters,
+            trainer=self._run.trainer,
+            host=nullcontext if device is None else device.host,
+        )
+
+    def _own_digests(self) -> dict[str, str]:
+        """Return digests of the step's own gradients, where these are this rank's alone and have not been replaced."""
+        if self._evidence.late or self._evidence.carried or self._run.world_size > 1:
+            return {}
+        parameters = self._bad_step.step.parameters
+        named = zip(names_of(self._run.module, parameters), parameters, strict=True)
+        return digests_of({name: p.grad for name, p in named if p.grad is not None})
+
+    def _again(self) -> str:
+        if not self._has_run:
+            return ""
+        if self._explanation is not None and self._explanation.cause is NonFiniteCause.NOT_REPRODUCIBLE:
+            return ""
+        compared = "losses and gradients" if self._digests_of == "step" else "losses"
+        return " ".join(self._doubts) or f"{compared} are the same bit for bit."
+
+    def _compare(self, plain: StepOutcome) -> None:
+        self._has_run, self._is_bad = True, not plain.is_finite
+        found = mismatches(self._bad_step.losses, self._digests, plain)
+        if not self._digests:
+            self._digests, self._digests_of = digests_of(plain.gradients), "replay"
+        # Where the step was bad and is finite now, the difference is what is to be explained, and no reason for doubt.
+        if found and not plain.is_finite:
+            self._doubts.append(f"Run again in the training process, the step was not the same. {' '.join(found)}")

@@ -1,0 +1,186 @@
+"""Ends a run of `fit` at a bad step: undoes the step, asks all ranks what they know, and gathers the report."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_memtools.nonfinite.bad_step import BadStep, Evidence
+from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun, RankFindings, TrainingRun, findings_to_report
+from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state, bad_state, diagnose, examine
+from lightning_memtools.nonfinite.finite_checks import BadTensor
+from lightning_memtools.nonfinite.halt_report import CapsuleNote, HaltReport, NonFiniteFinding, overflow_finding
+from lightning_memtools.nonfinite.step_guard import StepGuard
+from lightning_memtools.reporting.ranks import RankGather
+
+# All ranks find the bad step at the same time, so an answer takes as long as the slowest rank is behind.
+TIMEOUT_S = 60
+# One rank runs a step several times and reads every operation's outputs, while the others wait.
+RERUN_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HaltActions:
+    """The actions of a halt outside of the step: plain callables, which the callback makes from the Trainer.
+
+    Attributes:
+        saves_on_exception: Returns whether a checkpoint will be written when training fails.
+        forbid_saving: Keeps that checkpoint from being written.
+        save_checkpoint: Writes a checkpoint under this file name. Returns its path and "", or None and the reason. It
+            is called on every rank.
+        write_report: Writes a text under this file name; returns as `save_checkpoint` does. Called on every rank.
+        directory: Where files go; None where the run keeps none.
+        no_directory: The reason for that.
+    """
+
+    saves_on_exception: Callable[[], bool]
+    forbid_saving: Callable[[], None]
+    save_checkpoint: Callable[[str], tuple[Path | None, str]]
+    write_report: Callable[[str, str], tuple[Path | None, str]]
+    directory: Path | None
+    no_directory: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HaltOptions:
+    """The arguments of HaltOnNaN that say what is done at a halt."""
+
+    explain: bool
+    capsule: bool
+    max_bytes: int
+    save_last_good: bool
+
+
+class HaltSession:
+    """Ends one run of `fit`, when its guard finds a bad step or its weights are bad before a checkpoint.
+
+    Args:
+        run: The training run.
+        guard: The guard of its steps.
+        ranks: Gathers from all ranks.
+        patient_ranks: Gathers what takes a rerun of the step to find out.
+        actions: What is done to files and checkpoints.
+        options: What is done at a halt.
+    """
+
+    def __init__(  # noqa: PLR0917, one argument for each part of the run
+        self,
+        run: TrainingRun,
+        guard: StepGuard,
+        ranks: RankGather,
+        patient_ranks: RankGather,
+        actions: HaltActions,
+        options: HaltOptions,
+    ) -> None:
+        self.guard = guard
+        self._run, self._actions, self._options = run, actions, options
+        self._ranks, self._patient_ranks = ranks, patient_ranks
+        self._bad_at_start = {each.name for each in self._bad_now()}
+        self._has_warned = False
+
+    def halt(self, bad_step: BadStep) -> HaltReport:
+        """Undo the step, find its cause, and write the capsule, the last good checkpoint and the report."""
+        guard, ranks = self.guard, self._ranks
+        unrestored = guard.undo(bad_step)
+        evidence = examine(
+            self._run.module, bad_step, rank=ranks.rank, unrestored=unrestored, carried=guard.carries_losses
+        )
+        gathered = ranks.objects((evidence, tuple(guard.history)))
+        everyone = [theirs for theirs, _ in gathered]
+        histories = {theirs.rank: history for theirs, history in gathered}
+        diagnosis = diagnose(everyone, histories)
+        report = HaltReport(
+            everyone=everyone,
+            diagnosis=diagnosis,
+            history=histories[everyone[0].rank if diagnosis.rank is None else diagnosis.rank],
+            skipped=guard.skipped,
+            n_missing=ranks.world_size - len(everyone),
+        )
+        self._run_again(bad_step, evidence, report)
+        if any(theirs.parameters for theirs in everyone):
+            report.checkpoint_note = "not written: weights or buffers were bad before this step"
+            self._actions.forbid_saving()
+        elif self._options.save_last_good:
+            name = f"nonfinite-step{evidence.step}-last-good.ckpt"
+            report.checkpoint_path, report.checkpoint_note = self._actions.save_checkpoint(name)
+        else:
+            report.checkpoint_note = "not asked for (save_last_good=False)"
+        report.report_path, report.report_note = self._actions.write_report(
+            f"nonfinite-step{evidence.step}-report.md", report.markdown()
+        )
+        return report
+
+    def bad_update(self, step: int) -> NonFiniteFinding | None:
+        """Look for weights and optimizer state that became NaN or Inf since training began. Collective.
+
+        Call it before a checkpoint: an update can overflow although its gradients are finite.
+
+        Args:
+            step: The present training step.
+        """
+        mine = tuple(each for each in self._bad_now() if each.name not in self._bad_at_start)
+        everyone = self._ranks.objects(mine)
+        if not any(everyone):
+            return None
+        self._actions.forbid_saving()
+        rates = [float(group["lr"]) for each in self._run.optimizers for group in each.param_groups if "lr" in group]
+        return overflow_finding(everyone, step=step, history=self.guard.history, learning_rates=rates)
+
+    def leave_clean_state(self) -> None:
+        """Leave a state that a checkpoint may hold after another error. Does not wait for the other ranks."""
+        try:
+            bad_step = self.guard.drain()
+            if bad_step is not None:
+                self.guard.undo(bad_step)
+                warnings.warn(f"Step {bad_step.step.number} was NaN or Inf too; it was undone.", stacklevel=2)
+            if self._actions.saves_on_exception() and self._bad_now():
+                self._actions.forbid_saving()
+        except RuntimeError as error:  # the device itself may be what failed
+            warnings.warn(f"The last steps could not be checked any more: {error}", stacklevel=2)
+
+    def warn_if_blind(self) -> None:
+        """Warn, once, if no gradient was seen in an epoch although there are parameters to train."""
+        guard, module = self.guard, self._run.module
+        if guard.saw_gradients or self._has_warned or not any(p.requires_grad for p in module.parameters()):
+            return
+        if not self._run.module.automatic_optimization:
+            advice = "step the optimizers that self.optimizers() returns, and use self.manual_backward(loss)"
+        elif guard.saw_losses:
+            advice = "see whether the strategy or an optimizer keeps gradients elsewhere than in p.grad"
+        else:
+            return  # training_step returned no loss, so there was nothing to see
+        self._has_warned = True
+        warnings.warn(f"HaltOnNaN saw no gradient in this epoch, so it checks none: {advice}.", stacklevel=2)
+
+    def _run_again(self, bad_step: BadStep, evidence: Evidence, report: HaltReport) -> None:
+        """Find the operation and write the capsule, on the rank that had the bad value. Collective."""
+        options, rank = self._options, evidence.rank
+        if not options.explain and not options.capsule:
+            return
+        if self.guard.is_sharded:
+            report.explanation_note = "not sought: no rank has all weights to run the step again alone"
+            report.capsule = CapsuleNote(note=report.explanation_note)
+            return
+        rerun, mine = None, RankFindings(rank, None)
+        if report.diagnosis.rank in {None, rank}:
+            try:
+                rerun = BadStepRerun(self._run, bad_step, evidence, tuple(self.guard.history))
+                mine = rerun.findings(explains=options.explain)
+            except Exception as error:  # noqa: BLE001, it must neither hide the halt nor leave the other ranks waiting
+                mine = RankFindings(rank, None, f"not found: {type(error).__name__}: {error}")
+        findings = findings_to_report(self._patient_ranks.objects(mine), report.diagnosis.rank)
+        report.add_findings(findings.rank, findings.explanation, findings.note)
+        report.again = findings.again
+        if not options.capsule:
+            return
+        note = CapsuleNote(note=self._actions.no_directory)
+        if self._actions.directory is not None and rerun is not None and findings.rank == rank:
+            name = f"nonfinite-step{evidence.step}-rank{rank}-capsule.pt"
+            note = rerun.write(self._actions.directory / name, options.max_bytes, report.about())
+        report.capsule = dict(self._patient_ranks.objects((rank, note))).get(findings.rank, note)
+
+    def _bad_now(self) -> list[BadTensor]:
+        module = self._run.module
+        return [*bad_state(module), *bad_optimizer_state(module, self._run.optimizers)]
