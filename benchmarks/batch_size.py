@@ -1,13 +1,13 @@
 """BatchSizeTuner against the truth and against Lightning's BatchSizeFinder, on simulated GPUs of several capacities.
 
 Everything runs on fake tensors: the simulated allocator sees what it sees with real ones, and nothing is computed, so
-sizes that fill 8 GiB can be run by the thousand. What a search costs is therefore told in optimizer steps and in the
-samples that they took; a few rows are run on real tensors besides, for CPU seconds.
+sizes that fill 8 GiB can be run by the thousand. The cost of a search is therefore given in optimizer steps and in the
+samples that they took; a few rows are also run on real tensors, for CPU seconds.
 
-The truth knows nothing of the tuner: a size fits when a plain `Trainer.fit` of six steps ends on a device whose
-capacity is less by the margin, without an allocation retry. The maximum is found by bisection. As the peak of reserved
-memory is not monotonic in the size, all sizes beyond it are then run too, up to 5% larger or eight more. The largest
-that fits is the true maximum.
+The true maximum is found without the tuner: a size fits if a plain `Trainer.fit` of six steps ends without an
+allocation retry on a device whose capacity is reduced by the margin. The maximum is found by bisection. As the peak of
+reserved memory is not monotonic in the size, all sizes beyond it are then run too, up to 5% larger or eight more. The
+largest that fits is the true maximum.
 
     python benchmarks/batch_size.py [MODEL ...]
 """
@@ -38,16 +38,16 @@ from tests.fake_training import InMemory, fake_tensors, fakes_of
 MARGIN = 0.05
 CAPACITIES = ("2GiB", "3GiB", "4GiB", "8GiB")
 STEP = {"contrastive": 64, "batchnorm": 2}
-"""Where the maximum is in the thousands, only multiples are admitted, for everybody."""
+"""Only multiples of this are admitted where the maximum is in the thousands."""
 OTHERS = {"dropout": "1GiB", "attention": "1GiB"}
-"""Held by another process, on one more device of 4 GiB."""
+"""Memory that another process holds on an additional device of 4 GiB."""
 FITS = "fits"
 SECONDS = {"workspace": "512MiB", "batchnorm": "512MiB", "checkpointing": "512MiB"}
-"""Models that are also tuned on real tensors, and on what device."""
+"""Models that are also tuned on real tensors, with the capacity of the device."""
 
 
 def plain_fit(kind: type[Sized], size: int, n_bytes: int, others: str) -> str:
-    """How a plain fit of this size ends on a device of so many bytes."""
+    """Returns the outcome of a plain fit of this size on a device with this capacity."""
     device = VirtualDevice(f"{n_bytes}B", used_by_others=others)
     with tempfile.TemporaryDirectory() as root, fake_tensors(device):
         model = fakes_of(kind)(size)
@@ -61,7 +61,7 @@ def plain_fit(kind: type[Sized], size: int, n_bytes: int, others: str) -> str:
 
 
 def true_maximum(kind: type[Sized], step: int, near: int, n_bytes: int, others: str) -> tuple[int, int]:
-    """The largest multiple of `step` that fits, and how many sizes were run."""
+    """Returns the largest multiple of `step` that fits, and the number of sizes that were run."""
     ran: dict[int, bool] = {}
 
     def run(steps: int) -> bool:
@@ -188,7 +188,7 @@ def main() -> None:
 
 
 def summary(rows: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is kept, with the claims that are read off it."""
+    """Returns the results with the figures that the manual quotes."""
     found = [one["BatchSizeTuner"] for one in rows]
     return {
         "what": f"training, margin {MARGIN}, on fake tensors; BatchSizeFinder power knows no margin",

@@ -1,4 +1,4 @@
-"""The page of BatchSizeTuner: its example, and the table of what was measured. As a program it writes the table anew.
+"""The page of BatchSizeTuner: its example and the table of measurements. Run as a program, it updates the table.
 
 python -m tests.batch_size_docs
 """
@@ -19,19 +19,19 @@ _BEGIN, _END = "<!-- measured -->\n", "<!-- end -->"
 
 
 def results() -> dict[str, Any]:
-    """What benchmarks/batch_size.py has measured."""
+    """Returns the measurements of benchmarks/batch_size.py."""
     measured: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return measured
 
 
 def code() -> str:
-    """The page's first block of code."""
+    """Returns the page's first block of code."""
     found: list[str] = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     return found[0]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for each model and device: the true maximum, then what each tool found."""
+    """Returns a table with a line for each model and device: the true maximum, then the size that each tool found."""
     heads = [
         "model",
         "device",
@@ -54,7 +54,7 @@ def _cell(found: Mapping[str, Any]) -> str:
 
 
 def table_of_seconds(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What each tool cost on real tensors."""
+    """Returns a table of the cost of each tool on real tensors."""
     lines = [["model", "device", *TOOLS], ["---", "---", "---:", "---:", "---:"]]
     for row in rows:
         costs = [f"{one['size']}, {one['steps']}, {one['cpu_seconds']:.0f} s" for one in (row[tool] for tool in TOOLS)]
@@ -67,14 +67,14 @@ def _lines(lines: Sequence[Sequence[str]]) -> str:
 
 
 def both_tables() -> str:
-    """As they stand in the page."""
+    """Returns both tables as the page shows them."""
     measured = results()
     between = "On real tensors, on small devices: the size, optimizer steps, and seconds of CPU."
     return f"{table(measured['rows'])}\n{between}\n\n{table_of_seconds(measured['on_real_tensors'])}"
 
 
 def measured_part(page: str) -> str:
-    """What stands between the two marks."""
+    """Returns the part of the page between the two marks."""
     return page.split(_BEGIN)[1].split(_END, maxsplit=1)[0]
 
 

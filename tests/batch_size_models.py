@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Samples(Dataset[Tensor]):
-    """n samples of one shape, made when asked for, always the same."""
+    """n samples of one shape, created when requested, with the same values each time."""
 
     def __init__(self, n: int, *shape: int) -> None:
         self.n, self.shape = n, shape
@@ -29,7 +29,7 @@ class Samples(Dataset[Tensor]):
 
 
 class Sized(L.LightningModule):
-    """What they have in common; `body` maps a batch to a tensor whose mean square is the loss."""
+    """Base of the models; `body` maps a batch to a tensor whose mean square is the loss."""
 
     samples: tuple[int, ...] = (32,)
     n = 10_000
@@ -124,7 +124,7 @@ class Attention(Sized):
 
 
 class Checkpointed(Sized):
-    """Segments recomputed in backward."""
+    """Recomputes its segments in backward."""
 
     samples = (16, 16384)
 
@@ -155,7 +155,7 @@ class Contrastive(Sized):
 
 
 class Lengths(Dataset[Tensor]):
-    """Sequences of 100 to 400 steps; tells how long each is."""
+    """Sequences of 100 to 400 steps, with an attribute that lists their lengths."""
 
     def __init__(self, n: int) -> None:
         self.lengths = [100 + (i * 37) % 301 for i in range(n)]
@@ -204,7 +204,7 @@ class Workspace(Sized):
 
 
 class Heavy(Sized):
-    """Many weights: the optimizer's temporary copies are a peak of their own."""
+    """Has so many weights that the optimizer's temporary copies have a peak of their own."""
 
     samples = (16, 16384)
 

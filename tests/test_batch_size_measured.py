@@ -1,4 +1,4 @@
-"""What docs/batch-size.md says of the sizes that are found, held against what was measured, and one case run here."""
+"""The figures in docs/batch-size.md against the measurements, and some cases measured again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_in_three_trials_nearly_always():
     assert max(trials) <= 8
     for row in ROWS:
         ran = [size for size, outcome in row["BatchSizeTuner"]["tried"] if outcome == "fits"]
-        assert max(ran) == row["BatchSizeTuner"]["size"], "what is found was run"
+        assert max(ran) == row["BatchSizeTuner"]["size"], "the size that is found was run"
 
 
 def test_the_page_shows_the_measurements():
@@ -58,8 +58,8 @@ def test_the_page_shows_the_measurements():
 # Lightning asks whether a length is zero, which a fake tensor cannot say.
 @pytest.mark.filterwarnings("ignore:Total length of `FakeLoader`")
 @pytest.mark.parametrize("name", ["batchnorm", "contrastive"])
-def test_one_of_the_cases_again(tmp_path, name):
-    """The search as it is today finds what was measured."""
+def test_a_measured_case_gives_the_same_trials_again(tmp_path, name):
+    """The present search finds the size that was measured."""
     row = next(row for row in ROWS if row["model"] == name and row["capacity"] == "2GiB")
     step = {"contrastive": 64, "batchnorm": 2}[name]
     tuner = BatchSizeTuner(stages=("train",), multiple_of=step)
@@ -70,7 +70,7 @@ def test_one_of_the_cases_again(tmp_path, name):
 
 
 def test_every_size_of_a_small_device_on_real_tensors(tmp_path):
-    """The true maximum by running every size, in plain fits that know nothing of the tuner."""
+    """The true maximum, found by running every size in plain fits without the tuner."""
     kind, capacity = MODELS["dropout"], 128 << 20
 
     def fits(size):

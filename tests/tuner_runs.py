@@ -1,4 +1,4 @@
-"""Fits with BatchSizeTuner on simulated devices, and what they leave."""
+"""Fits with BatchSizeTuner on simulated devices, and the state after them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Data(Samples):
 
 
 class Small(L.LightningModule):
-    """Some 1.5 MiB of activations per sample, little work, and everything that leaves traces."""
+    """Has about 1.5 MiB of activations per sample, little work, and every kind of state that a trial could change."""
 
     def __init__(self, batch_size: int = 4, n: int = N) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Constant(Small):
 
 
 def Tuner(**arguments: Any) -> BatchSizeTuner:  # noqa: N802, stands for the class
-    """With fewer trials: how near it comes is the benchmark's matter."""
+    """Returns a tuner with fewer trials: its accuracy is measured by the benchmark."""
     return BatchSizeTuner(**({"max_trials": 3} | arguments))
 
 

@@ -120,7 +120,7 @@ class BatchSizeResult:
 
     def table(self) -> str:
         """Returns the trials as a markdown table."""
-        return markdown_table(Table(("stage", "batch size", "outcome", "peak", "limit"), self.rows()))
+        return markdown_table(Table(("stage", "batch size", "outcome", "peak", "limit"), self.rows(), align="lrlrr"))
 
     def summary(self) -> str:
         """Returns the sizes, the cost of the search and the effective batch size in one sentence."""

@@ -1,4 +1,4 @@
-"""Batch sizes that may be tried at all, whatever memory says, with the reason for each limit."""
+"""Limits of the batch size: those that do not depend on the device's memory, with reasons, and the margin."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from lightning_memtools._torch import AnyBatchNorm
+from lightning_memtools.memory.sizes import parse_size
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +98,24 @@ class SizeLimits:
             return False
         has_last_batch = self.n_samples is not None and not self.drop_last
         return size == 1 or (has_last_batch and (self.n_samples or 0) % size == 1)
+
+
+def checked_margin(margin: float | str) -> float | int:
+    """Returns the share of the capacity (a float), or the bytes (an int), that have to stay free.
+
+    Raises:
+        ValueError: A share outside [0, 1), or a text that is not a size.
+    """
+    if isinstance(margin, str):
+        return parse_size(margin)
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={margin!r} must be a share in [0, 1), or a size such as '1GiB'.")
+    return float(margin)
+
+
+def limit_of(capacity: int, margin: float) -> int:
+    """Returns the bytes of a device that may be used; a margin is a share (float) or bytes (int)."""
+    return capacity - margin if isinstance(margin, int) else int(capacity * (1 - margin))
 
 
 def samples_per_rank(effective_batch_size: int, n_ranks: int) -> int:

@@ -12,13 +12,13 @@ from rich.console import Console
 from lightning_memtools._lightning import end_the_call, training_step
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
+from lightning_memtools.batch_size.size_limits import checked_margin
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, restart_evaluation_loop
 from lightning_memtools.batch_size.trainer.stage_search import TunerSettings
 from lightning_memtools.batch_size.trainer.trial_isolation import takes_part, why_no_trials
 from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 
@@ -103,7 +103,7 @@ class BatchSizeTuner(Callback):
         self.at_epochs = at_epochs
         self.cache = cache
         self.result: BatchSizeResult | None = None
-        self._margin = _checked_margin(margin)
+        self._margin = checked_margin(margin)
         self._tuning = SizeTuning()
         self._carried = CarriedDevice()
 
@@ -276,19 +276,6 @@ def tune_batch_size(
             "accelerator, or inside `with VirtualDevice('24GiB'):`."
         )
     return tuner.result
-
-
-def _checked_margin(margin: float | str) -> float | int:
-    """Return the share of the capacity (a float), or the bytes (an int), that have to stay free.
-
-    Raises:
-        ValueError: A share outside [0, 1), or a text that is not a size.
-    """
-    if isinstance(margin, str):
-        return parse_size(margin)
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin={margin!r} must be a share in [0, 1), or a size such as '1GiB'.")
-    return float(margin)
 
 
 def _say(trainer: Trainer, text: str) -> None:

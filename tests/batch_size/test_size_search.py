@@ -62,7 +62,7 @@ def test_a_straight_line_takes_three_trials():
     assert found in device.ran
 
 
-def test_on_a_device_as_small_as_a_few_segments_a_prediction_decides_nothing():
+def test_on_a_device_of_a_few_segments_a_prediction_does_not_end_the_search():
     device = Device(lambda n: 100 * MIB + n * MIB, 900 * MIB, base=100 * MIB)
     found = device.search()
     assert 0.97 * 755 <= found <= 755
@@ -76,7 +76,7 @@ def test_small_maxima_are_found_exactly():
         assert len(device.ran) <= 4
 
 
-def test_a_parabola_is_bent_to_after_a_third_point():
+def test_a_quadratic_peak_is_followed_after_a_third_point():
     device = Device(lambda n: 100 * MIB + n * MIB / 4 + n * n * 1000, 4000 * MIB, base=100 * MIB)
     truth = device.truth(SizeLimits())
     found = device.search()
@@ -84,7 +84,7 @@ def test_a_parabola_is_bent_to_after_a_third_point():
     assert len(device.ran) <= 8
 
 
-def test_slack_that_grows_is_foreseen():
+def test_growing_slack_is_predicted():
     device = Device(lambda n: n * MIB, 4000 * MIB, slack=lambda n: n * MIB / 10, base=0)
     truth = device.truth(SizeLimits())
     found = device.search()
@@ -98,7 +98,7 @@ def test_of_several_ranks_the_tightest_decides():
     assert 0.97 * 465 <= found <= 465
 
 
-def test_a_device_that_tells_no_peaks_is_searched_by_doubling_and_halving():
+def test_without_reported_peaks_sizes_are_doubled_and_halved():
     device = Device(lambda n: n * MIB, 100 * MIB, tells=False)
     assert device.search(max_trials=30) >= 97
     assert device.ran[:4] == [2, 4, 8, 16]
@@ -116,14 +116,14 @@ def test_only_the_smallest_fits():
     assert device.search() == 1
 
 
-def test_a_first_size_that_is_too_large_is_come_back_from():
+def test_the_search_recovers_from_a_first_size_that_is_too_large():
     device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB)
     found = device.search(start=5000)
     assert 0.9 * 940 <= found <= 940
 
 
 @pytest.mark.parametrize("max_val", [1, 2, 10, 64])
-def test_max_val_is_kept_and_reached(max_val):
+def test_max_val_is_reached_and_not_exceeded(max_val):
     device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB)
     assert device.search(SizeLimits(max_val=max_val)) == max_val
     assert max(device.ran) == max_val
@@ -145,7 +145,7 @@ def test_no_limit_goes_straight_to_the_largest():
     start=st.integers(1, 64),
     max_trials=st.integers(1, 12),
 )
-def test_what_is_returned_was_run_and_fits(  # noqa: PLR0917, hypothesis names them
+def test_the_returned_size_was_run_and_fits(  # noqa: PLR0917, hypothesis names them
     base, per_sample, bend, lumps, multiple, start, max_trials
 ):
     device = Device(

@@ -20,7 +20,7 @@ from tests.lightning_models import trainer
 from tests.tuner_runs import Constant, Data, N, Small, Tuner, assert_same, everything_of, fit
 
 
-def test_fit_goes_on_as_if_the_size_had_been_given_by_hand(tmp_path):
+def test_fit_gives_the_same_bits_as_with_the_size_set_by_hand(tmp_path):
     tuner = Tuner()
     tuned, run = fit(tmp_path, tuner)
     size = tuner.result.sizes["train"]
@@ -32,7 +32,7 @@ def test_fit_goes_on_as_if_the_size_had_been_given_by_hand(tmp_path):
     assert_same(everything_of(tuned, run), everything_of(by_hand, other))
 
 
-def test_every_size_was_run_and_kept_the_margin(tmp_path):
+def test_every_found_size_was_run_within_the_margin(tmp_path):
     tuner = Tuner(margin=0.2)
     fit(tmp_path, tuner)
     result = tuner.result
@@ -56,7 +56,7 @@ def test_a_margin_in_bytes_and_memory_of_other_processes_count(tmp_path):
     assert sizes[1] == sizes[2] < 0.8 * sizes[0]
 
 
-def test_validation_has_its_own_size_and_is_really_tried(tmp_path):
+def test_validation_has_its_own_size_and_is_run_in_trials(tmp_path):
     model = Small()
     model.val_factor = 16
     tuner = Tuner()
@@ -78,7 +78,7 @@ def test_validation_keeps_its_size_when_it_is_not_tuned(tmp_path):
 
 
 @pytest.mark.parametrize("max_val", [1, 10, 33])
-def test_max_val_is_never_passed(tmp_path, max_val):
+def test_no_size_exceeds_max_val(tmp_path, max_val):
     class NoNorm(Small):
         def __init__(self, batch_size=4, n=N):
             super().__init__(batch_size, n)
@@ -96,7 +96,7 @@ def test_multiple_of(tmp_path):
     assert all(trial.size % 8 == 0 for trial in tuner.result.trials)
 
 
-def test_nothing_fits_and_the_model_is_untouched(tmp_path):
+def test_the_model_is_unchanged_when_no_size_fits(tmp_path):
     model = Small()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=r"No batch size fits for train: already 2 does not .*at least .*MiB"):
@@ -199,7 +199,7 @@ def test_a_resumed_run_uses_the_stored_size(tmp_path):
     assert model.hparams["batch_size"] == first.result.sizes["train"]
 
 
-def test_the_result_is_told_everywhere(tmp_path, capsys):
+def test_the_result_is_printed_logged_and_written(tmp_path, capsys):
     tuner = Tuner()
     board = TensorBoardLogger(tmp_path, name="", version="board")
     fit(tmp_path, tuner, logger=board)
@@ -215,7 +215,7 @@ def test_the_result_is_told_everywhere(tmp_path, capsys):
     assert f"batch_size: {size}" in next(tmp_path.rglob("hparams.yaml")).read_text()
 
 
-def test_an_unchanged_learning_rate_is_said_once(tmp_path):
+def test_an_unchanged_learning_rate_is_noted_once(tmp_path):
     tuner = Tuner(stages=("train",))
 
     fit(tmp_path, tuner, Constant())
@@ -243,7 +243,7 @@ def test_bad_arguments(arguments, message):
         BatchSizeTuner(**arguments)
 
 
-def test_tune_batch_size_says_when_it_cannot(tmp_path):
+def test_tune_batch_size_raises_without_memory_statistics(tmp_path):
     with pytest.raises(RuntimeError, match="the device keeps no memory statistics"):
         tune_batch_size(trainer(tmp_path, logger=False), Small(n=8))
 
@@ -254,7 +254,7 @@ def test_two_validation_loaders(tmp_path):
             return [DataLoader(Data(40), self.hparams["batch_size"]), DataLoader(Data(300), self.hparams["batch_size"])]
 
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            hold = [batch.tanh() for _ in range(12 * dataloader_idx)]  # the second one takes the memory
+            hold = [batch.tanh() for _ in range(12 * dataloader_idx)]  # the second one needs more memory
             self.log("val_loss", sum((x.mean() for x in hold), batch.mean()), batch_size=len(batch))
 
     tuner = Tuner()

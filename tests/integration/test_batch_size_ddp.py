@@ -30,7 +30,7 @@ def three(tmp_path_factory):
 
 
 def started(root, ranks, *cases):
-    """What each rank has written, by case; the ranks are started once. A case that fails ends them, so it is last."""
+    """Returns what each rank wrote, by case. The ranks are started once; a case that fails ends them, so it is last."""
     run_script(SCRIPT, root, ranks, *cases)
     return {case: [json.loads((root / f"{case}{rank}.json").read_text()) for rank in range(ranks)] for case in cases}
 
@@ -65,7 +65,7 @@ def test_the_effective_batch_is_that_of_all_ranks(two):
     assert found[0]["size"] == found[1]["size"]
 
 
-def test_what_is_logged_with_sync_dist_is_not_reduced_in_trials_and_nobody_waits(two):
+def test_values_logged_with_sync_dist_are_not_reduced_in_trials_and_no_rank_waits(two):
     first, second = two["sync_dist"]
     assert "error" not in first | second
     assert first["size"] == second["size"] > 8
@@ -89,7 +89,7 @@ def test_own_collectives_in_the_step_are_refused_with_the_reason(three):
         assert "collective 'allreduce' was called while BatchSizeTuner ran" in one["error"]
 
 
-def test_what_needs_the_other_ranks_in_forward_is_refused():
+def test_models_that_need_the_other_ranks_in_forward_are_refused():
     ddp = SimpleNamespace(strategy=DDPStrategy(), world_size=2)
     assert why_no_trials(ddp, nn.Linear(1, 1)) is None
     assert "SyncBatchNorm exchanges" in why_no_trials(ddp, nn.Sequential(nn.SyncBatchNorm(2)))

@@ -29,7 +29,7 @@ class Owner:
         self.circle = self
 
 
-def test_containers_and_attributes_go_back_in_place():
+def test_containers_and_attributes_are_restored_in_place():
     owner = Owner()
     contents = {name: copy.deepcopy(getattr(owner, name))
                 for name in ("list", "set", "deque", "ordered", "counts", "progress", "tuple", "bytes")}  # fmt: skip
@@ -64,7 +64,7 @@ def test_containers_and_attributes_go_back_in_place():
         assert again[2] == draws[2]
 
 
-def test_a_model_and_its_optimizer_go_back_bit_for_bit():
+def test_a_model_and_its_optimizer_are_restored_bit_for_bit():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters())
@@ -100,7 +100,7 @@ def test_a_model_and_its_optimizer_go_back_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(after.values(), model.state_dict().values(), strict=False))
 
 
-def test_a_fresh_optimizer_is_fresh_again_and_gradients_are_gone():
+def test_state_of_a_new_optimizer_and_gradients_are_removed():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     snapshot = StateSnapshot([model, optimizer])
@@ -111,7 +111,7 @@ def test_a_fresh_optimizer_is_fresh_again_and_gradients_are_gone():
     assert model.weight.grad is None
 
 
-def test_expanded_tensors_go_back_too():
+def test_expanded_tensors_are_restored():
     """A mask is often one row for all samples."""
     row = torch.arange(3.0)
     expanded = row.expand(4, 3)
@@ -122,7 +122,7 @@ def test_expanded_tensors_go_back_too():
     assert expanded.stride() == (0, 1)
 
 
-def test_nothing_is_taken_of_the_device():
+def test_a_snapshot_allocates_nothing_on_the_device():
     with VirtualDevice("64MiB") as device:
         model = nn.Linear(1024, 1024)
         before = device.stats()
@@ -157,7 +157,7 @@ class Table(dict[str, int]):
     """A container that has attributes as well."""
 
 
-def test_a_container_with_attributes_gives_back_both():
+def test_items_and_attributes_of_a_container_are_restored():
     table = Table(a=1)
     table.batch = None
     snapshot = StateSnapshot([table])

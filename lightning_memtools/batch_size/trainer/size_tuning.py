@@ -1,4 +1,4 @@
-"""BatchSizeTuner's work: a search, its sizes put into effect, and what is reported of them."""
+"""Searches for batch sizes, puts them into effect, and collects the result."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import forget_loaders, loop_of, source_of
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
+from lightning_memtools.batch_size.size_limits import limit_of
 from lightning_memtools.batch_size.trainer.applied_sizes import (
     CacheReleaser,
     OptimizerSetup,
@@ -21,7 +22,6 @@ from lightning_memtools.batch_size.trainer.applied_sizes import (
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, unwrap_sources, wrap_sources
 from lightning_memtools.batch_size.trainer.stage_search import StageSearch, TunerSettings, has_data
 from lightning_memtools.batch_size.trainer.trial_isolation import left_out_of_counts
-from lightning_memtools.batch_size.trainer.trial_runner import limit_of
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stats import MemoryReader

@@ -33,7 +33,7 @@ from lightning_memtools.batch_size.resized_loaders import (
     n_samples_of,
     worst_first,
 )
-from lightning_memtools.batch_size.size_limits import SizeLimits, samples_in_shared_memory
+from lightning_memtools.batch_size.size_limits import SizeLimits, limit_of, samples_in_shared_memory
 from lightning_memtools.batch_size.trainer.applied_sizes import CacheReleaser
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, SizedSource
 from lightning_memtools.batch_size.trainer.trial_isolation import QuietLogger, no_collectives, takes_part
@@ -237,7 +237,7 @@ class TrialRunner:
         forget_loaders(loop)
         state = {"train": "training", "val": "validating", "test": "testing", "predict": "predicting"}[stage]
         setattr(trainer, state, True)
-        # Advice about the sizes of a trial helps nobody, and what holds for the fit as well is said there.
+        # Warnings about the sizes of a trial are no use to the user, and what holds for the fit too is said in the fit.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # Otherwise it would request the validation loader, or complain about the check interval.
@@ -255,7 +255,7 @@ class TrialRunner:
             without_collectives(trainer)
         probe.enter("train" if self._is_fitting else stage)
         try:
-            # What callbacks print and warn of in a trial helps nobody.
+            # What callbacks print and warn of in a trial is no use to the user either.
             with no_collectives(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 if self._is_fitting:
@@ -324,8 +324,3 @@ def quick_collections() -> Iterator[None]:
     finally:
         if freezes:
             gc.unfreeze()
-
-
-def limit_of(capacity: int, margin: float) -> int:
-    """Returns the bytes of a device that may be used; a margin is a share (float) or bytes (int)."""
-    return capacity - margin if isinstance(margin, int) else int(capacity * (1 - margin))

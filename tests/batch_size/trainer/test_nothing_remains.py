@@ -1,4 +1,4 @@
-"""A search leaves everything as it was."""
+"""A search restores everything."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Spy(L.Callback):
             trainer.logger.log_metrics({"spied": 1.0}, self.steps)
 
 
-def test_nothing_remains_of_a_search_without_a_fit(tmp_path):
+def test_a_search_without_a_fit_restores_everything(tmp_path):
     with VirtualDevice("128MiB") as device:
         L.seed_everything(0, verbose=False)
         spy, model = Spy(), Small()
@@ -68,7 +68,7 @@ def test_nothing_remains_of_a_search_without_a_fit(tmp_path):
         assert spy.steps == run.global_step > 0
 
 
-def test_the_random_numbers_after_a_search_are_those_before(tmp_path):
+def test_random_streams_are_restored_after_a_search(tmp_path):
     with VirtualDevice("128MiB"):
         model = Constant()
         L.seed_everything(3, verbose=False)
@@ -77,7 +77,7 @@ def test_the_random_numbers_after_a_search_are_those_before(tmp_path):
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_allocated_is_as_before_after_every_trial(tmp_path, monkeypatch):
+def test_every_trial_frees_what_it_has_allocated(tmp_path, monkeypatch):
     allocated = []
     original = TrialRunner.run
 
@@ -96,7 +96,7 @@ def test_allocated_is_as_before_after_every_trial(tmp_path, monkeypatch):
     assert all(before == after and grown <= 0 for _, before, after, grown in allocated)
 
 
-def test_what_on_fit_start_prepares_is_there_in_trials(tmp_path):
+def test_on_fit_start_is_called_before_each_trial(tmp_path):
     calls = []
 
     class Prepares(Small):
@@ -111,7 +111,7 @@ def test_what_on_fit_start_prepares_is_there_in_trials(tmp_path):
     assert not any(calls), "each call found the module as it was"
 
 
-def test_an_error_that_is_not_about_memory_surfaces_as_it_is(tmp_path, monkeypatch):
+def test_an_error_that_is_not_about_memory_is_raised_unchanged(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -127,7 +127,7 @@ def test_an_error_that_is_not_about_memory_surfaces_as_it_is(tmp_path, monkeypat
     assert model.hparams["batch_size"] == 4
 
 
-def test_in_the_middle_of_training_the_state_is_kept(tmp_path):
+def test_a_search_in_the_middle_of_training_restores_the_state(tmp_path):
     class Grows(Constant):
         """Takes twice the memory from epoch 1 on."""
 

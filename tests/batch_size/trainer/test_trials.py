@@ -1,4 +1,4 @@
-"""What a trial runs, and what counts as a failure."""
+"""The course of a trial, and what counts as a failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.lightning_models import trainer
 from tests.tuner_runs import WIDTH, Constant, N, Small, Tuner, assert_same, everything_of, fit
 
 
-def test_callbacks_take_part_but_those_that_watch(tmp_path):
+def test_callbacks_take_part_except_those_that_only_watch(tmp_path):
     present = []
 
     class Looks(L.Callback):
@@ -155,7 +155,7 @@ class Layers(Constant):
         return super().loss(self.body(x * self.scale))
 
 
-def test_a_trial_is_what_a_fit_is(tmp_path):
+def test_a_trial_runs_what_a_fit_runs(tmp_path):
     seen: list[tuple[str, int]] = []
     found = []
 
@@ -209,11 +209,11 @@ def test_an_allocation_retry_is_a_failure(tmp_path):
     assert 0 < tuner.result.sizes["train"] <= 20
 
 
-def test_checkpointing_is_in_place_in_trials(tmp_path, capsys):
+def test_checkpointing_is_applied_in_trials(tmp_path, capsys):
     tuner = Tuner(stages=("train",), max_trials=5)
     tuned, run = fit(tmp_path, tuner, Layers(n=100), GradientCheckpointing())
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count("predicted peak (simulated)") == 1, "said of the fit, and not of each trial"
+    assert said.count("predicted peak (simulated)") == 1, "reported for the fit, and not for each trial"
     size = tuner.result.sizes["train"]
     by_hand, other = fit(tmp_path, None, Layers(size, n=100), GradientCheckpointing(), limit_val_batches=0)
     assert_same(everything_of(tuned, run), everything_of(by_hand, other))
@@ -226,7 +226,7 @@ def watching():
     return [callback for callback in default_callbacks() if not isinstance(callback, LossCurves)]
 
 
-def test_those_that_watch_a_run_take_no_notice_of_trials(tmp_path, capsys):
+def test_watching_callbacks_report_nothing_of_trials(tmp_path, capsys):
     tuner = Tuner(init_val=150, stages=("train",), max_trials=6)
     roots = tmp_path / "tuned", tmp_path / "hand"
     tuned, run = fit(roots[0], tuner, None, *watching(), logger=CSVLogger(roots[0]))
@@ -243,7 +243,7 @@ def test_those_that_watch_a_run_take_no_notice_of_trials(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("when", ["validate", "the second epoch"])
-def test_peaks_of_trials_are_no_peaks_of_the_run(tmp_path, when):
+def test_peaks_of_trials_are_not_counted_in_the_run(tmp_path, when):
     tuner = Tuner(init_val=150, max_trials=6, at_epochs=(1,), stages=("val" if when == "validate" else "train",))
     options = {"logger": CSVLogger(tmp_path), "max_epochs": 2}
     if when == "validate":
@@ -258,7 +258,7 @@ def test_peaks_of_trials_are_no_peaks_of_the_run(tmp_path, when):
 
 
 def logged(folder, stage="train"):
-    """All that is no time and no memory of the host."""
+    """Returns the logged rows without times and without the host's memory."""
     with next(folder.rglob("metrics.csv")).open() as file:
         rows = list(csv.DictReader(file))
     for row in rows:
