@@ -22,12 +22,12 @@ from torch import nn
 
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
-from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
 from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 from tests.zoo import timm, torchvision_models
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -85,14 +85,19 @@ def largest_batch(model: nn.Module, plans: Plans, capacity: str, sample: tuple[i
 
 def fits(model: nn.Module, plans: Plans, capacity: str, shape: tuple[int, ...]) -> bool:
     try:
-        with fake_mode(), VirtualDevice(capacity, cuda_like=True) as device, CudaFunctions():
-            copy = fake_model(model)
-            (x,) = fake_values((torch.empty(*shape),))
-            device.track(copy, x)
-            optimizer = torch.optim.AdamW(copy.parameters())
-            with AppliedPlan(copy, plans):
+        with (
+            fake_mode(),
+            borrowed([model], TensorExchange()),
+            VirtualDevice(capacity, cuda_like=True) as device,
+            CudaFunctions(),
+        ):
+            with device.host():
+                x = torch.empty(*shape)
+            device.track(model, x)
+            optimizer = torch.optim.AdamW(model.parameters())
+            with AppliedPlan(model, plans):
                 for _ in range(2):
-                    loss = copy(x).sum()
+                    loss = model(x).sum()
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()

@@ -22,9 +22,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
-from lightning_memtools.checkpointing.fakes import fake_mode, fake_values
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
+from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.fakes import TensorExchange, fake_mode
 
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 DEPTH, BATCH = 12, 8
@@ -70,7 +71,7 @@ def compiled(model: nn.Module, x: torch.Tensor, budget: float) -> dict[str, floa
         fx.Interpreter(backward).boxed_run(arguments)
 
     with fake_mode():
-        given = fake_values(inputs)
+        given = map_tensors(inputs, TensorExchange())
         out, *kept = fx.Interpreter(forward).run(*given)
         own = {one.untyped_storage()._cdata for one in given if isinstance(one, torch.Tensor)}
         storages = {one.untyped_storage() for one in kept if isinstance(one, torch.Tensor)}

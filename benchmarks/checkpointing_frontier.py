@@ -15,7 +15,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, estimate
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.step_profile import predict, profile_step
-from lightning_memtools.checkpointing.tracing import Cost
+from lightning_memtools.simulation.step_trace import StepCost
 
 # What the picture shows: a panel's size, and the most operations of a step, as a multiple of the plain step's.
 _WIDTH, _HEIGHT, _MOST = 190, 150, 1.5
@@ -54,9 +54,9 @@ def frontier(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
     chains = depths(find_chains(model, CheckpointOptions.parse(bn_dropout="recompute")))[0]
     measured = profile_step(step, chains)
     planner = OptimalRanges(measured.units, int(1.02 * measured.plain.peak_bytes))
-    known: dict[Any, Cost] = {}
+    known: dict[Any, StepCost] = {}
 
-    def ours(limit: float) -> Cost | None:
+    def ours(limit: float) -> StepCost | None:
         ranges = planner.best(limit)
         if ranges is None:
             return None
@@ -110,7 +110,7 @@ def frontier(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def no_worse(one: Cost, other: Cost) -> bool:
+def no_worse(one: StepCost, other: StepCost) -> bool:
     """In memory, in FLOPs, and in operations, which count elementwise work too."""
     return one.peak_bytes <= other.peak_bytes and one.flops <= other.flops and one.operations <= other.operations
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
 from lightning_memtools.checkpointing.memory_model import ChainPlan
-from lightning_memtools.checkpointing.tracing import Step
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.step_trace import TracedStep
 from tests.zoo import torchvision_models
 
 Plans = Sequence[ChainPlan]
@@ -38,18 +39,17 @@ def encoder(depth: int, dropout: float, activation: str = "gelu") -> nn.Sequenti
     return nn.Sequential(*[Block(dropout, activation) for _ in range(depth)])
 
 
-def step_of(model: nn.Module, shape: Sequence[int], *, adamw: bool = False) -> Step:
+def step_of(model: nn.Module, shape: Sequence[int], *, adamw: bool = False) -> TracedStep:
     optimizers = (torch.optim.AdamW(model.parameters()),) if adamw else ()
-    return Step(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, device="cuda")
+    return TracedStep(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, device="cuda")
 
 
 def flops(model: nn.Module, shape: Sequence[int], plans: Plans) -> int:
     """FLOPs of one step by torch's own counter, in a pass of its own: it keeps recomputed tensors alive."""
-    with fake_mode():
-        copy = fake_model(model)
-        (x,) = fake_values((torch.empty(*shape),))
-        with CudaFunctions(), AppliedPlan(copy, plans), FlopCounterMode(display=False) as counter:
-            copy(x).sum().backward()
+    with fake_mode(), borrowed([model], TensorExchange()):
+        x = torch.empty(*shape)
+        with CudaFunctions(), AppliedPlan(model, plans), FlopCounterMode(display=False) as counter:
+            model(x).sum().backward()
     return int(counter.get_total_flops())
 
 

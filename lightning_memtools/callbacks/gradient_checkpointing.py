@@ -16,7 +16,6 @@ from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import StepPlanner
-from lightning_memtools.checkpointing.tracing import Step, device_of
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
@@ -24,6 +23,7 @@ from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.simulation.fake_training_step import forward_of
+from lightning_memtools.simulation.step_trace import TracedStep, device_of
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
 _MEASURED_STEP = 3
@@ -163,7 +163,7 @@ class GradientCheckpointing(Callback):
         """
         made: CheckpointPlan | Exception | None = None
         if trainer.is_global_zero:
-            step = Step(
+            step = TracedStep(
                 pl_module,
                 batch,
                 forward_of(trainer, pl_module, batch_idx),

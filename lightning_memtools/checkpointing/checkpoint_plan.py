@@ -20,9 +20,9 @@ from lightning_memtools.checkpointing.memory_model import (
     runs_again,
 )
 from lightning_memtools.checkpointing.step_profile import StepProfile
-from lightning_memtools.checkpointing.tracing import Cost
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.tables import Table, markdown_table
+from lightning_memtools.simulation.step_trace import StepCost
 
 _HEADS = ("module", "layers", "recomputed", "left out", "kept before", "kept after", "extra")
 _MOST_RANGES = 12
@@ -40,8 +40,8 @@ class CheckpointPlan:
     """
 
     chains: tuple[ChainPlan, ...]
-    plain: Cost | None
-    planned: Cost | None
+    plain: StepCost | None
+    planned: StepCost | None
     refused: str | None = None
 
     @property

@@ -22,8 +22,8 @@ from lightning_memtools.checkpointing.fixed_segments import cut
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Ranges, Unit, estimate
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
-from lightning_memtools.checkpointing.tracing import Cost, Step, device_of
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.simulation.step_trace import StepCost, TracedStep, device_of
 
 # The most operations that "auto" accepts, as a multiple of the plain step's: a third more is about one more forward
 # pass, which is what gradient checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
@@ -80,7 +80,7 @@ def plan_checkpoints(
     """
     options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude)
     device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
-    step = Step(module, sample_args, lambda model, args: model(*args), device=device)
+    step = TracedStep(module, sample_args, lambda model, args: model(*args), device=device)
     return StepPlanner(step).plan(options)
 
 
@@ -92,7 +92,7 @@ class StepPlanner:
     must not change between plans.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: TracedStep) -> None:
         self._step = step
         self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
 
@@ -159,14 +159,14 @@ class StepPlanner:
 class _PlanningGroup:
     """The profile of chains that are planned together, and everything that was computed from it."""
 
-    def __init__(self, step: Step, profiled: StepProfile) -> None:
+    def __init__(self, step: TracedStep, profiled: StepProfile) -> None:
         self.profile = profiled
         gradients = sum(one.numel() * one.element_size() for one in step.model.parameters() if one.requires_grad)
         # Gradients are not allocated all the time: they are new in every step.
         self.resident_bytes = profiled.plain.static_bytes - gradients
         self._step = step
         self._solved: tuple[list[Unit], OptimalRanges] | None = None
-        self._predicted: dict[tuple[tuple[str, Ranges], ...], Cost] = {}
+        self._predicted: dict[tuple[tuple[str, Ranges], ...], StepCost] = {}
 
     def optimal(self, units: list[Unit]) -> OptimalRanges:
         """Returns all optimal plans of these units. Only the last ones are kept: they can take 100 MB."""
@@ -176,7 +176,7 @@ class _PlanningGroup:
             self._solved = units, OptimalRanges(units, limit)
         return self._solved[1]
 
-    def predicted(self, plans: Sequence[ChainPlan]) -> Cost:
+    def predicted(self, plans: Sequence[ChainPlan]) -> StepCost:
         """Returns the memory and operations of the step under these plans, traced at most once."""
         key = tuple((plan.name, plan.ranges) for plan in plans if plan.ranges)
         if not key:
@@ -249,7 +249,7 @@ class _GroupPlan:
             return smallest
         raise self._too_small(limit, None if smallest is None else smallest.planned)
 
-    def _too_small(self, limit: int, reachable: Cost | None) -> BudgetTooSmallError:
+    def _too_small(self, limit: int, reachable: StepCost | None) -> BudgetTooSmallError:
         options = self._options
         budget = options.budget_share if options.budget_bytes is None else format_size(limit)
         message = f"No plan fits memory_budget={budget} (a peak of {format_size(limit)}). "

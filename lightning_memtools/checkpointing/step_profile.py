@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import storage_id, write_count
+from lightning_memtools._torch import write_count
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Unit
-from lightning_memtools.checkpointing.tracing import Cost, Step, Trace, tracing
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StepProfile:
 
     units: tuple[Unit, ...]
     places: tuple[tuple[int, int] | None, ...]
-    plain: Cost
+    plain: StepCost
     outside: dict[tuple[int, int], str]
 
 
@@ -56,7 +56,7 @@ class _Record:
     backward_peak: int | None = None
 
 
-def profile_step(step: Step, chains: Sequence[Chain]) -> StepProfile:
+def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
     """Run one step on fake tensors, and return what each layer of the chains and the code between them needs.
 
     Raises:
@@ -72,8 +72,8 @@ def profile_step(step: Step, chains: Sequence[Chain]) -> StepProfile:
         return _profile_of(recorder.records, chains, plain, outside)
 
 
-def predict(step: Step, plans: Sequence[ChainPlan]) -> Cost:
-    """Trace a step under a plan, and return its peak and operations; without plans, those of the plain step."""
+def predict(step: TracedStep, plans: Sequence[ChainPlan]) -> StepCost:
+    """StepTrace a step under a plan, and return its peak and operations; without plans, those of the plain step."""
     with tracing(step) as trace, AppliedPlan(trace.model, plans):
         return trace.run()
 
@@ -81,7 +81,7 @@ def predict(step: Step, plans: Sequence[ChainPlan]) -> Cost:
 class _Recorder:
     """Measures the units of a step one after the other, forward and backward."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: StepTrace) -> None:
         self.records: list[_Record] = []
         self.static: set[int] = set()
         self._trace = trace
@@ -90,7 +90,7 @@ class _Recorder:
         self._inside = False
 
     def around_forward(self) -> Any:
-        self.static = {entry.serial for entry in self._trace.ledger.entries()}
+        self.static = {entry.serial for entry in self._trace.device.blocks()}
         self._begin(None, ())
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -193,7 +193,7 @@ class _Recorder:
     def _keys(self, value: Any) -> dict[int, int]:
         found: dict[int, int] = {}
         for one in tensors_in(value):
-            entry = self._trace.ledger.find(storage_id(one.untyped_storage()))
+            entry = self._trace.device.block_of(one)
             if entry is not None and entry.serial not in self.static:
                 found[entry.serial] = entry.block.size
         return found
@@ -255,7 +255,7 @@ def _changed_buffer(module: nn.Module, before: dict[str, tuple[int, int]]) -> st
 
 
 def _profile_of(
-    records: Sequence[_Record], chains: Sequence[Chain], plain: Cost, outside: dict[tuple[int, int], str]
+    records: Sequence[_Record], chains: Sequence[Chain], plain: StepCost, outside: dict[tuple[int, int], str]
 ) -> StepProfile:
     units: list[Unit] = []
     held: dict[int, int] = {}

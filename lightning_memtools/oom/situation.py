@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.checkpointing.tracing import Forward, Step
 from lightning_memtools.estimate import MemoryEstimate, estimate_memory
 from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.memory.allocator import AllocatorConfig
@@ -21,6 +20,7 @@ from lightning_memtools.oom.fragmentation import History
 from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.simulation.precision import PrecisionName
 from lightning_memtools.simulation.step import Stage
+from lightning_memtools.simulation.step_trace import Forward, TracedStep
 
 _STAGES: dict[str, Stage] = {
     "train": "train",
@@ -162,9 +162,9 @@ class Situation:
                 capacity=self.gpu,
             )
 
-    def step(self) -> Step:
+    def step(self) -> TracedStep:
         """The training step, to plan for."""
         assert self.forward is not None
-        return Step(
+        return TracedStep(
             self.model, self.facts.batch, self.forward, tuple(self.optimizers), device="cuda" if self.cuda else "cpu"
         )

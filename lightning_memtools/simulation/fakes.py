@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -32,6 +33,11 @@ _AROUND = frozenset({"_trainer", "_fabric"})
 _MAX_OBJECTS = 1_000_000
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which new tensors are fakes, and so are the real tensors that a step brings along."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class TensorExchange:

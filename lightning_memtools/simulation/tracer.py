@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,19 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import Category, VirtualDevice
-from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
-from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
-from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
-from lightning_memtools.simulation.cuda_ops.moves import AlreadyOnCuda
 from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
-from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, copy_optimizer
+from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, copy_optimizer
 from lightning_memtools.simulation.recording import AllocationRecorder
+from lightning_memtools.simulation.simulated import simulated
 from lightning_memtools.simulation.step import (
     MakeOptimizer,
     Recipe,
@@ -34,7 +28,6 @@ from lightning_memtools.simulation.step import (
     run_module,
 )
 from lightning_memtools.simulation.trainer_stand_in import is_lightning_module
-from lightning_memtools.state.random_state import random_streams_restored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +144,6 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
         values: Run it on copies of the real tensors instead. They are computed on the CPU, so only those of CUDA's ways
             are taken that exist there: its dropout masks and optimizers.
     """
-    fakes_cuda = settings.cuda and not values
     device = VirtualDevice(
         allocator=settings.allocator,
         cublas_workspace=settings.cublas_workspace if settings.cuda else "0MiB",
@@ -159,32 +151,13 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
         record=True,
     )
     recorder = AllocationRecorder(device.allocator)
-    # Real tensors need results of the right values and sizes, which replacements do not give.
-    device.listen(recorder, {} if values else {**SIZED, **(KERNELS if settings.cuda else {})})
+    device.listen(recorder)
     result = Traced(device, recorder)
     dtype = recipe.precision.dtype
     model = unwrapped(subject.model)
+    exchange = RealExchange(dtype) if values else TensorExchange(dtype)
     with ExitStack() as stack:
-        # Fakes draw no numbers, but a step may seed a generator or draw from one on the host.
-        stack.enter_context(random_streams_restored())
-        stack.enter_context(_quiet())
-        stack.enter_context(torch.enable_grad())
-        if fakes_cuda:
-            stack.enter_context(cuda_autocast())
-        if not values:
-            # Whatever in the step is still a real tensor, a global for one, is taken for a fake one when it is used.
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        exchange = RealExchange(dtype) if values else TensorExchange(dtype)
-        stack.enter_context(borrowed([model], exchange))
-        if not values:
-            _skip_checks(model)
-        stack.enter_context(device)
-        if fakes_cuda:
-            stack.enter_context(CudaFunctions())
-        if settings.cuda:
-            stack.enter_context(AlreadyOnCuda())
-        if _holds_tensors(model):
-            device.track(model)
+        stack.enter_context(simulated(model, device, exchange, cuda=settings.cuda))
         buckets = None
 
         def count_bucket(bucket: torch.Tensor) -> None:
@@ -231,17 +204,6 @@ def _make_optimizer(subject: Subject, exchange: TensorExchange) -> MakeOptimizer
     return make
 
 
-def _skip_checks(model: nn.Module) -> None:
-    """Metrics of torchmetrics look at values before they count; the checks keep nothing. Undone with `borrowed`."""
-    for part in model.modules():
-        if vars(part).get("validate_args") is True:
-            vars(part)["validate_args"] = False
-
-
-def _holds_tensors(model: nn.Module) -> bool:
-    return next(model.parameters(), None) is not None or next(model.buffers(), None) is not None
-
-
 @contextmanager
 def _noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> Iterator[None]:
     names = {id(module): name for name, module in model.named_modules()}
@@ -256,18 +218,3 @@ def _noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    # torch logs a traceback of its own for a wrong shape, above the user's error.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled = logger.disabled
-    logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            # Advice on how the user trains (a scheduler that steps first, say) belongs into training.
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = was_disabled

@@ -13,7 +13,7 @@ from lightning_memtools.checkpointing.checkpoint_options import BnDropout, Check
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Unit
 from lightning_memtools.checkpointing.step_profile import profile_step
-from lightning_memtools.checkpointing.tracing import Step
+from lightning_memtools.simulation.step_trace import TracedStep
 from tests.zoo import timm, torchvision_models
 
 
@@ -122,7 +122,7 @@ def harshest(model: nn.Module, *args: Any, bn_dropout: BnDropout, depth: int = 0
     """Recompute whatever may be recomputed, most of it twice, at one depth of nesting of chains."""
     groups = depths(find_chains(model, CheckpointOptions.parse(bn_dropout=bn_dropout)))
     chains = groups[min(depth, len(groups) - 1)]
-    measured = profile_step(Step(model, args, lambda copy, args: copy(*args)), chains)
+    measured = profile_step(TracedStep(model, args, lambda copy, args: copy(*args)), chains)
     return chain_plans(measured, chains, tuple(_everything(measured.units)))
 
 

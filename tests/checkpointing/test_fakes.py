@@ -1,4 +1,4 @@
-"""Copies for planning: fake wherever the user keeps tensors, and the user's module as it was."""
+"""Planning: tensors are fake wherever the user keeps them, and the user's module is restored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memtools import plan_checkpoints
-from lightning_memtools.checkpointing.fakes import fake_mode, fake_model
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 
 
 @dataclass
@@ -50,9 +50,8 @@ class Model(nn.Module):
 def test_tensors_are_fake_wherever_they_are_held(holder):
     model = Model(holder)
     before = model.held
-    with fake_mode():
-        copy: Any = fake_model(model)
-        held = copy.get(copy.held)
+    with fake_mode(), borrowed([model], TensorExchange()):
+        held = model.get(model.held)
     assert isinstance(held, FakeTensor)
     assert held.shape == (64,)
     assert model.held is before
@@ -68,9 +67,8 @@ def test_a_plan_is_found_wherever_tensors_are_held(holder):
     ]
 
 
-def test_a_tensor_that_is_held_twice_is_one_tensor_in_the_copy():
+def test_a_tensor_that_is_held_twice_is_one_fake():
     model = Model("dictionary")
     model.again = [model.held["a"]]
-    with fake_mode():
-        copy: Any = fake_model(model)
-    assert copy.again[0] is copy.held["a"]
+    with fake_mode(), borrowed([model], TensorExchange()):
+        assert model.again[0] is model.held["a"]

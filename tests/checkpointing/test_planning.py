@@ -18,8 +18,8 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan, cha
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, estimate
 from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict, profile_step
-from lightning_memtools.checkpointing.tracing import Step
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.step_trace import TracedStep
 from tests.checkpointing.models import ZOO, Block, conv_bn_relu, encoder, mlp, nested, same_seed
 
 
@@ -160,7 +160,7 @@ def test_chunks_are_cut_where_the_peak_is_lowest():
     assert len(plan.chains[0].ranges) <= 2
     n = len(model)
 
-    step = Step(model, (x,), lambda copy, args: copy(*args))
+    step = TracedStep(model, (x,), lambda copy, args: copy(*args))
     names = plan.chains[0].layers
     every = [
         predict(
@@ -299,7 +299,7 @@ def test_planning_within_a_virtual_device_does_not_change_its_statistics():
 def test_the_memory_model_predicts_the_traced_peak_of_ranges(device, length):
     """A range needs less in the forward pass than layers that keep their intermediate results."""
     model, x = encoder(6), torch.empty(64, 24, 32)
-    step = Step(model, (x,), lambda copy, args: copy(*args), device=device)
+    step = TracedStep(model, (x,), lambda copy, args: copy(*args), device=device)
     chains = find_chains(model, CheckpointOptions.parse())[:1]
     measured = profile_step(step, chains)
     ranges = tuple(Range(at, at + length, (Range(at, at + 1),) if length == 3 else ()) for at in range(1, 7, length))
@@ -324,7 +324,7 @@ def test_all_budgets_share_one_profile_of_the_step(monkeypatch):
         monkeypatch.setattr(planning, name, counted(name, getattr(planning, name)))
     model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
     x = torch.empty(4096, 64)
-    planner = planning.StepPlanner(Step(model, (x,), lambda copy, args: copy(*args)))
+    planner = planning.StepPlanner(TracedStep(model, (x,), lambda copy, args: copy(*args)))
     shares = (None, 0.8, 0.7, 0.6)
     plans = [planner.plan(CheckpointOptions.parse(memory_budget=share)) for share in shares]
     assert calls["profile_step"] == calls["OptimalRanges"] == 1

@@ -11,8 +11,8 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.memory_model import Unit
 from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import StepProfile, profile_step
-from lightning_memtools.checkpointing.tracing import Step
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.simulation.step_trace import TracedStep
 
 ROWS, WIDTH = 512, 64
 BYTES = ROWS * WIDTH * 4
@@ -20,7 +20,7 @@ BYTES = ROWS * WIDTH * 4
 
 def measured(model: nn.Module, *args: torch.Tensor) -> StepProfile:
     chains = find_chains(model, CheckpointOptions.parse(bn_dropout="recompute"))[:1]
-    return profile_step(Step(model, args, lambda copy, args: copy(*args), device="cuda"), chains)
+    return profile_step(TracedStep(model, args, lambda copy, args: copy(*args), device="cuda"), chains)
 
 
 def units_of(*layers: nn.Module) -> dict[int, Unit]:

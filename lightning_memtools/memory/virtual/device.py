@@ -246,15 +246,13 @@ class VirtualDevice:
 
     # --- for whoever records what happens on it
 
-    def listen(self, listener: DeviceListener, replacements: Mapping[Any, OperatorReplacement] | None = None) -> None:
-        """Tell a listener of every operator, module call, allocation and free from the next time it is entered.
-
-        Args:
-            listener: The listener; a device has one.
-            replacements: Functions that run in place of operators, by operator.
-        """
+    def listen(self, listener: DeviceListener) -> None:
+        """Tell a listener of every operator, module call, allocation and free, from when the device is entered next."""
         self._ledger.listener = listener
-        self._replacements = replacements or {}
+
+    def replace_operators(self, replacements: Mapping[Any, OperatorReplacement]) -> None:
+        """Run functions in place of operators, from when the device is entered next."""
+        self._replacements = replacements
 
     def assign(self, tensor: torch.Tensor, category: Category, module: str) -> None:
         """Say what a tensor is for and which module to charge, if it is on the device."""
@@ -267,6 +265,14 @@ class VirtualDevice:
         """
         self._attribute()
         return self._ledger.freeze()
+
+    def block_of(self, tensor: torch.Tensor) -> LedgerEntry | None:
+        """Return what is known of the memory of a tensor with one storage; None if it is not on the device."""
+        return self._ledger.find(storage_key(tensor))
+
+    def blocks(self) -> list[LedgerEntry]:
+        """Return what is known of all that is on the device now."""
+        return self._ledger.entries()
 
     @property
     def allocator(self) -> CachingAllocator:

@@ -1,10 +1,9 @@
-"""Runs a training step over fake tensors in a simulated allocator, and counts what it does."""
+"""Traces one training step on fake tensors: its peak of memory and its operations, for as many plans as wanted."""
 
-# ruff: noqa: SLF001 - modules, autograd and storages are looked at through torch's own underscored parts, as torch's tools do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,29 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memtools.checkpointing.fakes import fake_mode, fake_model, fake_values
-from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory
-from lightning_memtools.memory.virtual import Category, VirtualDevice
-from lightning_memtools.memory.virtual.accounting_mode import AccountingMode
-from lightning_memtools.memory.virtual.ledger import VirtualLedger
-from lightning_memtools.memory.virtual.module_scopes import ModuleNames
-from lightning_memtools.memory.virtual.patches import Patches, behave_like_cuda
-from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
-from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
-from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
-from lightning_memtools.simulation.fakes import copy_optimizer
-from lightning_memtools.state.random_state import random_streams_restored
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
+from lightning_memtools.simulation.simulated import simulated
 
+aten = torch.ops.aten
 Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]
 """Runs the forward pass with the model and batch it is given, fake ones, and returns what backward starts from."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TracedStep:
     """One training step: what is traced.
 
     Attributes:
@@ -54,7 +45,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     """What a traced step needs.
 
     Attributes:
@@ -95,7 +86,7 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operator, then count."""
         del types
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is aten._local_scalar_dense.default:  # noqa: SLF001, the name of an operator
             return _number_like(args[0])
         out = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
@@ -110,29 +101,33 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-class Trace:
-    """A fake copy of a step's model in a simulated allocator of its own."""
+class StepTrace:
+    """A step whose model holds fake tensors on a virtual device, ready to run.
 
-    def __init__(self, step: Step, model: nn.Module, ledger: VirtualLedger, counted: OperationCount) -> None:
-        self.model = model
-        self.ledger = ledger
+    Attributes:
+        model: The model.
+        device: The device.
+        counted: The operations of the run.
+    """
+
+    def __init__(self, step: TracedStep, device: VirtualDevice, counted: OperationCount) -> None:
+        self.model = step.model
+        self.device = device
         self.counted = counted
-        self._step = step
+        self._forward = step.forward
         self._peak = 0
-        self._batch = fake_values(step.batch)
+        self._batch: Any = None
         self._optimizers: list[Any] = []
 
     def allocated(self) -> int:
-        """Bytes allocated now."""
-        self.ledger.settle()
-        return self.ledger.allocator.allocated
+        """Return the bytes that are allocated now."""
+        return self.device.stats().allocated or 0
 
     def peak_since(self) -> int:
-        """The highest that was allocated since the last call of this function."""
-        self.ledger.settle()
-        peak = self.ledger.allocator.stats().peak_allocated or 0
+        """Return the highest allocation since the last call of this function, in bytes."""
+        peak = self.peak_so_far()
         self._peak = max(self._peak, peak)
-        self.ledger.reset_peaks()
+        self.device.reset_peaks()
         return peak
 
     @contextmanager
@@ -147,33 +142,33 @@ class Trace:
         self.counted.total, self.counted.flops = counted
 
     def peak_so_far(self) -> int:
-        """The highest that was allocated since the last call of `peak_since`, which goes on."""
-        return self.ledger.allocator.stats().peak_allocated or 0
+        """Return the highest allocation since the last call of `peak_since`, without a new beginning."""
+        return self.device.stats().peak_allocated or 0
 
-    def prepare(self) -> None:
-        """Put the model, its gradients and the optimizers' state on the device."""
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self.ledger.add(tensor.untyped_storage(), Category.PARAMETER, "")
-        for tensor in tree_leaves(self._batch):
-            if isinstance(tensor, Tensor):
-                self.ledger.add(tensor.untyped_storage(), Category.INPUT, "")
-        self._make_gradients()
-        of = dict(zip(map(id, self._step.model.parameters()), self.model.parameters(), strict=True))
-        for one in self._step.optimizers:
-            clone = copy_optimizer(one, lambda parameter: of.get(id(parameter)), with_state=False)
+    def prepare(self, step: TracedStep, exchange: TensorExchange) -> None:
+        """Put the batch, gradients and the optimizers' state on the device."""
+        with self.device.host():
+            self._batch = map_tensors(step.batch, TensorExchange())
+        if next(tensors_in(self._batch), None) is not None:
+            self.device.count_batch(self._batch)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        for one in step.optimizers:
+            clone = copy_optimizer(one, exchange.known, with_state=False)
             clone.step()
             self._optimizers.append(clone)
 
     def run(
         self, around_forward: Callable[[], Any] = nullcontext, before_backward: Callable[[], None] = lambda: None
-    ) -> Cost:
+    ) -> StepCost:
         """Run the step as Lightning does: forward, zero_grad, backward, optimizer."""
         self._peak = 0
-        self.ledger.reset_peaks()
+        self.device.reset_peaks()
         static = self.allocated()
         self.counted.total = self.counted.flops = 0
         with around_forward():
-            loss = _scalar(self._step.forward(self.model, self._batch))
+            loss = _scalar(self._forward(self.model, self._batch))
         self.model.zero_grad(set_to_none=True)
         before_backward()
         if loss is not None and loss.requires_grad:
@@ -183,44 +178,40 @@ class Trace:
         for one in self._optimizers:
             one.step()
         self.peak_since()
-        return Cost(self._peak, static, operations, flops)
+        return StepCost(self._peak, static, operations, flops)
 
-    def let_go(self) -> None:
-        """Forget the step that is traced."""
-        del self._step
-
-    def _make_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
+    def forget(self) -> None:
+        """Forget the batch: hooks make cycles of the trace, which would keep it until these are collected."""
+        self._batch = None
+        self._forward = lambda _model, _batch: None
 
 
 @contextmanager
-def tracing(step: Step) -> Iterator[Trace]:
-    """Make a fake copy of a step's model and trace with it, apart from any VirtualDevice that is entered."""
-    patches = Patches()
-    ledger = VirtualLedger(CachingAllocator(AllocatorConfig.parse("")))
-    active = VirtualDevice.current()
-    with ExitStack() as stack:
-        stack.enter_context(active.host() if active is not None else nullcontext())
-        stack.enter_context(random_streams_restored())
-        stack.callback(patches.undo)
-        if step.device != "cpu":
-            behave_like_cuda(patches)
-        if step.device == "cuda":
-            stack.enter_context(cuda_autocast())
-        stack.enter_context(fake_mode())
-        model = fake_model(step.model)
-        kernels = SIZED | (KERNELS if step.device == "cuda" else {})
-        stack.enter_context(AccountingMode(ledger, ModuleNames(), error_of=_error, replacements=kernels))
-        if step.device == "cuda":
-            stack.enter_context(CudaFunctions())
-        counted = stack.enter_context(OperationCount())
-        trace = Trace(step, model, ledger, counted)
-        trace.prepare()
-        # Hooks make cycles of the trace: without this the step's real batch would live until these are collected.
-        stack.callback(trace.let_go)
-        yield trace
+def tracing(step: TracedStep) -> Iterator[StepTrace]:
+    """Make a step's model hold fake tensors on a device of their own, and yield its trace.
+
+    A plan that is at work in the model is not at work within.
+    """
+    device = VirtualDevice(cuda_like=step.device != "cpu")
+    exchange = TensorExchange()
+    with simulated(step.model, device, exchange, cuda=step.device == "cuda"), OperationCount() as counted:
+        for module in step.model.modules():
+            _undo_instance_changes(module)
+        trace = StepTrace(step, device, counted)
+        trace.prepare(step, exchange)
+        try:
+            yield trace
+        finally:
+            trace.forget()
+
+
+def _undo_instance_changes(module: nn.Module) -> None:
+    """Drop what a module leaves out of its own copies, such as the forward of a plan; it is restored afterwards."""
+    state_of_copies = vars(module).get("__getstate__")
+    if state_of_copies is not None:
+        kept = state_of_copies()
+        for name in set(vars(module)) - set(kept):
+            del vars(module)[name]
 
 
 def device_of(*, cuda: bool) -> Device:
@@ -231,14 +222,9 @@ def device_of(*, cuda: bool) -> Device:
     return "cuda-like" if virtual is not None and virtual.cuda_like else "cpu"
 
 
-def _error(failure: SimulatedOutOfMemory) -> torch.OutOfMemoryError:
-    # There is no limit here; the accounting asks for a way to say that one is reached.
-    return torch.OutOfMemoryError(str(failure))
-
-
 def _scalar(value: Any) -> Tensor | None:
     """What backward can start from: the loss, or the sum of everything a model returned."""
-    tensors = [one for one in tree_leaves(value) if isinstance(one, Tensor) and one.requires_grad]
+    tensors = [one for one in tensors_in(value) if one.requires_grad]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]
     sums = [one.real.sum() if one.is_complex() else one.sum() for one in tensors]
