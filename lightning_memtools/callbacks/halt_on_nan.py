@@ -77,7 +77,8 @@ class HaltOnNaN(Callback):
         capsule: Before raising, save the step to a file: batch, weights, buffers, random numbers. `replay` and
             `memtools replay` run it again, bit for bit.
         max_bytes: The largest size of that file, such as "2GiB". What does not fit is left out, and named.
-        directory: Where the report and that checkpoint go, instead of `<log_dir>/memtools/`.
+        directory: Where the report and those files go, instead of `<log_dir>/memtools/`. Without a logger, nothing is
+            written unless this is set.
 
     Raises:
         ValueError: `max_skips` is negative, `amp_patience` is below 1, or `max_bytes` is no size; at setup, if the

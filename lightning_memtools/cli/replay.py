@@ -1,4 +1,4 @@
-"""`memtools replay PATH`: run the step that HaltOnNaN stopped at once more, and compare every bit."""
+"""`memtools replay PATH`: run the step that HaltOnNaN stopped at again, and compare every bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_memtools.cli.estimate import UsageError, load
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the command's parser."""
     parser = commands.add_parser(
-        "replay", help="run a step with NaN or Inf once more, from its capsule", description=__doc__
+        "replay", help="run a step with NaN or Inf again, from its capsule", description=__doc__
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="the capsule that HaltOnNaN wrote")
     parser.add_argument(
@@ -25,10 +25,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(chosen: argparse.Namespace) -> None:
-    """Replay, and print what came out.
+    """Replay the step, and print the result.
 
     Raises:
-        UsageError: The capsule or the module is not what is needed.
+        UsageError: The capsule cannot be read, or its module cannot be made.
     """
     from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError  # noqa: PLC0415, --help does not need torch
     from lightning_memtools.nonfinite.capsule.capsule_replay import replay  # noqa: PLC0415, as above

@@ -338,7 +338,7 @@ def test_a_bad_loss_is_never_a_normal_skip(fused, tmp_path):
 
 @pytest.mark.parametrize("kind", ["dirty batch", "loss alone"])
 @fused_or_not
-def test_bad_steps_can_be_left_out_with_a_scaler_too(fused, kind, tmp_path):
+def test_bad_steps_can_be_skipped_with_a_scaler_too(fused, kind, tmp_path):
     class Bad(Net):
         def training_step(self, batch, batch_idx):
             loss = self.loss(batch.nan_to_num() if kind == "loss alone" else batch)
@@ -415,7 +415,7 @@ def test_bad_outputs_and_metrics_of_an_evaluation_run_halt(outputs, metric, name
     assert quiet.global_step == 16
 
 
-def test_infinite_entries_of_larger_outputs_are_let_through(tmp_path):
+def test_infinite_entries_of_larger_outputs_are_accepted(tmp_path):
     model = Evaluated()
     model.outputs = {"logits": torch.tensor([0.0, -torch.inf])}
     run = trainer(tmp_path, HaltOnNaN())
@@ -720,5 +720,5 @@ def test_a_compiled_module(fused, tmp_path):
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
-def test_two_of_them_have_different_state_keys():
+def test_instances_with_different_arguments_have_different_state_keys():
     assert HaltOnNaN().state_key != HaltOnNaN(max_skips=1).state_key

@@ -62,7 +62,7 @@ def test_masks_scalars_and_sparse_tensors():
     assert bad_inputs(MicroBatch(0, None)) == []
 
 
-def test_let_go_keeps_the_newest_two_and_what_fits():
+def test_the_newest_two_batches_and_those_that_fit_are_kept():
     held = [MicroBatch(i, torch.zeros(10)) for i in range(6)]  # 40 bytes each, newest first
     held[5].keep = True
     release_batches(held, 85)

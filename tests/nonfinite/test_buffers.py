@@ -41,7 +41,7 @@ def copies(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-def test_put_back_undoes_every_kind_of_write():
+def test_restore_undoes_every_kind_of_write():
     net = Net()
     keeper = BufferKeeper(net)
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_while_the_flag_is_set_the_copies_are_those_from_before():
     assert differences(before, copies(net)) == []
 
 
-def test_a_flag_that_is_not_set_puts_nothing_back():
+def test_a_flag_that_is_not_set_restores_nothing():
     net = Net()
     keeper = BufferKeeper(net)
     keeper.keep()

@@ -69,7 +69,7 @@ def test_another_version_is_named_with_what_is_still_known(capsule):
     assert "Still known: loss is inf at step 7" in said, "the capsule itself tells"
 
 
-def test_files_that_are_none(capsule, tmp_path):
+def test_files_that_are_no_capsules(capsule, tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "other.pt")
     assert "is no capsule of HaltOnNaN" in refusal(tmp_path / "other.pt")
     assert "There is no capsule" in refusal(tmp_path / "missing.pt")
@@ -128,7 +128,7 @@ def make_unsaved() -> Unsaved:
 def test_a_module_without_saved_hyperparameters_has_to_be_given(tmp_path, capsys):
     path = halt(make_unsaved(), tmp_path).capsule_path
     said = refusal(path)
-    assert "what its constructor takes was not saved: net" in said
+    assert "an argument of its constructor was not saved: net" in said
     assert "replay(path, model=my_module)" in said
     assert "save_hyperparameters()" in said
     assert replay(path, model=make_unsaved()).exact
@@ -304,7 +304,7 @@ def test_the_bound_is_that_of_the_file_itself(tmp_path):
 
 
 @pytest.mark.parametrize("max_bytes", ["2", "much", "2GiBs"])
-def test_a_size_that_is_none_is_refused_at_once(max_bytes):
+def test_a_text_that_is_no_size_is_refused_at_once(max_bytes):
     with pytest.raises(ValueError, match=f"Not a size: '{max_bytes}'"):
         HaltOnNaN(max_bytes=max_bytes)
 
@@ -316,7 +316,7 @@ def test_a_batch_that_the_step_changes_in_place_is_said(tmp_path):
             return super().training_step(batch["x"], batch_idx)
 
     error = halt(InPlace(nn.Linear(6, 3)), tmp_path, [{"x": x, "y": torch.zeros(8)} for x in batches()])
-    told = 'batch["x"] of batch 7 was changed in place by the step: a replay begins with what was left.'
+    told = 'batch["x"] of batch 7 was changed in place by the step: a rerun begins with the changed values.'
     assert told in str(error)
     assert 'batch["y"]' not in str(error)
     about = json.loads(error.capsule_path.with_suffix(".json").read_text())

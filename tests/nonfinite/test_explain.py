@@ -1,4 +1,4 @@
-"""Explanations beyond the gallery: what is meant is not blamed, nested modules, numbers, tensors outside of buffers."""
+"""Explanations beyond the gallery: intended infinities, nested modules, numbers, tensors outside of buffers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def line_of(thing: Any, code: str) -> int:
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("name", HEALTHY)
-def test_what_is_meant_is_not_blamed_where_something_else_fails(name, tmp_path):
-    """The healthy models hold masks of -inf, infinite bounds and NaN for missing targets, by right."""
+def test_intended_infinities_are_not_named_where_another_operation_fails(name, tmp_path):
+    """The healthy models hold intended masks of -inf, infinite bounds and NaN for missing targets."""
     case = HEALTHY[name]
     base: Any = case.make
 
@@ -84,7 +84,7 @@ class Nested(Small):
         return super().loss(self.encoder(x))
 
 
-def test_the_path_of_a_nested_module_and_what_went_in(tmp_path):
+def test_a_nested_module_and_the_inputs_are_named(tmp_path):
     found = explained(Nested(), bad_data(_set(0.0, ZERO_ROW)), tmp_path)
     assert (found.operation, found.module, found.samples) == ("aten.div", "encoder.0.norm", (3,))
     line = line_of(Scale, "return self.gain")
@@ -108,7 +108,7 @@ def test_a_number_of_the_code_is_named(tmp_path):
     assert found.confirmed.endswith("the step is finite")
 
 
-def test_what_rounding_made_is_told_from_what_left_the_range(tmp_path):
+def test_rounding_is_told_from_overflow(tmp_path):
     class Rounds(Small):
         """In bfloat16 the number before 1 is 0.996."""
 
@@ -158,8 +158,8 @@ class Running(Small):
         return (self.body(x) * self.state["mean"]).square().mean()
 
 
-def test_what_the_step_itself_wrote_to_a_tensor_that_is_no_buffer_is_seen_through(tmp_path):
-    """It is not put back, so that it is NaN when the step begins again: what is sought made it so."""
+def test_a_tensor_that_the_step_itself_made_bad_is_not_named_as_the_cause(tmp_path):
+    """It is not restored, so that it is NaN when the step begins again: the operation to be found made it so."""
     found = explained(Running(), bad_data(_set(0.0, slice(None))), tmp_path)
     assert (found.cause, found.operation) == (NonFiniteCause.DOMAIN, "aten.div")
     assert found.line == line_of(Running, "weights / weights.sum()")
@@ -194,7 +194,7 @@ def test_a_tensor_that_is_no_buffer_and_was_bad_before_is_named(tmp_path):
 OUTSIDE = torch.ones(3)
 
 
-def test_a_tensor_from_elsewhere_is_said_to_be(tmp_path):
+def test_a_tensor_from_elsewhere_is_named_as_such(tmp_path):
     class Takes(Small):
         def training_step(self, batch, batch_idx):
             if batch_idx == BAD_BATCH:

@@ -55,7 +55,7 @@ def dirty() -> Tensor:
     return torch.tensor([[1.0, torch.nan, 1.0]]).expand(5, 3)
 
 
-def test_without_a_fused_kernel_the_step_trips_before_its_update():
+def test_without_a_fused_kernel_the_bad_step_is_returned_before_its_update():
     loop = Loop(fused=False)
     assert loop.step(good()) is None
     before = loop.bits()
@@ -66,7 +66,7 @@ def test_without_a_fused_kernel_the_step_trips_before_its_update():
     assert differences(before, loop.bits()) == []
 
 
-def test_with_a_fused_kernel_it_trips_one_step_late_and_nothing_has_moved():
+def test_with_a_fused_kernel_it_is_returned_one_step_late_and_nothing_has_changed():
     loop = Loop(fused=True)
     for _ in range(3):
         assert loop.step(good()) is None
@@ -79,7 +79,7 @@ def test_with_a_fused_kernel_it_trips_one_step_late_and_nothing_has_moved():
     assert differences(before, loop.bits()) == []
 
 
-def test_however_late_it_is_read_nothing_has_moved(monkeypatch):
+def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
     """As on a GPU that is far behind the host: nothing arrives for some steps."""
     loop = Loop(fused=True)
     loop.step(good())
@@ -98,7 +98,7 @@ def test_however_late_it_is_read_nothing_has_moved(monkeypatch):
     assert [past.step for past in loop.guard.history] == [0, 1, 2]
 
 
-def test_drain_without_anything_out_does_nothing():
+def test_drain_without_undecided_steps_does_nothing():
     loop = Loop(fused=True)
     assert loop.guard.drain() is None
     loop.step(good())
@@ -143,7 +143,7 @@ def test_the_batch_and_loss_of_the_bad_micro_batch_are_in_the_evidence(fused):
     assert diagnosis.cause == NonFiniteCause.DIRTY_DATA
 
 
-def test_old_micro_batches_are_let_go_beyond_the_budget_but_not_the_bad_one():
+def test_old_micro_batches_beyond_the_budget_are_released_but_not_the_bad_one():
     loop = Loop(fused=False, budget_bytes=0)
     trip = loop.step(good(), dirty(), good(), good(), good())
     assert trip is not None
@@ -164,7 +164,7 @@ def test_of_earlier_steps_one_batch_is_held_until_they_are_read(monkeypatch):
     assert held == [False, False, False, True, True]
 
 
-def test_close_takes_the_flag_off():
+def test_close_removes_the_flag():
     loop = Loop(fused=True)
     loop.step(good())
     assert hasattr(loop.optimizer, "found_inf")

@@ -67,7 +67,7 @@ def halt(model: L.LightningModule, root: Path, **options: Any) -> tuple[NonFinit
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}, {"plugins": 1}, {"model": CountingManual}])
-def test_everything_is_put_back_after_the_step_was_run_again(options, tmp_path, capsys):
+def test_everything_is_restored_after_the_step_was_run_again(options, tmp_path, capsys):
     """As compared with a run that does not run the step again."""
     ends = []
     for name, asked in (("with", True), ("without", False)):

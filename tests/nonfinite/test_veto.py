@@ -55,7 +55,7 @@ def take(veto: UpdateVeto[Any], optimizer: torch.optim.Optimizer, parameters: li
 
 @every_fused
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nothing_moves_in_the_bad_step_nor_in_any_after_it(make, bad):
+def test_nothing_changes_in_the_bad_step_nor_in_any_after_it(make, bad):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 3))]
     optimizer = make(parameters)
@@ -145,7 +145,7 @@ def test_only_the_deciding_numbers_decide():
     assert (reading.bad, reading.numbers[0]) == (False, 1.0)
 
 
-def test_the_flag_is_taken_off_again_and_a_foreign_one_is_left():
+def test_the_flag_is_removed_and_a_foreign_one_is_left():
     ours, theirs = (torch.optim.SGD([nn.Parameter(torch.ones(2))], fused=True) for _ in range(2))
     veto = made(max_skips=0)
     for optimizer in (ours, theirs):

@@ -104,7 +104,7 @@ class Replay:
 
 
 def replay(path: str | Path, *, model: Any = None) -> Replay:
-    """Run the step that HaltOnNaN stopped at once more, from its capsule, and compare every bit.
+    """Run the step that HaltOnNaN stopped at again, from its capsule, and compare every bit.
 
     On the machine that wrote it, losses and gradients are the same bit for bit; on another, the result says what
     differs. No Trainer, data set or process group is needed, and nothing is logged or written.
