@@ -1,4 +1,7 @@
-"""Every use of Lightning's private attributes, each with the reason why no public way serves."""
+"""Uses of Lightning's private attributes, each with the reason why no public way serves and when it can go.
+
+Nothing else in the package touches a private attribute of Lightning; tests/house_rules.py keeps that.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning_utilities.core.inheritance import get_all_subclasses
@@ -16,17 +19,19 @@ from torch.utils.data import BatchSampler, DataLoader
 
 
 def training_step(trainer: Trainer) -> int:
-    """The x axis of `self.log`: how many training steps were finished before the present one.
+    """Return the x axis of `self.log`: the number of training steps that were finished before the present one.
 
     `trainer.global_step` counts optimizer steps: one too many in on_train_batch_end, and n a batch with n optimizers.
+    It can go when the Trainer has a public counter of training steps.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the present micro-batch is not the last of its step (never in manual optimization).
+    """Return True if the present micro-batch is not the last of its step; always False in manual optimization.
 
-    The public counters do not know of a last, incomplete accumulation or of iterable loaders; the loop does.
+    The public counters do not know of a last, incomplete accumulation or of iterable loaders; the loop does. It can go
+    when the Trainer says in public whether it accumulates.
     """
     if trainer.lightning_module is not None and not trainer.lightning_module.automatic_optimization:
         return False
@@ -34,14 +39,15 @@ def is_accumulating(trainer: Trainer) -> bool:
 
 
 def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
-    """What training_step gave to `self.log(..., on_step=True)` for the present batch: name to device scalar.
+    """Return what training_step gave to `self.log(..., on_step=True)` for the present batch: name to device scalar.
 
-    `trainer.callback_metrics` computes every epoch metric at each access, and is only filled after callbacks ran.
+    `trainer.callback_metrics` computes every epoch metric at each access, and is only filled after callbacks ran. It
+    can go when the values of a step can be read in on_train_batch_end.
     """
     results: Any = trainer.fit_loop._results
     found: dict[str, Tensor] = {}
     for key, metric in results.items():
-        value = metric._forward_cache
+        value = metric._forward_cache  # the value of this very step
         if (
             key.startswith("training_step.")
             and metric.meta.on_step
@@ -53,10 +59,12 @@ def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
-    """What the evaluation run that is ending gave to `self.log`: name to its value over the whole run.
+    """Return what the evaluation run that is ending gave to `self.log`: name to its value over the whole run.
 
-    `trainer.callback_metrics` also holds what training logged; only the results know which hook a value came from.
     With several data loaders a name ends with "/dataloader_idx_<i>", as Lightning writes it.
+
+    `trainer.callback_metrics` also holds what training logged; only the results know which hook a value came from. It
+    can go when Lightning offers the metrics of one loop in public.
     """
     results: Any = trainer._results
     found: dict[str, Tensor] = {}
@@ -73,7 +81,7 @@ def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class LoopMark:
-    """Where the training loop stood, to turn it back: counters and schedulers. See `mark_loops`."""
+    """The counters and schedulers of the training loop at one moment, to restore them. See `mark_loops`."""
 
     counters: list[tuple[object, dict[str, Any]]]
     schedulers: list[tuple[Any, dict[str, Any]]]
@@ -81,9 +89,10 @@ class LoopMark:
 
 
 def mark_loops(trainer: Trainer) -> LoopMark:
-    """Note every counter that a training step moves, and the state of every scheduler.
+    """Save every counter that a training step moves, and the state of every scheduler.
 
-    `trainer.global_step` is read-only, and checkpoints are written from these counters.
+    `trainer.global_step` is read-only, and checkpoints are written from these counters. It can go when a Trainer can be
+    set back to an earlier step in public.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     progresses: list[Any] = [
@@ -98,7 +107,7 @@ def mark_loops(trainer: Trainer) -> LoopMark:
     counters = [(tracker, dict(vars(tracker))) for tracker in trackers]
     for tracker, values in counters:
         if tracker is epoch_loop.batch_progress.total or tracker is epoch_loop.batch_progress.current:
-            # As if the present batch had not begun: a run that resumes from here would count one step too many else.
+            # As if the present batch had not begun: otherwise, a run that resumes from here counts one step too many.
             values.update(dict.fromkeys(values, values["completed"]))
     counters.append((epoch_loop.batch_progress, {"is_last_batch": epoch_loop.batch_progress.is_last_batch}))
     return LoopMark(
@@ -109,7 +118,7 @@ def mark_loops(trainer: Trainer) -> LoopMark:
 
 
 def turn_back(trainer: Trainer, mark: LoopMark) -> None:
-    """Put the counters and schedulers back to where they stood; the data loaders are not turned back."""
+    """Restore the counters and schedulers that `mark_loops` saved; the data loaders are not set back."""
     for tracker, values in mark.counters:
         vars(tracker).update(values)
     for scheduler, state in mark.schedulers:
@@ -118,9 +127,10 @@ def turn_back(trainer: Trainer, mark: LoopMark) -> None:
 
 
 def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], None]:
-    """Call `check` before each checkpoint, and return what undoes this.
+    """Call `check` before each checkpoint, and return the function that undoes this.
 
-    The hook on_save_checkpoint is not called for checkpoints of weights alone. If `check` raises, nothing is saved.
+    If `check` raises, nothing is saved. The hook on_save_checkpoint is not called for checkpoints of weights alone; the
+    method of the Trainer is replaced until Lightning has a hook that is.
     """
     save = trainer.save_checkpoint
     is_active = True
@@ -133,7 +143,7 @@ def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], No
     def undo() -> None:
         nonlocal is_active
         is_active = False
-        # Someone else may have wrapped it since: then ours stays inside theirs and lets everything through.
+        # Someone else may have wrapped it since: then ours stays inside theirs and no longer checks.
         if vars(trainer).get("save_checkpoint") is guarded:
             if getattr(save, "__self__", None) is trainer:
                 del vars(trainer)["save_checkpoint"]
@@ -148,6 +158,7 @@ def write_checkpoint(trainer: Trainer, path: Path) -> None:
     """Write a full checkpoint; call it on every rank.
 
     `trainer.save_checkpoint` ends with a barrier, in which the other ranks would wait for ever if rank 0 cannot write.
+    It can go when Lightning releases that barrier after a failure.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     trainer.strategy.save_checkpoint(checkpoint, path)
@@ -159,27 +170,27 @@ def _callbacks(trainer: Trainer) -> list[Any]:
 
 
 def saves_on_exception(trainer: Trainer) -> bool:
-    """Whether a ModelCheckpoint will save when training fails."""
+    """Return True if a ModelCheckpoint will save when training fails."""
     return any(getattr(callback, "save_on_exception", False) for callback in _callbacks(trainer))
 
 
 def forbid_saving_on_exception(trainer: Trainer) -> None:
-    """Make ModelCheckpoint(save_on_exception=True) believe that this step is saved already: its weights are bad."""
+    """Keep ModelCheckpoint(save_on_exception=True) from saving this step, whose weights are bad.
+
+    It has no public switch, so its record says that this step is saved already.
+    """
     for callback in _callbacks(trainer):
         if getattr(callback, "save_on_exception", False) and hasattr(callback, "_last_global_step_saved"):
             callback._last_global_step_saved = trainer.global_step
 
 
 def gradient_scaler(trainer: Trainer) -> Any:
-    """The GradScaler of 16-mixed training, or None."""
+    """Return the GradScaler of 16-mixed training, or None."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"]) -> Any:
-    """The loop that runs a stage in the present call of the Trainer; validation within fit has one of its own.
-
-    Public are only `fit_loop`, `validate_loop`, `test_loop` and `predict_loop`, and `epoch_loop.val_loop` below them.
-    """
+    """Return the loop that runs a stage in the present call of the Trainer; validation within fit has its own."""
     if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
         return trainer.fit_loop.epoch_loop.val_loop
     return {"train": trainer.fit_loop, "val": trainer.validate_loop, "test": trainer.test_loop,
@@ -187,12 +198,18 @@ def loop_of(trainer: Trainer, stage: Literal["train", "val", "test", "predict"])
 
 
 def source_of(loop: Any) -> Any:
-    """Where a loop asks for its data loaders. No public way tells whether these were passed or come from a hook."""
+    """Return the object that a loop asks for its data loaders.
+
+    No public way tells whether these were passed or come from a hook. It can go when the Trainer shows the source.
+    """
     return loop._data_source
 
 
 def set_source(loop: Any, source: Any) -> None:
-    """Have a loop ask somebody else for its data loaders; the hooks cannot be replaced on a user's module or class."""
+    """Let a loop ask another object for its data loaders.
+
+    The hooks cannot be replaced on a user's module or class. It can go when a Trainer takes other loaders later.
+    """
     loop._data_source = source
 
 
@@ -200,7 +217,7 @@ def put_loader_classes_back() -> None:
     """Undo what Lightning changes on DataLoader and BatchSampler while a hook makes loaders.
 
     Lightning does so itself, but not where the hook raises; loaders made later in the process then fail in strange ways
-    (those with a positional batch size in `Trainer.predict`, Lightning 2.6).
+    (those with a positional batch size in `Trainer.predict`, Lightning 2.6). It can go when Lightning undoes it always.
     """
     for base in (DataLoader, BatchSampler):
         for one in {base, *get_all_subclasses(base)}:
@@ -220,9 +237,9 @@ def forget_saved_arguments(loader: Any) -> None:
 
 
 def forget_loaders(loop: Any) -> None:
-    """Have a loop ask for its loaders anew at its next `setup_data`, and end the workers of the present ones.
+    """Let a loop ask for its loaders again at its next `setup_data`, and end the workers of the present ones.
 
-    The public `reload_dataloaders_every_n_epochs` acts at epochs only, and not between two sizes.
+    The public `reload_dataloaders_every_n_epochs` acts at epochs only, and not between two batch sizes.
     """
     fetcher = loop._data_fetcher
     if fetcher is not None:
@@ -232,34 +249,38 @@ def forget_loaders(loop: Any) -> None:
 
 
 def prepared_loaders(loop: Any) -> list[Any]:
-    """The loaders that a loop will read, with the samplers that the Trainer put in; [] before they are set up.
+    """Return the loaders that a loop will read, with the samplers that the Trainer put in; [] before they are set up.
 
-    `trainer.train_dataloader` gives the collection as the user nested it, and there is none for predict.
+    `trainer.train_dataloader` gives the collection as the user nested it, and there is none for predict. It can go when
+    the Trainer gives the flat list.
     """
     combined = loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def batches_in_evaluation(loop: Any) -> int:
-    """How many batches an evaluation or prediction loop will run, over all its loaders, at the present limits."""
+    """Return the number of batches that an evaluation or prediction loop will run, over all its loaders."""
     limits: Any = loop.max_batches if isinstance(loop.max_batches, list) else [loop.max_batches]
     return int(min(sum(limits), 2**31))
 
 
 def mode_of(loaders: Any) -> Any:
-    """How a CombinedLoader combines its loaders, such as "max_size_cycle"; it tells nobody in public."""
+    """Return how a CombinedLoader combines its loaders, such as "max_size_cycle": it has no public attribute for it."""
     return loaders._mode
 
 
 def run_sanity_check(trainer: Trainer) -> None:
-    """Run the validation batches that come before training. Only `fit` does so, and it cannot be called within fit."""
+    """Run the validation batches that come before training.
+
+    In public, only `fit` does so, and it cannot be called within fit.
+    """
     trainer._run_sanity_check()
 
 
 def validate_every(trainer: Trainer, n_batches: int) -> None:
     """Validate after every n training batches of each epoch, whatever the Trainer's arguments say.
 
-    `val_check_interval` is only read when loaders are set up, and an interval in seconds is kept apart.
+    `val_check_interval` is only read when loaders are set up, and an interval in seconds has a private attribute.
     """
     trainer.val_check_batch = n_batches
     trainer.check_val_every_n_epoch = 1
@@ -267,14 +288,15 @@ def validate_every(trainer: Trainer, n_batches: int) -> None:
 
 
 def set_root_directory(trainer: Trainer, directory: str) -> None:
-    """Where files go by default. `default_root_dir` can only be set in Trainer's constructor."""
+    """Set the default directory for files; `default_root_dir` can only be set in the Trainer's constructor."""
     vars(trainer)["_default_root_dir"] = directory
 
 
 def without_collectives(trainer: Trainer) -> None:
-    """Take out the collectives that the loop itself runs in every batch, until the loop's attributes are put back.
+    """Replace the collectives that the loop itself runs in every batch, until the loop's attributes are restored.
 
-    A rank that has run out of memory does not take part in them any more, and the others would wait for it.
+    A rank that has run out of memory does not take part in them any more, and the others would wait for it. Lightning
+    has no switch for them.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     strategy: Any = trainer.strategy
@@ -288,14 +310,14 @@ def without_collectives(trainer: Trainer) -> None:
 
 
 def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
-    """Let loggers see a value that was found after `save_hyperparameters`, which keeps a copy for them."""
+    """Let loggers see a value that was found after `save_hyperparameters`, which keeps a private copy for them."""
     initial = getattr(owner, "_hparams_initial", None)
     if initial is not None and name in initial:
         initial[name] = value
 
 
 def end_the_call() -> BaseException:
-    """The error that makes a call of the Trainer end in good order before its loop has run, as its own tuners do.
+    """Return the error that ends a call of the Trainer in good order before its loop has run, as its own tuners do.
 
     `trainer.should_stop` is reset when fit begins, and would still run the sanity check.
     """
@@ -303,8 +325,17 @@ def end_the_call() -> BaseException:
 
 
 def is_compiled_by_lightning(module: LightningModule) -> bool:
-    """Returns whether `module` is what the Trainer unpacked from `torch.compile(module)`.
+    """Return True if the module is the one that the Trainer unpacked from `torch.compile(module)`.
 
-    The Trainer passes on the plain module with the compiled call inside; only this attribute tells.
+    The Trainer passes on the plain module with the compiled call inside, and only this attribute tells. It can go when
+    Lightning has a public way to ask.
     """
     return getattr(module, "_compiler_ctx", None) is not None
+
+
+def state_key_of(callback: Callback, **arguments: Any) -> str:
+    """Return a key for the callback's state in a checkpoint that differs for different arguments.
+
+    Lightning offers this to callbacks, under a private name only. It can go when that name is public.
+    """
+    return callback._generate_state_key(**arguments)

@@ -15,30 +15,34 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import training_step, values_logged_in_evaluation, values_logged_in_step
-from lightning_memtools.reporting.charts import Charts, write_layout
-from lightning_memtools.reporting.curves import Curves
-from lightning_memtools.reporting.intervals import checked_interval, is_due
-from lightning_memtools.reporting.losses import likely_losses, scalars_of
+from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, write_layout
+from lightning_memtools.reporting.loss_names import likely_losses, scalars_of
+from lightning_memtools.reporting.mean_curves import MeanCurves
 from lightning_memtools.reporting.ranks import RankGather
 
 
 class LossCurves(Callback):
-    """Logs `loss/train` and `loss/val` on the same axis and one chart.
+    """Logs `loss/train` and `loss/val` on the same axis and in one chart.
 
-    `loss/train` is the mean of the training loss since the last point, as the step computed it: the division of
-    gradient accumulation is undone. `loss/val` is the mean over the validation run. With several ranks both are means
-    over all ranks. Every epoch ends with a point. Values stay on the device until a point is due and are then copied
-    without waiting; what is still on its way at the end of an epoch or of a validation run is waited for.
+    | tag | value |
+    | --- | --- |
+    | `loss/train` | mean of the training loss since the last point, as the step computed it |
+    | `loss/val` | mean of the validation loss over the validation run |
+    | `loss/train/<name>`, `loss/val/<name>` | instead, where there are several losses |
+    | `grad/norm`, `grad/norm/optimizer_<i>` | mean norm of the gradients before clipping, with `grad_norm=True` |
+
+    The division of gradient accumulation is undone. With several ranks, all are means over all ranks. Every epoch ends
+    with a point. Values stay on the device until a point is due and are then copied without waiting. The end of an
+    epoch and of a validation run waits for the copies that have not arrived yet.
 
     Args:
-        train: The name of the training loss, or several names, as training_step returns or logs them; several give
-            `loss/train/<name>`. None finds it: the loss that is returned, or in manual optimization everything
-            returned or logged that has "loss" in its name.
-        val: The same for validation. None finds it: a logged metric such as "val_loss", else what validation_step
+        train: The name of the training loss, or several names, as training_step returns or logs them. None takes the
+            loss that is returned, or in manual optimization everything returned or logged that has "loss" in its name.
+        val: The same for validation. None takes a logged metric such as "val_loss", else the loss that validation_step
             returns, weighted by batch size.
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`.
         grad_norm: Also log `grad/norm`, the L2 norm of the gradients before clipping, mean since the last point; with
-            several optimizers `grad/norm/optimizer_<i>`. Costs one fused pass over the gradients in every step.
+            several optimizers `grad/norm/optimizer_<i>`. This reads all gradients once in every step.
 
     Raises:
         ValueError: `every_n_steps` is below 1, or a list of names is empty.
@@ -59,12 +63,12 @@ class LossCurves(Callback):
         self.val = val
         self.every_n_steps = checked_interval(every_n_steps)
         self.grad_norm = grad_norm
-        self._train = Curves("loss/train", _names("train", train))
-        self._val = Curves("loss/val", None)
+        self._train = MeanCurves("loss/train", _names("train", train))
+        self._val = MeanCurves("loss/val", None)
         self._val_names = _names("val", val)
-        self._norms = Curves("grad/norm", None)
+        self._norms = MeanCurves("grad/norm", None)
         self._last_step = -1
-        self._not_it: set[str] = set()  # what exists beside the asked-for names, for the warning
+        self._other_names: set[str] = set()  # the scalars that exist besides the names asked for, for the warning
 
     def charts(self, trainer: Trainer) -> Charts:
         """Training and validation share one chart."""
@@ -74,21 +78,21 @@ class LossCurves(Callback):
         return {"loss": charts}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin anew."""
+        """Begin a run."""
         gather = RankGather()
         for curves in (self._train, self._val, self._norms):
             curves.begin(gather)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lay out TensorBoard's custom scalars."""
+        """Write the layout of TensorBoard's custom scalars."""
         write_layout(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember where the axis begins."""
+        """Note the step before the first."""
         self._last_step = training_step(trainer) - 1
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Take in the gradients' norm."""
+        """Add the gradients' norm to the next point."""
         if not self.grad_norm:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -101,16 +105,16 @@ class LossCurves(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take in the batch's loss; log a point if one is due."""
+        """Add the batch's loss to the next point, and log the point if it is due."""
         for name, loss in self._training_losses(trainer, pl_module, outputs).items():
             self._train.add(name, loss)
-        self._train.poll()
-        self._norms.poll()
+        self._train.write_arrived()
+        self._norms.write_arrived()
         if is_due(trainer, self.every_n_steps):
             self._log_training(trainer, training_step(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log a point unless the epoch's last step already has one, and wait for what is on its way."""
+        """Log a point unless the epoch's last step already has one, and wait until all points are written."""
         last = training_step(trainer) - 1  # the axis is already one ahead here
         for name in self._train.without_values():
             # A loss that is logged per epoch only has no value in any step.
@@ -118,10 +122,10 @@ class LossCurves(Callback):
                 self._train.add(name, value)
         if last > self._last_step:
             self._log_training(trainer, last)
-        self._train.drain()
-        self._norms.drain()
+        self._train.write_arrived(wait=True)
+        self._norms.write_arrived(wait=True)
         if trainer.is_global_zero:
-            self._train.warn_of_missing("train", self._not_it)
+            self._train.warn_of_missing("train", self._other_names)
             if self.grad_norm and not self._norms.has_curves:
                 warnings.warn(
                     "LossCurves(grad_norm=True): no optimizer step saw a gradient in p.grad: grad/norm has no curve. "
@@ -144,7 +148,7 @@ class LossCurves(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Take in what the step returns; whether it or a logged metric is the loss is known at the end."""
+        """Add the losses that the step returns; on_validation_end knows if a logged metric takes their place."""
         if trainer.sanity_checking:
             return
         returned = scalars_of(outputs)
@@ -162,23 +166,23 @@ class LossCurves(Callback):
         logged = values_logged_in_evaluation(trainer)
         names = likely_losses(logged) if self._val.names is None else self._val.names
         if self._val.names is None and names:
-            # What the user logs is what the user means; the returned losses then go unused.
+            # A loss that the user logs takes the place of those that the step returns.
             self._val.clear()
         for name in names:
             if name in logged:
                 self._val.drop(name)
                 self._val.add(name, logged[name])
         self._val.log(trainer, training_step(trainer))
-        self._val.drain()
+        self._val.write_arrived(wait=True)
         if trainer.is_global_zero:
             self._val.warn_of_missing("val", logged)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drop what is not logged yet: neither the device nor the other ranks may be there any more."""
+        """Drop the values that are not logged yet: the device and the other ranks may have failed."""
         self._clear()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hold no tensor beyond the run."""
+        """Release all tensors at the end of the run."""
         self._clear()
 
     def _log_training(self, trainer: Trainer, step: int) -> None:
@@ -200,7 +204,7 @@ class LossCurves(Callback):
             candidates = values_logged_in_step(trainer) | candidates
         if names is None:
             return {name: candidates[name] for name in likely_losses(candidates)}
-        self._not_it.update(candidates)
+        self._other_names.update(candidates)
         return {name: candidates[name] for name in names if name in candidates}
 
     def _clear(self) -> None:
@@ -221,7 +225,7 @@ def _names(argument: str, value: str | Sequence[str] | None) -> list[str] | None
 
 
 def _loader_suffixes(trainer: Trainer) -> list[str]:
-    """What Lightning adds to a metric's name for each validation loader: nothing if there is only one."""
+    """Return what Lightning adds to a metric's name for each validation loader: nothing if there is only one."""
     n_loaders = len(trainer.num_val_batches)
     return [f"/dataloader_idx_{i}" for i in range(n_loaders)] if n_loaders > 1 else [""]
 
@@ -229,5 +233,5 @@ def _loader_suffixes(trainer: Trainer) -> list[str]:
 def _batch_size(batch: Any) -> int:
     try:
         return extract_batch_size(batch)
-    except MisconfigurationException:  # a batch without tensors: every batch weighs the same
+    except MisconfigurationException:  # a batch without tensors: all batches have the same weight
         return 1

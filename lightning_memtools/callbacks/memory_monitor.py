@@ -1,4 +1,4 @@
-"""MemoryMonitor: where the memory goes, in every logger."""
+"""MemoryMonitor: shows where the memory goes, in every logger."""
 
 from __future__ import annotations
 
@@ -17,32 +17,49 @@ from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.reporting.charts import Charts, write_layout
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
-from lightning_memtools.reporting.intervals import checked_interval, is_due
-from lightning_memtools.reporting.loggers import log_scalars, log_text
+from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
 from lightning_memtools.reporting.memory_run import MemoryRun
 
 
 class MemoryMonitor(Callback):
-    """Logs allocated and reserved memory, their peaks and what they consist of, for every stage, to every logger.
+    """Logs allocated and reserved memory, their peaks and their composition, for every stage, to every logger.
 
-    Peaks are the highest since the stage's last point, so a short spike is never lost between two points. A summary
-    table ends every fit, validate, test and predict call: on the console, as a file under `<log_dir>/memtools/`, and as
-    text in loggers that take text.
+    Sizes are in GiB (2^30 bytes); `<stage>` is train, val, test or predict.
 
-    Nothing here waits for the device: statistics are host counters. With several ranks, each logging point waits for
-    the other ranks' host code once.
+    | tag | value |
+    | --- | --- |
+    | `memory/<stage>/allocated_gib`, `memory/<stage>/reserved_gib` | at the moment of logging |
+    | `memory/<stage>/peak_allocated_gib`, `memory/<stage>/peak_reserved_gib` | highest since the stage's last point |
+    | `memory/<stage>/peak_used_pct` | peak reserved memory as a share of the device |
+    | `memory/<stage>/fragmentation_pct` | share of reserved memory that is free but cannot be released |
+    | `memory/<stage>/peak_allocated_gib_min`, `memory/<stage>/peak_rank` | lowest rank, and the rank of the highest |
+    | `memory/<stage>/batch_*` | the same for each evaluation batch, with `eval_batches=True` |
+    | `memory/train/peak_{forward,backward,optimizer}_gib` | peaks of the phases, with `phases=True` |
+    | `memory/composition/<category>_gib` | what the last peak consisted of, where that is known |
+    | `memory/capacity_gib`, `memory/device_used_gib` | the device's memory, and what all processes use of it |
+    | `memory/alloc_retries`, `memory/ooms` | counts since the call began |
+    | `memory/host_rss_gib` | resident host memory of this process |
+    | `time/step_ms` | host time per training step, mean since the last point |
+    | text `memtools/memory_summary` | the summary of each call |
+
+    With several ranks a tag is the maximum over ranks. Peaks are the highest since the stage's last point, so a short
+    spike is never lost between two points. A summary table ends every fit, validate, test and predict call: on the
+    console, as the file `<log_dir>/memtools/memory_summary_<call>.md`, and as text in loggers that take text.
+
+    Nothing waits for the device: statistics are host counters. With several ranks, each logging point waits once for
+    the host code of the other ranks.
 
     Args:
-        every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`. Every epoch ends
-            with a point in any case.
-        phases: Also log the peaks of forward, backward and optimizer step. Costs five readings of the statistics in
-            every training step.
+        every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`. Every epoch also
+            ends with a point.
+        phases: Also log the peaks of forward, backward and optimizer step. Reads the statistics five times in every
+            training step.
         per_rank: With several ranks, also log every rank's own values, as `<tag>/rank<r>`.
-        eval_batches: Besides the one point per evaluation run, log a point per evaluation batch, as
-            `memory/<stage>/batch_*` over the count of that stage's batches (rank 0's own values).
+        eval_batches: Besides the point of each evaluation run, log a point per evaluation batch over the count of that
+            stage's batches (rank 0's own values).
         reset_peaks: Reset the device's peak counters at every point. Other readers of
-            `torch.cuda.max_memory_allocated` then see the peak since the last point. With False the counters are left
-            alone, and what is logged as a peak is the device's running maximum, of all stages.
+            `torch.cuda.max_memory_allocated` then see the peak since the last point. With False the counters are not
+            reset, and the logged peaks are the device's running maximum over all stages.
 
     Raises:
         ValueError: `every_n_steps` is below 1.
@@ -68,29 +85,17 @@ class MemoryMonitor(Callback):
         self._run: MemoryRun | None = None
         self._directory: Path | NotWritten = NO_RUN
         self._carried = CarriedDevice()
-        # TensorBoard drops what stands at a step when the same tag comes again at that step or an earlier one. So these
+        # TensorBoard drops the later points of a tag that comes again at the same or an earlier step. So these counts
         # go on over all calls of the Trainer.
         self._n_batches: dict[Stage, int] = {}
         self._summary_step = -1
 
     def charts(self, trainer: Trainer) -> Charts:
-        """Allocated and reserved share one chart per stage; so do the parts of the composition."""
-        if self._run is None or not self._run.knows_the_device:
-            return {"memory": {"host": ["memory/host_rss_gib"]}}
-        stages = ("train", "val") if trainer.enable_validation else ("train",)
-        charts = {f"{stage}: allocated and reserved": [f"memory/{stage}/(peak_)?(allocated|reserved)_gib"]
-                  for stage in stages}  # fmt: skip
-        charts["device: capacity and use"] = ["memory/(capacity|device_used)_gib"]
-        if self._run.knows_the_composition:
-            charts["composition at the peak"] = ["memory/composition/[a-z]+_gib"]
-        if self.phases:
-            charts["train: peak by phase"] = ["memory/train/peak_(forward|backward|optimizer)_gib"]
-        if self.per_rank:
-            charts["train: peak by rank"] = [r"memory/train/peak_allocated_gib/rank\d+"]
-        return {"memory": charts}
+        """Return one chart per stage for allocated and reserved memory, one for the composition, and so on."""
+        return self._running().charts(validates=trainer.enable_validation)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the device; say so if it cannot tell."""
+        """Find the device, and warn if it keeps no statistics or no peaks."""
         self._stop()
         self._carried.enter()
         device = trainer.strategy.root_device
@@ -110,17 +115,17 @@ class MemoryMonitor(Callback):
             warnings.warn(self._run.shortcoming, stacklevel=2)
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Do not count what happened in trials; BatchSizeTuner calls this."""
+        """Leave events of a trial out of the counts; BatchSizeTuner calls this."""
         if self._run is not None:
             self._run.leave_out(alloc_retries=alloc_retries, ooms=ooms)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lay out TensorBoard's custom scalars."""
+        """Write the layout of TensorBoard's custom scalars."""
         put_on_device(trainer, pl_module)
         write_layout(trainer)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Account for optimizer state that was restored from a checkpoint."""
+        """Count optimizer state that was restored from a checkpoint."""
         put_on_device(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,7 +174,7 @@ class MemoryMonitor(Callback):
             self._begin_evaluation(trainer, pl_module, "val")
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Log a point of the batch if asked to."""
+        """Log a point of the batch, with `eval_batches=True`."""
         if not trainer.sanity_checking:
             self._log_batch(trainer, "val")
 
@@ -183,7 +188,7 @@ class MemoryMonitor(Callback):
         self._begin_evaluation(trainer, pl_module, "test")
 
     def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Log a point of the batch if asked to."""
+        """Log a point of the batch, with `eval_batches=True`."""
         self._log_batch(trainer, "test")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,7 +200,7 @@ class MemoryMonitor(Callback):
         self._begin_evaluation(trainer, pl_module, "predict")
 
     def on_predict_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Log a point of the batch if asked to."""
+        """Log a point of the batch, with `eval_batches=True`."""
         self._log_batch(trainer, "predict")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -203,13 +208,13 @@ class MemoryMonitor(Callback):
         self._end_evaluation(trainer, "predict")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End with the summary, over all ranks."""
+        """Write the summary, over all ranks."""
         if self._run is not None:
             self._summarize(trainer, self._run, over_all_ranks=True)
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End with the summary of this rank: the others may not be there any more."""
+        """Write the summary of this rank: the others may have ended."""
         if self._run is not None:
             self._summarize(trainer, self._run, over_all_ranks=False)
         self._stop()

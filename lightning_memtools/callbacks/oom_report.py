@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_memtools.callbacks._oom_watch import Watch
 from lightning_memtools.callbacks._oom_write import Reporter
-from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.oom.culprit import NoticeBoard
+from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import report_directory
 
 

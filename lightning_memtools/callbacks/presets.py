@@ -1,4 +1,4 @@
-"""What everyone should have on."""
+"""The callbacks that every training should have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_memtools.callbacks.oom_report import OOMReport
 
 
 def default_callbacks() -> list[Callback]:
-    """The callbacks that only watch and protect, in an order that works: `Trainer(callbacks=default_callbacks())`.
+    """Return the callbacks that only watch and protect: `Trainer(callbacks=default_callbacks())`.
 
-    What changes how training runs (gradient checkpointing, batch size) is added by name.
+    Callbacks that change how training runs (gradient checkpointing, batch size) are added by name.
     """
     return [MemoryMonitor(), LossCurves(), EmptyCache(), OOMReport(), HaltOnNaN()]

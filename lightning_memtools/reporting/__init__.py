@@ -1,1 +1,1 @@
-"""Where results go: loggers, chart layouts, tables, reports. Floor 1: the one lower floor that knows Lightning."""
+"""Where results go: loggers, tables, report files, and values of all ranks. Knows Lightning, on floor 2."""

@@ -1,17 +1,25 @@
-"""Writes to every logger of a Trainer. A logger that fails is named once; training goes on."""
+"""Writes scalars, texts and chart layouts to every logger of a Trainer, and says when a callback is due to log.
+
+A logger that fails is named once; training goes on.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
-# Which loggers of a Trainer already failed: all callbacks of that Trainer share it, so that a broken logger gives one
-# warning and not one for each of them. Weak on both sides: nothing outlives its Trainer.
+from lightning_memtools._lightning import is_accumulating, training_step
+
+Charts = Mapping[str, Mapping[str, Sequence[str]]]
+"""Category to chart title to the tags drawn in it, as regular expressions without anchors."""
+
+# The loggers of a Trainer that have failed. All its callbacks share this, so that a broken logger gives one warning and
+# not one for each callback. Weak on both sides: nothing outlives its Trainer.
 _FAILED: weakref.WeakKeyDictionary[Trainer, weakref.WeakSet[Logger]] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +60,7 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
 
 
 def _write_text(logger: Logger, tag: str, markdown: str, step: int) -> None:
-    # Abilities, not types: a callback of `lightning` also serves a logger of `pytorch_lightning`.
+    # By what they can do, not by type: a callback of `lightning` also serves a logger of `pytorch_lightning`.
     experiment: Any = logger.experiment  # type: ignore[attr-defined]
     if hasattr(experiment, "add_text"):  # TensorBoard
         experiment.add_text(tag, markdown, step)
@@ -62,3 +70,73 @@ def _write_text(logger: Logger, tag: str, markdown: str, step: int) -> None:
         experiment.log_text(logger.run_id, markdown, f"{tag}.md")
     elif hasattr(experiment, "log_text"):  # Comet
         experiment.log_text(markdown, step=step, metadata={"tag": tag})
+
+
+# The writers of a Trainer that have their layout: the first callback writes it, and no other one does.
+_WRITTEN: weakref.WeakKeyDictionary[Trainer, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+
+@runtime_checkable
+class OffersCharts(Protocol):
+    """A callback whose curves have charts of their own."""
+
+    def charts(self, trainer: Trainer) -> Charts:
+        """Return category to chart title to tags, for the curves of the fit call that begins."""
+
+
+def write_layout(trainer: Trainer) -> None:
+    """Write the charts of all callbacks as one layout to every logger that takes one; call it in `on_fit_start`.
+
+    Each writer gets it once, on rank 0. A TensorBoard writer keeps only the last layout that it is given, so callbacks
+    must not write one each.
+    """
+    if not trainer.is_global_zero:
+        return
+    written = _WRITTEN.setdefault(trainer, weakref.WeakSet())
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    layout = merged_layout([c.charts(trainer) for c in callbacks if isinstance(c, OffersCharts)])
+
+    def write(logger: Logger) -> None:
+        experiment: Any = logger.experiment  # type: ignore[attr-defined]
+        if hasattr(experiment, "add_custom_scalars") and experiment not in written:
+            written.add(experiment)
+            experiment.add_custom_scalars(layout)
+
+    for_each_logger(trainer, write)
+
+
+def merged_layout(all_charts: Sequence[Charts]) -> dict[str, dict[str, list[Any]]]:
+    """Return the charts of several callbacks in the form that `SummaryWriter.add_custom_scalars` takes."""
+    layout: dict[str, dict[str, list[Any]]] = {}
+    for charts in all_charts:
+        for category, by_title in charts.items():
+            for title, tags in by_title.items():
+                layout.setdefault(category, {})[title] = ["Multiline", [_pattern(tag) for tag in tags]]
+    return layout
+
+
+def _pattern(tag: str) -> str:
+    # TensorBoard matches tags with re.match: without "$", "loss/train" would also take "loss/train_epoch".
+    # A logger's prefix is put before the tag, with a hyphen.
+    return f"(.*-)?{tag}$"
+
+
+def checked_interval(every_n_steps: int | None) -> int | None:
+    """Return an interval in training steps as it is, or None for the Trainer's own.
+
+    Raises:
+        ValueError: It is below 1.
+    """
+    if every_n_steps is not None and every_n_steps < 1:
+        raise ValueError(
+            f"every_n_steps={every_n_steps} is not an interval. Give a number of training steps from 1 upwards, "
+            "or None for the Trainer's log_every_n_steps."
+        )
+    return every_n_steps
+
+
+def is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
+    """Return True if the training step that is ending is one to log, as `self.log` does with the same interval."""
+    interval = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
+    # log_every_n_steps=0 means never.
+    return interval > 0 and (training_step(trainer) + 1) % interval == 0 and not is_accumulating(trainer)

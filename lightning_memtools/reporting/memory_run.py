@@ -1,8 +1,9 @@
-"""What MemoryMonitor keeps of one fit, validate, test or predict call, and the scalars and summary it makes of it."""
+"""The memory figures of one fit, validate, test or predict call: scalars for the logs, and a summary at the end."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from lightning_memtools.memory.scalars import (
 )
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
-from lightning_memtools.reporting.clock import Stopwatch
+from lightning_memtools.reporting.loggers import Charts
 from lightning_memtools.reporting.memory_summary import MemorySummary
 from lightning_memtools.reporting.ranks import RankGather
 
@@ -42,18 +43,18 @@ _HOW_TO_SEE_MORE = (
 
 
 class MemoryRun:
-    """One fit, validate, test or predict call, on one rank.
+    """Measures one fit, validate, test or predict call on one rank.
 
     Args:
-        reader: The device; None where it keeps no statistics. Then only host memory is told.
-        call: Its name.
-        device: What a person calls the device.
+        reader: Reads the device's statistics; None where it keeps none, and only host memory is known.
+        call: The name of the call, such as "fit".
+        device: The device's name, for the summary.
         reset_peaks: Whether the device's peak counters may be reset.
-        phases: Whether to follow the phases of a training step.
-        per_rank: Whether to give every rank's own values.
-        eval_batches: Whether evaluation batches get points of their own.
-        has_trained: Whether the Trainer has trained before this call. Training and evaluation share the composition's
-            tags, which then belong to training alone.
+        phases: Whether to measure the phases of a training step.
+        per_rank: Whether to return every rank's own values too.
+        eval_batches: Whether each evaluation batch has its own point.
+        has_trained: Whether the Trainer has trained before this call. Training and evaluation share the tags of the
+            composition, which then belong to training alone.
     """
 
     def __init__(
@@ -91,18 +92,8 @@ class MemoryRun:
                 self._batch_window = self._counter.open(leave_counter_alone=not reset_peaks)
 
     @property
-    def knows_the_device(self) -> bool:
-        """Whether the device keeps statistics."""
-        return self._reader is not None
-
-    @property
-    def knows_the_composition(self) -> bool:
-        """Whether the device can tell what its memory consists of."""
-        return self._reader is not None and self._reader.composition_at_peak() is not None
-
-    @property
     def shortcoming(self) -> str:
-        """What the device cannot tell, as a sentence; empty if there is nothing to say."""
+        """A sentence about figures that the device does not have; empty if it has all of them."""
         if self._reader is None:
             plain_cpu = self.device.startswith("cpu")
             return (
@@ -112,8 +103,23 @@ class MemoryRun:
             return f"{self.device} keeps no peaks: memory/<stage>/peak_* are not logged."
         return ""
 
+    def charts(self, *, validates: bool) -> Charts:
+        """Return the charts of this call's curves; `validates` says whether there is a val stage."""
+        if self._reader is None:
+            return {"memory": {"host": ["memory/host_rss_gib"]}}
+        charts = {f"{stage}: allocated and reserved": [f"memory/{stage}/(peak_)?(allocated|reserved)_gib"]
+                  for stage in (("train", "val") if validates else ("train",))}  # fmt: skip
+        charts["device: capacity and use"] = ["memory/(capacity|device_used)_gib"]
+        if self._reader.composition_at_peak() is not None:
+            charts["composition at the peak"] = ["memory/composition/[a-z]+_gib"]
+        if self._phase_watch is not None:
+            charts["train: peak by phase"] = ["memory/train/peak_(forward|backward|optimizer)_gib"]
+        if self._per_rank:
+            charts["train: peak by rank"] = [r"memory/train/peak_allocated_gib/rank\d+"]
+        return {"memory": charts}
+
     def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
-        """Do not count so many events, which were no part of the run."""
+        """Leave events out of the counts that were no part of the run."""
         self._since = replace(
             self._since,
             alloc_retries=(self._since.alloc_retries or 0) + alloc_retries,
@@ -121,7 +127,7 @@ class MemoryRun:
         )
 
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
-        """Begin the train stage at a training step; for `between_phases` see `PhaseWatch`."""
+        """Begin the train stage at a training step; `PhaseWatch` describes `between_phases`."""
         self.last_step = step - 1
         if self._phase_watch is not None:
             self._phase_watch.between = between_phases
@@ -154,7 +160,7 @@ class MemoryRun:
             self._stage_watch.leave(stage)
 
     def switch_phase(self, phase: Phase | None) -> None:
-        """Begin a phase of the training step (None: what lies between phases is nobody's)."""
+        """Begin a phase of the training step; with None, memory belongs to no phase until the next begins."""
         if self._phase_watch is not None:
             self._phase_watch.switch(phase)
 
@@ -164,7 +170,7 @@ class MemoryRun:
             self._phase_watch.switch(self._phase_watch.between)
 
     def training_point(self, step: int) -> dict[str, float]:
-        """The scalars of a training point; collective."""
+        """Return the scalars of a training point; collective."""
         elapsed_ms = self._step_time.lap_ms()
         extra = {"time/step_ms": elapsed_ms / (step - self.last_step)} if step > self.last_step else {}
         self.last_step = step
@@ -173,7 +179,7 @@ class MemoryRun:
         return self.point("train", extra)
 
     def point(self, stage: Stage, extra: dict[str, float] | None = None) -> dict[str, float]:
-        """The scalars of a point, over all ranks; collective."""
+        """Return the scalars of a point, over all ranks; collective."""
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes()), **(extra or {})}
         if self._stage_watch is not None:
             point = self._stage_watch.point(stage)
@@ -183,13 +189,13 @@ class MemoryRun:
         if self._gather.world_size == 1:
             return scalars
         tags = possible_tags(stage)
-        # NaN stands for "this rank cannot tell": every rank must send as many numbers.
+        # NaN stands for a number that this rank does not have: every rank must send equally many.
         by_rank = self._gather.numbers([scalars.get(tag, float("nan")) for tag in tags])
         known = [{tag: x for tag, x in zip(tags, row, strict=True) if not math.isnan(x)} for row in by_rank]
         return over_ranks(known, stage, per_rank=self._per_rank)
 
     def batch_point(self, stage: Stage) -> dict[str, float]:
-        """The scalars of an evaluation batch, of this rank alone.
+        """Return the scalars of an evaluation batch, of this rank alone.
 
         Ranks may have different numbers of evaluation batches, so nothing here may wait for another rank.
         """
@@ -201,7 +207,7 @@ class MemoryRun:
         return batch_scalars(stage, point)
 
     def summary(self, *, over_all_ranks: bool) -> MemorySummary:
-        """The end of the call; collective if `over_all_ranks`."""
+        """Stop measuring and return the summary of the call; collective if `over_all_ranks`."""
         self.close()
         peaks = self._stage_watch.peaks if self._stage_watch is not None else {}
         ranks = self._gather.world_size if over_all_ranks else 1
@@ -223,7 +229,7 @@ class MemoryRun:
         )
 
     def close(self) -> None:
-        """Stop watching; closing twice does no harm."""
+        """Stop measuring; closing twice does no harm."""
         if self._batch_window is not None:
             self._batch_window.close()
         if self._phase_watch is not None:
@@ -232,7 +238,8 @@ class MemoryRun:
             self._stage_watch.close()
 
     def _highest_peaks(self, peaks: dict[Stage, StagePeak]) -> dict[Stage, StagePeak]:
-        # -1 stands for "not known" or "no such stage on this rank". A composition is one rank's, so it is left out.
+        # -1 stands for a peak that is not known, or a stage that this rank did not run. The composition is left out: it
+        # belongs to a single rank.
         mine = [peaks.get(stage, StagePeak()) for stage in STAGES]
         numbers = [float(-1 if size is None else size) for peak in mine for size in (peak.allocated, peak.reserved)]
         highest = [max(column) for column in zip(*self._gather.numbers(numbers), strict=True)]
@@ -246,6 +253,35 @@ class MemoryRun:
         if isinstance(self._reader, CudaReader):
             return other_gpu_processes(self._reader.index)
         return None
+
+
+class Stopwatch:
+    """Measures host time and can be paused. Starts paused."""
+
+    def __init__(self) -> None:
+        self._elapsed_s = 0.0
+        self._since: float | None = None
+
+    def resume(self) -> None:
+        """Start or go on; does nothing while running."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop; does nothing while paused."""
+        if self._since is not None:
+            self._elapsed_s += time.perf_counter() - self._since
+            self._since = None
+
+    def lap_ms(self) -> float:
+        """Return the milliseconds since the last lap without pauses, and begin a new lap."""
+        running = self._since is not None
+        self.pause()
+        elapsed_ms = 1000 * self._elapsed_s
+        self._elapsed_s = 0.0
+        if running:
+            self.resume()
+        return elapsed_ms
 
 
 def _count_since(then: int | None, now: int | None) -> int | None:

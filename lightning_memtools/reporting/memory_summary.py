@@ -1,4 +1,4 @@
-"""The table that ends a fit or test call: where its memory peaked."""
+"""The summary at the end of a fit, validate, test or predict call: the memory peaks of each stage."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_memtools.reporting.tables import Table, console_table, markdown_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySummary:
-    """What is known of memory at the end of a run.
+    """Memory figures of one call of the Trainer, as tables and remarks.
 
     Attributes:
         device: The device's name.
-        simulated: Whether its figures are simulated; its name says so, and its capacity.
-        peaks: The highest of each stage; with several ranks, the highest of any rank.
+        simulated: Whether the figures are simulated. The device's name then says so and contains the capacity.
+        peaks: The highest peak of each stage; with several ranks, the highest of any rank.
         capacity: Bytes of the device, where known.
-        alloc_retries: Count since the run began, where known.
-        ooms: Likewise out-of-memory errors.
+        alloc_retries: Allocation retries since the run began, where known.
+        ooms: Out-of-memory errors since the run began, where known.
         host_rss: Bytes resident in this process at the end.
         processes: Other processes on the device, or why they are not known; None where there is no real device.
-        ranks: How many ranks the peaks were taken over.
-        device_summary: The device's own long table; in the file and the loggers only.
-        note: One more line, such as how to see more.
+        ranks: The number of ranks that the peaks are taken over.
+        device_summary: The device's own long table, which only the file and the loggers show.
+        note: One more line, such as advice on how to see more.
     """
 
     device: str
@@ -44,14 +44,14 @@ class MemorySummary:
     note: str = ""
 
     def title(self) -> str:
-        """One line: the device and its capacity."""
+        """Return one line with the device and its capacity."""
         capacity = f", {format_size(self.capacity)}" if self.capacity is not None and not self.simulated else ""
         ranks = f", highest of {self.ranks} ranks" if self.ranks > 1 else ""
         subject = "Memory peaks" if self.peaks else "Memory"
         return f"{subject} on {self.device}{capacity}{ranks}"
 
     def stage_table(self) -> Table:
-        """One row per stage."""
+        """Return a table with one row per stage."""
         rows = [
             [stage, _size(peak.allocated), _size(peak.reserved), _share(peak.reserved, self.capacity)]
             for stage, peak in self.peaks.items()
@@ -59,7 +59,7 @@ class MemorySummary:
         return Table(["stage", "peak allocated", "peak reserved", "of device"], rows)
 
     def composition_table(self) -> Table | None:
-        """What the highest peak consisted of, largest first; None where it is not known."""
+        """Return the composition of the highest peak, largest part first; None where it is not known."""
         known = [peak for peak in self.peaks.values() if peak.composition]
         if not known:
             return None
@@ -71,7 +71,7 @@ class MemorySummary:
         return Table(["at the highest peak", "size", "share"], rows)
 
     def remarks(self) -> list[str]:
-        """Everything else, a line each."""
+        """Return everything else, one line each."""
         lines = [f"Host memory of this process: {format_size(self.host_rss)}."]
         if self.alloc_retries is not None:
             lines.append(f"Allocation retries: {self.alloc_retries}; out-of-memory errors: {self.ooms or 0}.")
@@ -85,7 +85,7 @@ class MemorySummary:
         return lines
 
     def markdown(self) -> str:
-        """The whole summary, for the report file and the loggers."""
+        """Return the whole summary, for the report file and the loggers."""
         parts = [f"### {self.title()}"]
         if self.peaks:
             parts.append(markdown_table(self.stage_table()))
@@ -97,7 +97,7 @@ class MemorySummary:
         return "\n\n".join(parts) + "\n"
 
     def print(self, console: Console) -> None:
-        """The short form, for the console."""
+        """Print the short form."""
         console.print(self.title(), style="bold", markup=False)
         if self.peaks:
             console.print(console_table(self.stage_table()))

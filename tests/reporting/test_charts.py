@@ -5,7 +5,7 @@ import re
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_memtools import LossCurves, MemoryMonitor
-from lightning_memtools.reporting.charts import merged_layout
+from lightning_memtools.reporting.loggers import merged_layout
 from tests.lightning_models import Regression, loader, trainer
 
 

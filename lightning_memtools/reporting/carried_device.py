@@ -1,4 +1,4 @@
-"""What a callback does for an active VirtualDevice: say what lies on it, and carry it into spawned ranks."""
+"""Lets callbacks put a model on the active VirtualDevice and carry that device into spawned ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from lightning_memtools.memory.virtual import VirtualDevice
 
 
 def put_on_device(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Track the module and its optimizers, as moving them to a GPU would put them there. Does no harm twice.
+    """Count the module and its optimizers as allocated on the active VirtualDevice, as on a GPU they would be.
 
-    Call it when fit, validation, test or predict begins, and again once optimizer state is restored.
+    Call it when fit, validation, test or predict begins, and again once optimizer state is restored. Calling it twice
+    does no harm.
     """
     device = VirtualDevice.current()
     if device is not None:
@@ -21,7 +22,7 @@ def put_on_device(trainer: Trainer, pl_module: LightningModule) -> None:
 
 
 class CarriedDevice:
-    """Takes the VirtualDevice that is active where a callback is pickled into the rank where it is unpickled.
+    """Carries the VirtualDevice that is active where a callback is pickled into the rank where it is unpickled.
 
     A spawned rank (`ddp_spawn`) is a fresh process; one that is started as a script, or forked, needs no help.
     """
@@ -37,14 +38,14 @@ class CarriedDevice:
         self.__dict__.update(state)
 
     def enter(self) -> None:
-        """Enter it, in a spawned rank that has none."""
+        """Enter the carried device in a spawned rank that has no active one."""
         spawned = multiprocessing.parent_process() is not None
         if self._device is not None and spawned and VirtualDevice.current() is None:
             self._device.__enter__()
             self._entered = True
 
     def leave(self) -> None:
-        """Leave what was entered here. Twice does no harm."""
+        """Leave the device if it was entered here. Leaving twice does no harm."""
         if self._device is not None and self._entered:
             self._entered = False
             self._device.__exit__()

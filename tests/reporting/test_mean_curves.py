@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_memtools.memory.arriving_values import ArrivingValues
-from lightning_memtools.reporting.means import RunningMeans
+from lightning_memtools.reporting.mean_curves import RunningMeans
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Which of the scalars that a step returns or logs are its losses."""
+"""Finds the losses among the scalars that a step returns or logs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-# Under these names a validation loss is usually logged; the first that exists is it.
+# The usual names of a validation loss; the first that exists is taken.
 _USUAL = ("val_loss", "val/loss", "loss/val", "valid_loss", "valid/loss", "validation_loss", "validation/loss", "loss")
 
 
 def scalars_of(outputs: Any) -> dict[str, Tensor]:
-    """The one-element tensors of a step's output: a tensor alone is the "loss"."""
+    """Return the one-element tensors of a step's output by name; a tensor alone is the "loss"."""
     if isinstance(outputs, Tensor):
         outputs = {"loss": outputs}
     if not isinstance(outputs, Mapping):
@@ -21,9 +21,9 @@ def scalars_of(outputs: Any) -> dict[str, Tensor]:
 
 
 def likely_losses(names: Iterable[str]) -> list[str]:
-    """Which of these names are losses: the usual one if it is there, else every name that has "loss" in it.
+    """Return the names of losses: the usual name if it is there, else every name that contains "loss".
 
-    With several data loaders, whose names end with "/dataloader_idx_<i>", the same for each.
+    With several data loaders, names end with "/dataloader_idx_<i>", and one name may be found for each.
     """
     names = list(names)
     for usual in _USUAL:
@@ -34,12 +34,12 @@ def likely_losses(names: Iterable[str]) -> list[str]:
 
 
 def without_loader(name: str) -> str:
-    """A metric's name without the data loader that Lightning adds."""
+    """Return a metric's name without the data loader that Lightning adds."""
     return name.split("/dataloader_idx_", maxsplit=1)[0]
 
 
 def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """Loss name to tag: the prefix itself for a single loss, `<prefix>/<name>` for several."""
+    """Return loss name to tag: the prefix itself for a single loss, `<prefix>/<name>` for several."""
     names = list(names)
     if len(names) == 1:
         return {names[0]: prefix}

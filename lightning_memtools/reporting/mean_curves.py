@@ -1,0 +1,179 @@
+"""Curves of means: each step adds values, which stay on the device, and a point is written every few steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, distributed
+from torchmetrics import SumMetric
+
+from lightning_memtools.memory.arriving_values import ArrivingValues
+from lightning_memtools.reporting.loggers import log_scalars
+from lightning_memtools.reporting.loss_names import tags_of
+from lightning_memtools.reporting.ranks import RankGather
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingPoint:
+    trainer: Trainer
+    tags: Sequence[str]
+    step: int
+
+
+class MeanCurves:
+    """One or several curves under one tag: `<tag>` for a single one, `<tag>/<name>` for several.
+
+    Args:
+        tag: The tag in the logs.
+        names: The names of the curves. With None, every name that gets a value has a curve. A name that comes after the
+            first point is then left out with several ranks, because all ranks must agree on what they reduce.
+    """
+
+    def __init__(self, tag: str, names: Sequence[str] | None) -> None:
+        self.tag = tag
+        self.names = names
+        self._means = RunningMeans()
+        self._arriving: ArrivingValues[_PendingPoint] = ArrivingValues()
+        self._gather: RankGather | None = None
+        self._tag_of: dict[str, str] = {}
+        self._ever_seen: set[str] = set()
+        self._warned = False
+
+    @property
+    def has_curves(self) -> bool:
+        """True once a point has been logged in this run."""
+        return bool(self._tag_of)
+
+    def begin(self, gather: RankGather) -> None:
+        """Begin a run, without any value of an earlier one."""
+        self._means.clear()
+        self._arriving.clear()
+        self._gather = gather
+        self._tag_of = {}
+        if self.names is not None:
+            self.expect(self.names)
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Set the names of the curves."""
+        self.names = names
+        self._tag_of = tags_of(self.tag, names)
+
+    def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
+        """Add one value to the next point, without waiting for the device."""
+        self._ever_seen.add(name)
+        self._means.add(name, value, weight)
+
+    def drop(self, name: str) -> None:
+        """Drop a name's values since the last point."""
+        self._means.drop(name)
+
+    def without_values(self) -> list[str]:
+        """Return the names of curves that have no value since the last point."""
+        return [name for name in self.names or () if name not in self._means]
+
+    def log(self, trainer: Trainer, step: int) -> None:
+        """End a point; it is written once its values have reached the host. Collective with several ranks."""
+        gather = self._gather
+        assert gather is not None
+        if not self._tag_of:
+            self._tag_of = tags_of(self.tag, gather.union(self._means.names))
+        elif self.names is None and gather.world_size == 1:
+            self._tag_of |= {name: f"{self.tag}/{name}" for name in self._means.names if name not in self._tag_of}
+        if not self._tag_of:
+            return
+        means_and_weights = self._means.take(list(self._tag_of), trainer.strategy.root_device)
+        self._arriving.send(means_and_weights, _PendingPoint(trainer, list(self._tag_of.values()), step))
+        self.write_arrived()
+
+    def write_arrived(self, *, wait: bool = False) -> None:
+        """Write the points whose values have reached the host; with `wait`, wait for all of them."""
+        for (means, weights), point in self._arriving.receive(wait=wait):
+            known = {tag: mean for tag, mean, weight in zip(point.tags, means, weights, strict=True) if weight > 0}
+            log_scalars(point.trainer, known, point.step)
+
+    def clear(self) -> None:
+        """Drop all values that are not logged yet."""
+        self._means.clear()
+        self._arriving.clear()
+
+    def warn_of_missing(self, argument: str, existing: Iterable[str]) -> None:
+        """Warn, once, of a name that was asked for and never had a value, and list the names that exist."""
+        missing = [name for name in self.names or () if name not in self._ever_seen]
+        if missing and not self._warned:
+            self._warned = True
+            listed = ", ".join(repr(name) for name in sorted(set(existing))) or "no scalar at all"
+            warnings.warn(
+                f"LossCurves({argument}={missing[0]!r}): no such loss was returned or logged, so it has no curve. "
+                f"There is: {listed}.",
+                stacklevel=2,
+            )
+
+
+class RunningMeans:
+    """The weighted mean of each named scalar since it was last taken. Nothing here waits for the device."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = {}
+        self._weights: dict[str, float] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    @property
+    def names(self) -> list[str]:
+        """The names that have values, in the order in which they were first added."""
+        return list(self._values)
+
+    def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
+        """Add one scalar; 512 bytes of the device are kept for each until the mean is taken."""
+        # A copy: the tensor may be written again (in place, or as a CUDA graph's output), or keep a larger one alive.
+        value = value.detach()
+        self._values.setdefault(name, []).append(value.clone() if weight == 1.0 else value * weight)
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def drop(self, name: str) -> None:
+        """Drop the values of one name."""
+        self._values.pop(name, None)
+        self._weights.pop(name, None)
+
+    def clear(self) -> None:
+        """Drop all values."""
+        self._values.clear()
+        self._weights.clear()
+
+    def take(self, names: Sequence[str], device: torch.device) -> Tensor:
+        """Return the means since the last call and their weights, over all ranks, and drop the values.
+
+        Collective when torch.distributed is initialised: every rank must ask for as many names, in the same order.
+
+        Args:
+            names: The names of the means, at least one. Where no rank has a value, the mean is NaN and the weight 0.
+            device: The device of this rank's values.
+
+        Returns:
+            float32 of shape (2, number of names) on the device: means, then weights.
+        """
+        sums = torch.stack([self._sum(name, device) for name in names])
+        # `full` for each and not one `tensor`: a list has to be copied to the device, and that waits for it.
+        weights = torch.stack([torch.full((), self._weights.get(name, 0.0), device=device) for name in names])
+        self.clear()
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            packed = torch.stack([sums, weights])
+            distributed.all_reduce(packed)
+            sums, weights = packed
+        return torch.stack([sums / weights, weights])
+
+    def _sum(self, name: str, device: torch.device) -> Tensor:
+        if name not in self._values:
+            return torch.zeros((), device=device)
+        # Not MeanMetric: in torchmetrics 1.9 it ignores weights with nan_strategy="disable", and any other strategy
+        # waits for the device to look for NaN. A NaN loss must show as NaN.
+        metric = SumMetric(nan_strategy="disable", sync_on_compute=False)
+        metric.sum_value = torch.zeros((), device=device)  # `metric.to` would copy a zero there and wait for it
+        metric.update(torch.stack([value.reshape(()).to(device).float() for value in self._values[name]]))
+        total: Tensor = metric.compute()
+        return total
