@@ -14,13 +14,12 @@ from torch import Tensor
 
 from lightning_memtools._lightning import training_step
 from lightning_memtools._torch import tree_leaves
-from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.reporting.charts import Charts, write_layout
-from lightning_memtools.reporting.loggers import log_scalars
+from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.reporting.loggers import Charts, log_scalars, write_layout
 
 Evaluation = Literal["val", "test", "predict"]
 _STAGES: tuple[Evaluation, ...] = get_args(Evaluation)

@@ -12,10 +12,9 @@ from rich.console import Console
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import training_step
-from lightning_memtools.callbacks._virtual import CarriedDevice, put_on_device
 from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.reporting.charts import Charts, write_layout
+from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
 from lightning_memtools.reporting.memory_run import MemoryRun
