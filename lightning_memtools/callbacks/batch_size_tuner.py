@@ -18,6 +18,7 @@ from lightning_memtools.batch_size.trainer.stage_search import TunerSettings
 from lightning_memtools.batch_size.trainer.trial_isolation import takes_part, why_no_trials
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 
