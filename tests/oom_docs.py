@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_memtools.callbacks import _oom_write
+from lightning_memtools.oom import oom_reporter
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLE = DOCS / "oom-report-example.md"
@@ -27,16 +27,16 @@ def code() -> str:
 
 def report(folder: Path) -> str:
     """What the example writes, without what differs between machines and runs."""
-    before, checks_s = Path.cwd(), _oom_write.CHECKS_S
+    before, checks_s = Path.cwd(), oom_reporter.CHECKS_S
     os.chdir(folder)
     # What the page says must not depend on how busy this machine is.
-    _oom_write.CHECKS_S = 600.0
+    oom_reporter.CHECKS_S = 600.0
     try:
         with contextlib.suppress(torch.OutOfMemoryError):
             exec(compile(code(), "train.py", "exec"), {"__name__": "train"})  # noqa: S102, our own page
     finally:
         os.chdir(before)
-        _oom_write.CHECKS_S = checks_s
+        oom_reporter.CHECKS_S = checks_s
     text = next(folder.rglob("oom-*.md")).read_text(encoding="utf-8")
     text = text.replace(f"{folder}{os.sep}", "")
     return re.sub(r"This report took [\d.]+ s", "This report took ... s", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +11,48 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_memtools.callbacks._oom_watch import Watch
-from lightning_memtools.callbacks._oom_write import Reporter
+from lightning_memtools._lightning import is_compiled_by_lightning, training_step
+from lightning_memtools.checkpointing.chains import is_compiled
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.memory.oom_errors import is_out_of_memory
-from lightning_memtools.oom.culprit import NoticeBoard
+from lightning_memtools.oom.failed_step import FailedRun
+from lightning_memtools.oom.failure_capture import FailureCapture, RunProgress
+from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import report_directory
+from lightning_memtools.reporting.loggers import log_text
+from lightning_memtools.reporting.strategies import why_unsupported
+from lightning_memtools.simulation.fake_training_step import forward_of
 
 
 class OOMReport(Callback):
-    """Explains an out-of-memory error: what filled the device, and what would have helped, with numbers that hold.
+    """Explains an out-of-memory error: what filled the device, and which changes would have helped, each of them tried.
 
-    When fit, validate, test or predict runs out of memory, a report is written to `<log_dir>/memtools/` and to loggers
-    that take text (`memtools/oom_report`), a few lines of it to the console and onto the error, which then goes on. It
-    holds the split of what was allocated, the modules with most activations, whether fragmentation was the cause, and
-    ranked actions. Numbers stand only beside actions that were tried out: by tracing the failed step on fake tensors,
-    or by replaying the recorded history of the allocator.
+    When fit, validate, test or predict runs out of memory, a report is written, and the error goes on. The report holds
+    the allocated bytes by category, the modules with most activations, whether fragmentation was the cause, and ranked
+    actions. Numbers stand only beside actions that were tried: by tracing the failed step on fake tensors, or by
+    replaying the recorded history of the allocator.
+
+    | written to | what |
+    | --- | --- |
+    | `<log_dir>/memtools/oom-<stage>-step<n>.md` | the report |
+    | `<log_dir>/memtools/oom-<stage>-step<n>-snapshot.pickle` | the memory snapshot, with `snapshot=True` |
+    | `memtools/oom_report` in loggers that take text | the report |
+    | the console, and a note on the error | its first lines |
 
     On CUDA and on a VirtualDevice the facts are captured in the moment of failure, before anything unwinds. Elsewhere
-    they are captured from the exception, while the frames of the failed step are still there. Out-of-memory errors
-    that your code catches are not reported.
+    they are captured from the exception, while the frames of the failed step still exist. Out-of-memory errors that
+    your code catches are not reported.
 
     Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation with its Python stack
     (2 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s and allocates nothing on
-    the device; of the checks, those that are not reached in 8 s say so.
+    the device; checks that are not reached in 8 s say so.
 
     Args:
         directory: Where reports go, instead of `<log_dir>/memtools/`.
         snapshot: Record the allocator's history, and write it beside the report as a memory snapshot for
             https://pytorch.org/memory_viz. Without, fragmentation cannot be judged.
-        top: How many modules are listed.
+        top: The number of modules that are listed.
 
     Raises:
         ValueError: `top` is below 1.
@@ -55,125 +68,104 @@ class OOMReport(Callback):
         self.snapshot = snapshot
         self.top = top
         self._carried = CarriedDevice()
-        self._watch: Watch | None = None
-        self._reporter: Reporter | None = None
+        self._capture: FailureCapture | None = None
+        self._reporter: OOMReporter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a run left here cannot be pickled, and no other run needs it; a VirtualDevice is taken along."""
+        """Return the arguments and the VirtualDevice; what a run left here cannot be pickled, and is not needed."""
         fresh = type(self)(directory=self.directory, snapshot=self.snapshot, top=self.top)
         return vars(fresh) | {"_carried": self._carried}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin to listen to the device."""
+        """Begin to observe the device."""
         self._stop()
         self._carried.enter()
-        found = report_directory(trainer, self.directory)
-        files = found if isinstance(found, Path) else None
+        directory = report_directory(trainer, self.directory)
         board = None
         if trainer.world_size > 1:
-            board = NoticeBoard(files, trainer.strategy.broadcast(uuid.uuid4().hex[:12]))
-        self._reporter = Reporter(files, self.top, board)
-        self._watch = Watch(trainer, pl_module, snapshot=self.snapshot)
+            token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
+            board = NoticeBoard(directory if isinstance(directory, Path) else None, token)
+        self._reporter = OOMReporter(directory, self.top, board)
+        progress = partial(_progress_of, trainer)
+        self._capture = FailureCapture(trainer.strategy.root_device, pl_module, progress, snapshot=self.snapshot)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the model on a VirtualDevice."""
         put_on_device(trainer, pl_module)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The sanity check begins."""
-        put_on_device(trainer, pl_module)
-        self._running().begin("sanity check")
+        """Note that the sanity check begins."""
+        self._begin("sanity check", trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training begins."""
-        put_on_device(trainer, pl_module)
-        self._running().begin("train")
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A batch is there."""
-        self._running().begin_batch(batch, batch_idx, "forward")
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Backward begins."""
-        self._running().phase = "backward"
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Backward has ended."""
-        self._running().phase = "optimizer step" if pl_module.automatic_optimization else "forward"
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """The optimizer's step begins."""
-        self._running().phase = "optimizer step"
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Let the batch go."""
-        self._running().end_batch()
+        """Note that training begins."""
+        self._begin("train", trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation begins."""
+        """Note that validation begins."""
         if not trainer.sanity_checking:
-            put_on_device(trainer, pl_module)
-            self._running().begin("val")
-
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """A batch is there."""
-        self._running().begin_batch(batch, batch_idx)
-
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Let the batch go."""
-        self._running().end_batch()
+            self._begin("val", trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation within fit has ended."""
+        """Note that training continues after validation within fit."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._running().begin("train")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A test begins."""
-        put_on_device(trainer, pl_module)
-        self._running().begin("test")
-
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """A batch is there."""
-        self._running().begin_batch(batch, batch_idx)
-
-    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Let the batch go."""
-        self._running().end_batch()
+        """Note that a test begins."""
+        self._begin("test", trainer, pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prediction begins."""
-        put_on_device(trainer, pl_module)
-        self._running().begin("predict")
+        """Note that prediction begins."""
+        self._begin("predict", trainer, pl_module)
 
-    def on_predict_batch_start(
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note the batch."""
+        self._running().begin_batch(batch, batch_idx, "forward")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Note that backward begins."""
+        self._running().phase = "backward"
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that backward has ended."""
+        self._running().phase = "optimizer step" if pl_module.automatic_optimization else "forward"
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Note that the optimizer's step begins."""
+        self._running().phase = "optimizer step"
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the batch."""
+        self._running().end_batch()
+
+    def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A batch is there."""
+        """Note the batch."""
         self._running().begin_batch(batch, batch_idx)
 
-    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Let the batch go."""
-        self._running().end_batch()
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report if memory ran out, here or on another rank."""
-        watch, reporter = self._watch, self._reporter
-        if watch is None or reporter is None:
+        capture, reporter = self._capture, self._reporter
+        if capture is None or reporter is None:
             return
-        # What runs out while a report is made must not take the place of what it is about.
-        watch.is_reporting = True
+        # Memory that runs out while a report is made must not replace the facts that it is about.
+        capture.is_reporting = True
         try:
+            text: str | None
             if is_out_of_memory(exception):
-                reporter.report(trainer, pl_module, exception, watch)
+                batch_idx = capture.facts_of(exception).moment.batch_idx or 0
+                text = reporter.report(exception, capture, partial(_run_of, trainer, pl_module, batch_idx))
             else:
-                reporter.report_other_rank(trainer, exception)
+                text = reporter.report_other_rank(exception)
+            if text is not None:
+                log_text(trainer, "memtools/oom_report", text, training_step(trainer))
         except Exception as error:  # noqa: BLE001, nothing may take the place of the original error
-            where = watch.last_moment()
+            where = capture.last_moment()
             exception.add_note(
                 f"OOMReport: {f'memory ran out ({where}), but ' if where else ''}the report itself failed: "
                 f"{type(error).__name__}: {error}"
@@ -182,16 +174,46 @@ class OOMReport(Callback):
             self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop listening."""
+        """Stop observing."""
         self._stop()
 
-    def _running(self) -> Watch:
-        if self._watch is None:
+    def _begin(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        put_on_device(trainer, pl_module)
+        self._running().begin(stage)
+
+    def _running(self) -> FailureCapture:
+        if self._capture is None:
             raise RuntimeError("OOMReport's hooks were called without its setup hook.")
-        return self._watch
+        return self._capture
 
     def _stop(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-        self._watch = self._reporter = None
+        if self._capture is not None:
+            self._capture.stop()
+        self._capture = self._reporter = None
         self._carried.leave()
+
+
+def _progress_of(trainer: Trainer) -> RunProgress:
+    return RunProgress(training_step(trainer), trainer.global_rank, trainer.world_size, trainer.optimizers)
+
+
+def _run_of(trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> FailedRun:
+    """Read the facts that the checks need from the Trainer."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+    plans = [getattr(callback, "plan", None) for callback in callbacks]
+    automatic = pl_module.automatic_optimization
+    untraceable = why_unsupported("OOMReport", type(trainer.strategy)) or ""
+    if not untraceable and (is_compiled_by_lightning(pl_module) or is_compiled(pl_module)):
+        untraceable = "the model is compiled, and a trace would show its eager memory"
+    return FailedRun(
+        model=pl_module,
+        optimizers=tuple(trainer.optimizers),
+        forward=forward_of(trainer, pl_module, batch_idx),
+        precision=trainer.precision,
+        accumulate=trainer.accumulate_grad_batches if automatic else 1,
+        clip=trainer.gradient_clip_val if automatic else None,
+        untraceable=untraceable,
+        empties_cache=any(type(callback).__name__ == "EmptyCache" for callback in callbacks),
+        plan=next((plan for plan in plans if isinstance(plan, CheckpointPlan) and plan.refused is None), None),
+        predictions=trainer.predict_loop.predictions if trainer.state.fn == TrainerFn.PREDICTING else (),
+    )

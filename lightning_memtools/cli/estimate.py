@@ -1,4 +1,4 @@
-"""`memtools estimate MODULE:CALLABLE`: what a training step will take, and the GPUs it fits on."""
+"""`memtools estimate MODULE:CALLABLE`: predicts the memory of a training step, and lists the GPUs it fits on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STAGES = ("train", "val", "test", "predict")
 
 
 class UsageError(Exception):
-    """Something on the command line is wrong; the message says what, and what to do."""
+    """The command line is wrong; the message says how, and what to do."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,14 +42,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--allocator", metavar="CONF", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True")
     parser.add_argument("--capacity", metavar="SIZE", help='a size such as "24GiB", or a GPU such as "RTX 4090"')
     parser.add_argument("--max-batch", action="store_true", help="find the largest batch for --capacity")
-    parser.add_argument("--modules", type=int, default=10, metavar="N", help="show the N modules that keep most")
+    parser.add_argument("--modules", type=int, default=10, metavar="N", help="show the N modules that save most")
     parser.add_argument("--snapshot", metavar="FILE", help="write a snapshot for pytorch.org/memory_viz")
     parser.add_argument("--picture", metavar="FILE.svg", help="write a picture of memory over the steps")
     parser.set_defaults(run=run)
 
 
 def run(chosen: argparse.Namespace) -> None:  # noqa: C901, one branch per option
-    """Estimate, and print what came out.
+    """Estimate, and print the result.
 
     Raises:
         UsageError: The target cannot be found or returns something else.
@@ -72,7 +72,7 @@ def run(chosen: argparse.Namespace) -> None:  # noqa: C901, one branch per optio
         raise UsageError(str(error)) from error
     console = rich.console.Console()
     console.print(console_table(estimate.summary_table()))
-    console.print(f"The peak stands at {estimate.peak_at}.", markup=False)
+    console.print(f"The peak is reached at {estimate.peak_at}.", markup=False)
     word = estimate.word_on_capacity()
     if word:
         console.print(word, markup=False)
@@ -92,7 +92,7 @@ def run(chosen: argparse.Namespace) -> None:  # noqa: C901, one branch per optio
 
 
 def load(target: str) -> Callable[[], Any]:
-    """The callable that MODULE:CALLABLE names; modules are also looked for in the working directory.
+    """Return the callable that MODULE:CALLABLE names; modules are also looked for in the working directory.
 
     Raises:
         UsageError: There is none.
@@ -120,7 +120,7 @@ def load(target: str) -> Callable[[], Any]:
 
 
 def arguments_of(returned: Any, target: str) -> dict[str, Any]:
-    """What a target returned as arguments of estimate_memory.
+    """Return the arguments of estimate_memory that a target returned.
 
     Raises:
         UsageError: It is none of the accepted forms.
@@ -136,7 +136,7 @@ def arguments_of(returned: Any, target: str) -> dict[str, Any]:
 
 
 def optimizer_of(name: str) -> Any:
-    """The class of that name in torch.optim.
+    """Return the class of that name in torch.optim.
 
     Raises:
         UsageError: There is none.

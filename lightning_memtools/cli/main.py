@@ -1,4 +1,4 @@
-"""The `memtools` command: each subcommand stands in a file of its own, with `add_to` and what it runs."""
+"""The `memtools` command. Each subcommand has a file of its own, with `add_to` and the function that it runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_memtools.cli import estimate, replay
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, or 1 after an error that is the user's to mend.
+    """Run the command and return its exit status: 0, or 1 after an error in the command line.
 
     Args:
-        arguments: The command line; that of the process when left out.
+        arguments: The command line; by default that of the process.
     """
     parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""The memory of a training step, predicted on fake tensors."""
+"""Predicts the memory of a training step on fake tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest batch that fits, in few trials."""
+"""Batches of other sizes: making one without values, and finding the largest that fits in few trials."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_memtools.simulation.step import batch_size_of
 _MOST = 2**31
 _NEAREST = 3
 _PATIENCE = 8
-"""After so many guesses every second trial is in the middle, so that a bad guess cannot cost more than bisection."""
+"""After this many guesses every second trial bisects, so that bad guesses cannot cost more than bisection."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedSize:
-    """What is known of a batch size that was tried.
+    """The result of tracing a step with one batch size.
 
     Attributes:
-        fits: Whether it fits.
+        fits: True if it fits.
         peak: The peak of allocated memory in bytes.
-        trace: What was asked of the allocator; None where that is not known.
+        trace: The requests to the allocator; None where they are not known.
     """
 
     fits: bool
@@ -44,18 +44,18 @@ def largest_batch(
     limit: int,
     known: Mapping[int, TracedSize] | None = None,
 ) -> int:
-    """Find a batch size that fits while one more does not, both tried. 0 where a batch of one does not fit.
+    """Return a batch size that fits while one more does not, both tried; 0 where a batch of one does not fit.
 
-    Sizes of tensors are straight lines over the batch size, so two trials tell what the program asks of the allocator
-    at any other; replaying that is much quicker than a trial. Mostly two trials for the line and two for the answer are
-    enough. Where the program does other things at other sizes, lines are drawn anew through nearer trials.
+    Tensor sizes are linear in the batch size, so two trials give the requests to the allocator at any other size, and
+    replaying these is much faster than a trial. Mostly two trials for the line and two for the answer are enough. Where
+    the program behaves differently at other sizes, the line is drawn anew through nearer trials.
 
     Args:
         start: A size to start from.
         attempt: Tries a size.
-        serves: Whether what a trace asks for finds memory.
+        serves: Returns whether all requests of a trace find memory.
         limit: The capacity in bytes.
-        known: Sizes that were tried before.
+        known: Results of sizes that were tried before.
 
     Raises:
         ValueError: Memory does not grow with the batch.
@@ -89,7 +89,7 @@ def largest_batch(
                 f"Memory does not grow with the batch: at {smallest} and {low} the peaks are {trials[smallest].peak} "
                 f"and {trials[low].peak} bytes. Check that the first dimension of the batch's tensors is the batch."
             )
-        # A guess that is known to fit already is to be shown the largest.
+        # A guess that is known to fit is the answer if one more does not fit, so that one is tried.
         attempt_size(max(guess, low + 1))
     return low
 
@@ -97,7 +97,7 @@ def largest_batch(
 def _guess(
     trials: dict[int, TracedSize], low: int, high: int, serves: Callable[[AllocationTrace], bool], limit: int
 ) -> int:
-    """The largest size from low on, and below high, that fits by all that is known."""
+    """Return the largest size in [low, high) that fits by all that is known."""
     nearest = sorted(trials, key=lambda size: abs(size - (low if high == _MOST else (low + high) // 2)))[:_NEAREST]
     for one, other in combinations(nearest, 2):
         first, second = sorted((one, other))
@@ -110,7 +110,7 @@ def _guess(
 def _line(
     first: int, trace: AllocationTrace | None, second: int, other: AllocationTrace | None
 ) -> Callable[[int], AllocationTrace] | None:
-    """The traces of all sizes by those of two; None where these differ in more than sizes."""
+    """Return a function from size to trace, by the traces of two sizes; None where they differ in more than sizes."""
     if trace is None or other is None or not trace.has_same_events(other):
         return None
     return lambda size: trace.extrapolated(other, Fraction(size - first, second - first))
@@ -121,7 +121,7 @@ def _holds(serves: Callable[[AllocationTrace], bool], line: Callable[[int], Allo
 
 
 def _last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The last number from low on, which is known to hold, and below high, which is not."""
+    """Return the last number in [low, high) that holds; low is known to hold, and high is not."""
     if high == _MOST:
         high = low + 1
         while high < _MOST and holds(high):
@@ -133,24 +133,24 @@ def _last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit: int) -> int:
-    """Where the line through the outermost peaks meets the limit; the middle where that is no help."""
+    """Return the size at which the line through the outermost peaks meets the limit, or else the middle."""
     first, last = min(trials), max(trials)
     rise = trials[last].peak - trials[first].peak
     if high < _MOST:
         guess = last + (limit - trials[last].peak) * (last - first) // rise if rise > 0 else 0
         return guess if low < guess < high else (low + high) // 2
-    # Flat so far: a small batch hides behind what the optimizer takes.
+    # Flat so far: the peak of a small batch is the memory of the optimizer.
     return last + (limit - trials[last].peak) * (last - first) // rise if rise > 0 else 16 * max(low, 1)
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Meta tensors of the batch's shapes with another first dimension, where that is the batch's size."""
+    """Return the batch as meta tensors, with another first dimension where that is the batch size."""
     old = batch_size_of(batch)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
             return tensor
-        # As many elements in the same order of dimensions: a channels_last image stays one.
+        # Dimensions keep their order in memory: a channels_last image stays one.
         order = sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), -i), reverse=True)
         if order[0] != 0:
             shape = (size, *tensor.shape[1:])
@@ -167,7 +167,7 @@ def resized(batch: Any, size: int) -> Any:
 
 
 def first_rows(batch: Any, size: int) -> Any:
-    """The first samples of a batch, values kept."""
+    """Return the first samples of a batch, with their values."""
     old = batch_size_of(batch)
     return map_tensors(
         batch, lambda tensor: tensor[:size].clone() if tensor.dim() and tensor.shape[0] == old else tensor

@@ -1,44 +1,43 @@
-"""When a step cannot run on fake tensors: why, and what is done instead."""
+"""Says why a step cannot run on fake tensors, and estimates it on real CPU tensors instead."""
 
 from __future__ import annotations
 
 import re
-import sysconfig
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from torch._subclasses import FakeTensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_memtools._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from lightning_memtools.estimate.batch_sizes import first_rows
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate
 from lightning_memtools.estimate.trace_reading import read_estimate
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.simulation.step import Recipe, batch_size_of
 from lightning_memtools.simulation.tracer import Settings, Subject, trace
 
 _SMALL = (4, 16)
-"""The batch sizes of the fallback: small, and far enough apart that blocks of 512 bytes hide little of a sample."""
+"""The batch sizes of the fallback: small, and far enough apart that rounding to 512 bytes matters little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why a step cannot run on fake tensors: in words, with the line of the user's code."""
+    """The reason why a step cannot run on fake tensors, with the line of the user's code."""
 
     why: str
 
 
 def explain(error: Exception) -> Obstacle | None:
-    """Say why a step failed, if it is because its tensors are fake; None for an error of the user's own."""
-    where = _line_of_user(error)
+    """Return why a step failed if it is because its tensors are fake; None for an error of the user's own."""
+    line = user_line_of(error)
+    where = "an unknown line" if line is None else f"{line} ({line.source})"
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         what = str(error.func)
         return Obstacle(f"The step reads values at {where}: {what} needs them, and an estimate has none.")
@@ -63,7 +62,7 @@ def estimate_on_cpu(
     *,
     capacity: str | None,
 ) -> MemoryEstimate:
-    """Run the step on copies of the real tensors at two small batch sizes, and draw a line through their peaks.
+    """Run the step on copies of the real tensors at two small batch sizes, and extrapolate linearly.
 
     Raises:
         RuntimeError: The model or the batch has no values either.
@@ -73,7 +72,7 @@ def estimate_on_cpu(
     parts = [batch] if is_small or _holds_packed(batch) else [first_rows(batch, n) for n in _SMALL]
     _check_values(subject, batch, obstacle)
     runs = [trace(subject, part, recipe, settings, values=True) for part in parts]
-    own = "" if not settings.cuda else " Attention, recurrent layers and autocast took the CPU's ways."
+    own = "" if not settings.cuda else " Attention, recurrent layers and autocast ran as on the CPU."
     if size is None or len(runs) == 1:
         note = f"{obstacle.why} So the step ran on real CPU tensors.{own}"
         return read_estimate(
@@ -92,7 +91,7 @@ def estimate_on_cpu(
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Two estimates at two batch sizes, and the straight line through them."""
+    """Estimates at two batch sizes, and the straight line through them."""
 
     small: MemoryEstimate
     large: MemoryEstimate
@@ -101,7 +100,7 @@ class _Line:
     note: str
 
     def at(self, size: int) -> MemoryEstimate:
-        """The estimate at a batch size."""
+        """Return the estimate at a batch size."""
 
         def line(small: int, large: int) -> int:
             return round(small + (large - small) * (size - self.n_small) / (self.n_large - self.n_small))
@@ -121,7 +120,7 @@ class _Line:
 
 
 def _name_of_custom_operator(text: str) -> str:
-    """The name in what torch says of an operator made with torch.library.custom_op."""
+    """Return the name of an operator made with torch.library.custom_op, from torch's message."""
     found = re.search(r"<CustomOpDef\((.+?)\)>", text)
     return found[1] if found else text.split("\n", maxsplit=1)[0]
 
@@ -136,7 +135,7 @@ def _check_values(subject: Subject, batch: Any, obstacle: Obstacle) -> None:
 
 
 def _holds_packed(batch: Any) -> bool:
-    """Whether there are packed sequences: their samples cannot be told apart by the first dimension."""
+    """Return whether a batch has packed sequences: their first dimension is not the batch."""
     if isinstance(batch, Mapping):
         return any(map(_holds_packed, batch.values()))
     return isinstance(batch, PackedSequence) or (isinstance(batch, (list, tuple)) and any(map(_holds_packed, batch)))
@@ -147,14 +146,3 @@ def _cannot_retrace(size: int) -> MemoryEstimate:
         f"A step that reads values cannot be estimated at batch size {size} from this batch: pass one of more than "
         f"{_SMALL[-1]} samples, whose tensors begin with the batch (packed sequences do not)."
     )
-
-
-def _line_of_user(error: Exception) -> str:
-    """The innermost line that is neither torch's, Lightning's, Python's nor this library's."""
-    library = str(Path(__file__).parents[1])
-    installed = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"], library, "<")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
-    if not frames:
-        return "an unknown line"
-    frame = frames[-1]
-    return f"{frame.filename}:{frame.lineno} ({frame.line})"

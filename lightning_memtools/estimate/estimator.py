@@ -1,4 +1,4 @@
-"""Predict the memory of a training step without a GPU, and without computing it."""
+"""Predicts the memory of a training step without a GPU, and without computing it."""
 
 from __future__ import annotations
 
@@ -52,31 +52,32 @@ def estimate_memory(
     Args:
         model: A LightningModule, whose own steps run (automatic or manual optimization), or any module with ``step``.
             A DistributedDataParallel is estimated as one rank, with its buckets.
-        batch: As the step wants it: real, meta or fake tensors, in any nesting.
+        batch: A batch as the step takes it: real, meta or fake tensors, in any nesting.
         step: ``step(model, batch)`` returns the loss.
         optimizer: An optimizer over the model's parameters, its class, or a function of the parameters that makes one.
             By default a LightningModule's own; any other module trains without one.
         stage: "train", or "val", "test" or "predict" for a step without gradients.
         precision: By Lightning's names: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
-        steps: How many steps. Two see the peak of a training that goes on; a third changes little.
-        accumulate: How many batches make one step.
+        steps: The number of steps. Two show the peak of a longer training; a third changes little.
+        accumulate: The number of batches per optimizer step.
         clip: The norm to which gradients are clipped.
-        device: "cuda" for what CUDA's operators take (see docs/estimate-memory.md for the list), "cpu" for those of the
-            CPU: byte for byte what a `VirtualDevice` shows of a run on real tensors.
+        device: "cuda" for the memory of CUDA's operators (see docs/estimate-memory.md for the list), "cpu" for those of
+            the CPU: byte for byte the memory that a `VirtualDevice` shows for a run on real tensors.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the report then says whether it fits.
+        capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the estimate then says whether it fits.
         ddp_bucket_mb: The bucket size of DistributedDataParallel, in MiB, for a rank of a DDP training: 25 is torch's
             default.
-        gradient_as_bucket_view: DDP's option of this name: gradients then lie in the buckets, and exist twice only
-            where the second forward begins, where DDP makes its buckets anew.
+        gradient_as_bucket_view: DDP's option of this name: gradients are then views of the buckets, and exist twice
+            only at the start of the second forward, where DDP makes its buckets anew.
 
     Returns:
-        The prediction. A step that reads values cannot run on fakes: then it runs on real CPU tensors at small batch
-        sizes, and ``notes`` states what was extrapolated.
+        The prediction. A step that reads values cannot run on fake tensors: it runs on real CPU tensors at small batch
+        sizes instead, and ``notes`` says what was extrapolated.
 
     Raises:
         ValueError: An argument is out of range; the message says what is accepted.
-        TypeError: The step returns no loss, or an argument is of another kind than is accepted.
+        TypeError: The step returns no loss, or an argument has a wrong type.
+        RuntimeError: A VirtualDevice is active.
     """
     if VirtualDevice.current() is not None:
         raise RuntimeError(
@@ -99,7 +100,7 @@ def estimate_memory(
     subject = Subject(model=model, step=step, optimizer=optimizer, ddp=ddp)
     settings = Settings(cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity))
     estimate = _estimate(subject, batch, recipe, settings, capacity)
-    is_compiled = any(hasattr(part, "_orig_mod") for part in model.modules())
+    is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())
     return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
 
 
@@ -121,7 +122,7 @@ def _check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucke
     """Refuse numbers that are out of range.
 
     Raises:
-        ValueError: One is.
+        ValueError: A number is out of range.
     """
     for name, number in (("steps", steps), ("accumulate", accumulate)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -133,7 +134,7 @@ def _check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucke
 
 
 def _check_model(model: object, step: object, *, stage: str, device: str) -> None:
-    """Refuse what has no step, and stages and devices that there are not.
+    """Refuse models without a step, and unknown stages and devices.
 
     Raises:
         TypeError: The model is no module, or the step no function.
@@ -161,10 +162,10 @@ def _check_model(model: object, step: object, *, stage: str, device: str) -> Non
 
 
 def _check_optimizer(optimizer: object) -> None:
-    """Refuse what cannot be an optimizer.
+    """Refuse values that neither are nor make an optimizer.
 
     Raises:
-        TypeError: It is neither one nor makes one.
+        TypeError: The value is one of these.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise TypeError(
@@ -174,7 +175,7 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _check_training(model: nn.Module, step: object, optimizer: object, *, accumulate: int, clip: float | None) -> None:
-    """Refuse what cannot be trained as it was asked for.
+    """Refuse models that cannot be trained in the given way.
 
     Raises:
         ValueError: There is nothing to train, or not with this optimizer, or not in this way.

@@ -1,4 +1,4 @@
-"""What an estimate says."""
+"""The result of an estimate: the peak and its composition, what fits, tables, picture and snapshot."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Self
 
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, draw
-from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, replay_on, save_snapshot
+from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
 from lightning_memtools.memory.sizes import find_gpu, format_size, known_gpus, parse_capacity, parse_size
 from lightning_memtools.memory.virtual.device import DEFAULT_CONTEXT
 from lightning_memtools.reporting.tables import Table, markdown_table
 
-# Compute capabilities 9, 10 and 12, for which cuBLAS gets 32 MiB (see memory/allocator/cublas.py).
+# Compute capabilities 9, 10 and 12, for which torch gives cuBLAS 32 MiB (see memory/allocator).
 _LARGE_WORKSPACE = ("H20", "H100", "H200", "H800", "GH200", "B100", "B200", "B300", "GB200", "RTX 50", "RTX PRO")
 
 
 @dataclass(frozen=True, slots=True)
 class PeakPlace:
-    """Where the peak stands.
+    """The moment at which the peak is reached.
 
     Attributes:
         step: The step, counted from 1; 0 before the first.
         phase: setup, inputs, forward, backward, clip, optimizer, or outputs.
-        module: The path of the module that allocated; in backward the one whose forward is being undone.
+        module: The path of the module that allocated; in backward the one whose gradients are computed.
         operation: The operator, such as "aten.convolution_backward"; empty where none allocated.
     """
 
@@ -49,9 +49,9 @@ class ModuleMemory:
         kind: Its class.
         output_shapes: The shape of every tensor its first call returned, as a forward hook sees it.
         n_parameters: Elements of its own parameters and those of its submodules, each counted once.
-        saved_bytes: Activations that its own operators made in the last step's forward and that were still there when
-            forward had ended; submodules not included.
-        at_peak_bytes: Activations that its own operators made and that were there at the peak.
+        saved_bytes: Activations that its own operators made in the last step's forward and that were still allocated
+            when forward had ended; submodules not included.
+        at_peak_bytes: Activations that its own operators made and that were allocated at the peak.
     """
 
     name: str
@@ -71,8 +71,8 @@ class MemoryEstimate:
         peak_reserved: The most that the allocator asks of the device, as torch.cuda.max_memory_reserved. The CUDA
             context, 300 to 700 MB more, is not part of it.
         peak_at: Where ``peak_allocated`` was reached first.
-        composition: What it consists of at that moment: parameters, gradients, optimizer, activations, inputs,
-            temporaries (gradients on their way, and what an optimizer needs for a moment), workspace (of cuBLAS and
+        composition: The bytes by category at that moment: parameters, gradients, optimizer, activations, inputs,
+            temporaries (of backward and of the optimizer's step), workspace (of cuBLAS and
             other kernels) and other (buffers among them). They add up to ``peak_allocated``.
         parameter_count: Elements of all parameters, tied ones counted once.
         gradient_count: Elements of the parameters that got a gradient.
@@ -82,7 +82,7 @@ class MemoryEstimate:
         timeline: Allocated bytes by category, and reserved bytes, after every event.
         batch_size: The first dimension of the batch's first tensor; None where there is none.
         device: "cuda" or "cpu": whose operators.
-        notes: What is to be known about how it came about, such as a fallback.
+        notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The limit the estimate was asked for; None for none.
     """
 
@@ -106,16 +106,16 @@ class MemoryEstimate:
 
     @property
     def trace(self) -> AllocationTrace | None:
-        """Everything that the steps asked of the allocator; None where the estimate is extrapolated."""
+        """All requests of the steps to the allocator; None where the estimate is extrapolated."""
         return self._trace
 
     @property
     def begin(self) -> int:
-        """How many events of the trace put the model on the device, before the first step."""
+        """The number of events of the trace before the first step, which put the model onto the device."""
         return next((event for event, _, phase in self.timeline.marks if phase == "inputs"), 0)
 
     def fits(self, capacity: str) -> bool:
-        """Whether the steps run on a device of that capacity, the allocator's retry with an empty cache included.
+        """Return whether the steps run on a device of that capacity, with the allocator's retry with an empty cache.
 
         Args:
             capacity: A size such as "24GiB", or a GPU's name such as "RTX 4090", of which 500 MiB go to the context.
@@ -124,35 +124,23 @@ class MemoryEstimate:
             ValueError: The capacity cannot be read.
         """
         limit = DeviceLimit.parse(capacity)
-        # What always fits need not be replayed.
+        # Steps that never ask the device for more than is left need no replay.
         if self.peak_reserved <= limit.usable:
             return True
         if self._trace is None:
             return False
         return replay(self._trace, capacity=limit.usable).completed
 
-    def fits_beside(self, allocator: CachingAllocator) -> bool:
-        """Whether the steps run where the model is on the device already, in the state that an allocator is in.
-
-        The allocator is left as the steps leave it.
-
-        Raises:
-            ValueError: The estimate is extrapolated, so it has no requests to make.
-        """
-        if self._trace is None:
-            raise ValueError("An extrapolated estimate has no history of requests.")
-        return replay_on(allocator, self._trace, n_skipped=self.begin).completed
-
     def shortfall(self, capacity: str) -> int:
-        """By how many bytes the peak of allocated memory exceeds a capacity; 0 where it does not."""
+        """Return by how many bytes the peak of allocated memory exceeds a capacity; 0 where it does not."""
         return max(0, self.peak_allocated - DeviceLimit.parse(capacity).usable)
 
     def max_batch_size(self, capacity: str) -> int:
-        """The largest batch that fits: it does, and one more does not. 0 where a batch of one does not fit.
+        """Return the largest batch that fits: it does, and one more does not. 0 where a batch of one does not fit.
 
-        The allocator cuts its segments by size, so now and then a batch fits that is larger still by a few samples.
-        Both are traced. Before, the answer is guessed from what two traces asked of the allocator, so that there are
-        mostly three or four traces more than the estimate's own.
+        Both sizes are traced. They are guessed from the requests of two traces, so that mostly three or four traces are
+        made beside the estimate's own. The allocator cuts its segments by size, so now and then a batch that is larger
+        by a few samples fits too.
 
         Raises:
             ValueError: The capacity cannot be read, the batch has no tensor with a first dimension, or memory does not
@@ -172,7 +160,7 @@ class MemoryEstimate:
         return largest_batch(self.batch_size, attempt=attempt, serves=serves, limit=limit.usable)
 
     def fitting_gpus(self) -> list[tuple[str, bool]]:
-        """Every known GPU from the smallest on, and whether the steps fit on it."""
+        """Return every known GPU from the smallest on, and whether the steps fit on it."""
         gpus = sorted(known_gpus(), key=lambda gpu: (gpu.usable_bytes, gpu.name))
         return [(gpu.name, self.fits(gpu.name)) for gpu in gpus]
 
@@ -187,7 +175,7 @@ class MemoryEstimate:
         save_snapshot(self._simulation, path)
 
     def as_svg(self) -> str:
-        """The picture of memory over the steps as SVG: stacked by category, with the peak marked."""
+        """Return a picture of memory over the steps as SVG: stacked by category, with the peak marked."""
         return draw(self.timeline, title=f"Estimated memory ({self.device}, simulated)", peak=str(self.peak_at))
 
     def save_picture(self, path: str | Path) -> None:
@@ -195,7 +183,7 @@ class MemoryEstimate:
         Path(path).write_text(self.as_svg(), encoding="utf-8")
 
     def summary_table(self) -> Table:
-        """The figures, one a row."""
+        """Return the figures, one per row."""
         rows = [
             ("peak allocated", format_size(self.peak_allocated)),
             ("peak reserved (without the CUDA context)", format_size(self.peak_reserved)),
@@ -206,10 +194,10 @@ class MemoryEstimate:
         return Table(("estimate (simulated)", "value"), rows)
 
     def module_table(self, top: int | None = None) -> Table:
-        """One row per module: what it returns, its parameters, and the activations that it leaves for backward.
+        """Return one row per module: its output, its parameters, and the activations that it keeps for backward.
 
         Args:
-            top: Only so many, those that keep most; None for all, in the model's order.
+            top: Only this many, those that keep most; None for all, in the model's order.
         """
         modules = list(self.modules)
         if top is not None:
@@ -227,10 +215,10 @@ class MemoryEstimate:
         return Table(("module", "class", "output", "parameters", "saved for backward"), rows)
 
     def to_markdown(self, top: int | None = 10) -> str:
-        """Everything in words and tables, for a report or a console."""
+        """Return everything in words and tables, for a report or a console."""
         parts = [
             markdown_table(self.summary_table()),
-            f"The peak stands at {self.peak_at}.",
+            f"The peak is reached at {self.peak_at}.",
             *([self.word_on_capacity()] if self.capacity is not None else []),
             markdown_table(self.module_table(top)),
             *(f"Note: {note}" for note in self.notes),
@@ -241,7 +229,7 @@ class MemoryEstimate:
         return self.to_markdown()
 
     def word_on_capacity(self) -> str:
-        """Whether it fits in the capacity it was asked for, and by how much not; empty where none was given."""
+        """Say whether the steps fit in the given capacity, and if not by how much; "" where none was given."""
         if self.capacity is None:
             return ""
         limit = DeviceLimit.parse(self.capacity)
@@ -261,27 +249,27 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimit:
-    """A device's capacity in bytes, and what of it the CUDA context takes."""
+    """A device's capacity, and the part of it that the CUDA context takes. Both in bytes."""
 
     capacity: int
     context: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a size, or a GPU's name, of which the context takes 500 MiB as in `VirtualDevice`.
+        """Read a size, or a GPU's name. On a GPU the context takes 500 MiB, as in `VirtualDevice`.
 
         Raises:
-            ValueError: It is neither.
+            ValueError: The text is neither.
         """
         return cls(parse_capacity(text), 0 if find_gpu(text) is None else parse_size(DEFAULT_CONTEXT))
 
     @property
     def usable(self) -> int:
-        """Bytes for the allocator."""
+        """The bytes that are left for the allocator."""
         return self.capacity - self.context
 
 
 def cublas_workspace_of(capacity: str | None) -> str:
-    """The size of a cuBLAS workspace on a GPU given by its name; that of GPUs older than Hopper for anything else."""
+    """Return the size of a cuBLAS workspace on a named GPU; that of GPUs before Hopper for anything else."""
     gpu = None if capacity is None else find_gpu(capacity)
     return "32MiB" if gpu is not None and gpu.name.startswith(_LARGE_WORKSPACE) else "8519680B"

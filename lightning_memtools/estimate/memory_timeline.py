@@ -11,7 +11,7 @@ from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder, is_passing
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "workspace", "other")
-"""What an estimate distinguishes."""
+"""The categories of an estimate."""
 
 _PART_OF = {
     Category.PARAMETER: "parameters",
@@ -44,14 +44,14 @@ _DASHED = 'stroke="black" stroke-width="1.5" stroke-dasharray="5 3"'
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
-    """The history of a trace; an event is one block given out or freed.
+    """The history of a trace; an event is the allocation or the freeing of one block.
 
     Attributes:
         parts: For each of `PARTS`, its bytes after every event. They add up to ``allocated``.
         allocated: Bytes allocated after every event.
         reserved: Bytes reserved after every event.
-        marks: Where phases begin: (event, step counted from 1, phase).
-        peak: The event at which allocated was highest first.
+        marks: The beginnings of phases: (event, step counted from 1, phase).
+        peak: The first event at which ``allocated`` is highest.
     """
 
     parts: dict[str, list[int]]
@@ -61,19 +61,19 @@ class MemoryTimeline:
     peak: int
 
     def at(self, event: int) -> dict[str, int]:
-        """Bytes of each part after an event."""
+        """Return the bytes of each part after an event."""
         return {name: sizes[event] for name, sizes in self.parts.items()}
 
 
 def part_of(allocation: Allocation) -> str:
-    """Which of `PARTS` a block belongs to."""
+    """Return which of `PARTS` a block belongs to."""
     if is_passing(allocation):
         return "temporaries"
     return _PART_OF.get(allocation.kind, "other")
 
 
 def timeline_of(recorder: AllocationRecorder) -> MemoryTimeline:
-    """Put a recorder's allocations in the order of events."""
+    """Return the timeline of a recorder's allocations."""
     n_events = len(recorder.allocated)
     changes = {name: [0] * (n_events + 1) for name in PARTS}
     for allocation in recorder.allocations.values():
@@ -96,9 +96,9 @@ def draw(timeline: MemoryTimeline, *, title: str, peak: str) -> str:
     """Draw a timeline as SVG.
 
     Args:
-        timeline: What to draw. Of the events that fall on one column of pixels the highest is drawn.
-        title: Above the picture.
-        peak: Where the peak is, in words.
+        timeline: The timeline. Of the events in one column of pixels the highest is drawn.
+        title: The title of the picture.
+        peak: The place of the peak, in words.
     """
     columns = list(_columns(timeline))
     top = max([*timeline.reserved, 1])
@@ -119,7 +119,7 @@ def draw(timeline: MemoryTimeline, *, title: str, peak: str) -> str:
 
 
 class _Scale:
-    """Where an event and a size lie in the picture."""
+    """Maps events and sizes to positions in the picture."""
 
     def __init__(self, *, n_columns: int, n_events: int, top: int) -> None:
         self.n_columns, self.n_events, self.top = n_columns, n_events, top * 1.08
@@ -133,7 +133,7 @@ class _Scale:
 
 
 def _columns(timeline: MemoryTimeline) -> Iterator[int]:
-    """One event for each column: the one with most allocated, so that no peak is lost."""
+    """Yield one event for each column: the one with most allocated, so that no peak is lost."""
     n_events = len(timeline.allocated)
     n_columns = min(_COLUMNS, n_events)
     for column in range(n_columns):
@@ -171,7 +171,7 @@ def _grid(scale: _Scale) -> Iterator[str]:
 
 
 def _round_spacing(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least that much."""
+    """Return the smallest of 1, 2 or 5 times a power of ten that is at least this much."""
     power = 10.0 ** len(str(int(least))) / 10 if least >= 1 else 10.0**-6
     while True:
         for digit in (1, 2, 5):

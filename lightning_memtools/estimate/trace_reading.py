@@ -1,4 +1,4 @@
-"""From a trace to what it says."""
+"""Makes an estimate of a trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_estimate(
     retrace: Callable[[int], MemoryEstimate],
     notes: tuple[str, ...] = (),
 ) -> MemoryEstimate:
-    """Put together what a trace says."""
+    """Return the estimate that a trace gives."""
     recorder = traced.recorder
     timeline = timeline_of(recorder)
     stats = traced.device.stats()
@@ -72,7 +72,7 @@ def _name(allocation: Allocation) -> str:
 
 
 def _path(module: str, model: str) -> str:
-    """A module's name below the model, as named_modules gives it; what is no module's name stays."""
+    """Return a module's name as named_modules gives it; names of no module stay as they are."""
     if module == model:
         return "(model)"
     if module in {OUTSIDE, OPTIMIZER, "workspace"}:
@@ -102,7 +102,7 @@ def _modules(traced: Traced, model: nn.Module, timeline: MemoryTimeline) -> tupl
 
 
 def _saved_bytes(recorder: AllocationRecorder, timeline: MemoryTimeline) -> dict[str, int]:
-    """Activations that are there when the last forward ends, by module."""
+    """Return the bytes of activations at the end of the last forward, by module."""
     last = max((step for _, step, phase in timeline.marks if phase == "forward"), default=0)
     begins = [event for event, step, phase in timeline.marks if (step, phase) == (last, "forward")]
     if not begins:
@@ -125,7 +125,7 @@ def _saved_bytes(recorder: AllocationRecorder, timeline: MemoryTimeline) -> dict
 
 
 def _bytes_at(recorder: AllocationRecorder, event: int) -> dict[str, int]:
-    """Activations that are there right after an event, by module."""
+    """Return the bytes of activations right after an event, by module."""
     found: dict[str, int] = {}
     for allocation in recorder.allocations.values():
         is_there = allocation.born <= event and (allocation.died is None or allocation.died > event)

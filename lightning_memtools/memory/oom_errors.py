@@ -1,4 +1,4 @@
-"""The one list of what out-of-memory errors look like, shared by all that have to recognise them."""
+"""Recognises out-of-memory errors, by the package's one list of their wordings."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signa
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, or was raised from or while handling one that does."""
+    """Return whether an error says that memory ran out, or was raised from or while handling one that does."""
     return any(says_out_of_memory(one) for one in error_chain(error))
 
 
 def is_killed_worker(error: BaseException) -> bool:
-    """Whether an error says that a data-loader worker died, as the kernel's out-of-memory killer makes it."""
+    """Return whether an error says that a data-loader worker died, as if killed by the kernel for want of memory."""
     return any(isinstance(one, RuntimeError) and _KILLED_WORKER.search(str(one)) for one in error_chain(error))
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, then all that it was raised from (`__cause__`, `__context__`) or groups, each once."""
+    """Yield an error, then all errors that it was raised from (`__cause__`, `__context__`) or groups, each once."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -68,7 +68,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def says_out_of_memory(error: BaseException) -> bool:
-    """Whether an error itself says that memory ran out, whatever it was raised from."""
+    """Return whether an error itself says that memory ran out, whatever it was raised from."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -77,7 +77,7 @@ def says_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """What was asked for when memory ran out, as the error's text has it: rounded there; None where it does not say."""
+    """Return the bytes that could not be allocated, as the error's text rounds them; None if it names no size."""
     for one in error_chain(error):
         found = _TRIED.search(str(one)) if says_out_of_memory(one) else None
         if found is not None:

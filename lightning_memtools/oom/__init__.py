@@ -1,1 +1,1 @@
-"""What filled a device that ran out of memory, and what would have helped."""
+"""Explains an out-of-memory error: what filled the device, and what would have helped."""

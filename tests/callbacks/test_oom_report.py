@@ -31,7 +31,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def plenty_of_time(monkeypatch):
     """What a report says must not depend on how busy this machine is."""
-    monkeypatch.setattr("lightning_memtools.callbacks._oom_write.CHECKS_S", 600.0)
+    monkeypatch.setattr("lightning_memtools.oom.oom_reporter.CHECKS_S", 600.0)
 
 
 @dataclass
@@ -153,7 +153,7 @@ def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed
 def test_on_a_device_that_knows_no_modules_a_trace_names_the_largest(name, failed, tmp_path, monkeypatch):
     """As on a real GPU: the device is not asked what its bytes are for."""
     case, known = CASES[name], failed(name)
-    monkeypatch.setattr("lightning_memtools.callbacks._oom_watch.KnowsItsComposition", type("Nobody", (), {}))
+    monkeypatch.setattr("lightning_memtools.oom.failure_capture.KnowsItsComposition", type("Nobody", (), {}))
     report = attempt(tmp_path, case.capacity, case.call, **case.sizes).report
     assert next(iter(table(report, "Modules with most activations"))) == case.largest
     split = table(report, "What filled the device")
@@ -246,7 +246,7 @@ def test_training_fits_in_two_gibibytes_and_validation_with_a_larger_batch_does_
         return attempt(root, "2GiB", "val", model=Frozen(**sizes), options=options)
 
     outcome = run(tmp_path, **sizes)
-    assert "(val, batch 0): 90.0 MiB were asked for" in outcome.report
+    assert "(val, batch 0): tried to allocate 90.0 MiB" in outcome.report
     split = table(outcome.report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(outcome.seen[-1][0], rel=0.01)
     assert sum(split.values()) == pytest.approx(outcome.seen[-1][0], rel=0.01)
@@ -302,7 +302,7 @@ def test_fragmentation_is_named_and_expandable_segments_help_where_it_is_said(tm
     sizes = {"n": 2, "wide": 1, "batch": 2, "val_batch": 80}
     outcome = attempt(tmp_path, "490MiB", "val", model=Cut(**sizes))
     assert "With `expandable_segments:True` this request would have been served" in outcome.report
-    assert re.search(r"^\d\. Let segments grow .*the whole step fits", outcome.report, re.MULTILINE)
+    assert re.search(r"^\d\. Use expandable segments .*the whole step fits", outcome.report, re.MULTILINE)
     assert table(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
     settings = {"allocator": "expandable_segments:True"}
     assert attempt(tmp_path, "490MiB", "val", device=settings, model=Cut(**sizes)).fits
@@ -330,12 +330,12 @@ def test_what_grows_from_batch_to_batch_is_the_first_thing_to_look_for(tmp_path)
     assert "(train, step 3, batch 3, forward)" in outcome.report
     # Eight layers keep one output each, and one keeps three times as much before it is cut down: 24 MiB a batch.
     assert re.search(
-        r"^1\. Find what grows by 24\.0 MiB a batch: 48\.0 MiB have come together in 2 batches .* step fits\.",
+        r"^1\. Find what grows by 24\.0 MiB a batch: 48\.0 MiB have accumulated in 2 batches .* step fits\.",
         outcome.report,
         re.MULTILINE,
     )
     assert "everything else only delays the failure" in outcome.report
-    assert "72.0 MiB of all this were there before the batch" in outcome.report
+    assert "72.0 MiB of all this were allocated before the batch" in outcome.report
     assert attempt(tmp_path, "120MiB", "fit", model=Keeps(keeps=False)).fits
 
 
@@ -359,7 +359,7 @@ def test_what_training_left_of_the_cache_is_found_out_once(tmp_path, monkeypatch
         replayed.append(kwargs["until"])
         return trace_until(*args, **kwargs)
 
-    monkeypatch.setattr("lightning_memtools.oom.fragmentation.trace_until", until)
+    monkeypatch.setattr("lightning_memtools.oom.recorded_history.trace_until", until)
     case = CASES["validation"]
     assert "does not fit" in attempt(tmp_path, case.capacity, case.call, **case.sizes).report
     assert len(replayed) == 1
@@ -452,7 +452,7 @@ def test_where_no_file_can_be_written_the_console_has_it(tmp_path, capsys, monke
         trainer(tmp_path, OOMReport(directory=str(tmp_path / "taken")), logger=False).fit(Layers(batch=16))
     out = capsys.readouterr().out
     assert "It held 32.0 MiB of activations, 8.00 MiB of inputs" in out
-    assert "The report could not be written to a file." in out
+    assert "The report could not be written: " in out
 
 
 DEVICE = "virtual device (64MiB, simulated)"
@@ -466,7 +466,7 @@ def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     begin = next(at for at, line in enumerate(lines) if line.startswith("Out of memory"))
     assert lines[begin:] == [
-        f"Out of memory on {DEVICE} (train, step 0, batch 0, forward): 24.0 MiB were asked for, 2.00 MiB were free.",
+        f"Out of memory on {DEVICE} (train, step 0, batch 0, forward): tried to allocate 24.0 MiB with 2.00 MiB free.",
         "It held 32.0 MiB of activations, 8.00 MiB of inputs, 4.00 KiB of parameters.",
         "Most activations: net.0, 8.00 MiB.",
         f"1. Accumulate gradients over 4 batches of 4 (`{FOUR}`): {KEEPS}",
@@ -508,9 +508,9 @@ def test_a_second_out_of_memory_while_reporting_leaves_the_facts_of_the_first(tm
             pytest.warns(UserWarning, match="Greedy failed while writing"),
             pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 24\.00 MiB") as caught,
         ):
-            trainer(tmp_path, OOMReport(), logger=Greedy()).fit(Layers(batch=16))
+            trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=Greedy()).fit(Layers(batch=16))
         assert device.stats().ooms == 2
-    assert "24.0 MiB were asked for" in place_of(caught.value).read_text().splitlines()[0]
+    assert "tried to allocate 24.0 MiB" in place_of(caught.value).read_text().splitlines()[0]
 
 
 def test_an_error_while_cleaning_up_leaves_the_facts_of_the_first(tmp_path):
@@ -522,8 +522,8 @@ def test_an_error_while_cleaning_up_leaves_the_facts_of_the_first(tmp_path):
                 torch.empty(500 * MIB, dtype=torch.uint8)
 
     with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 500\.00") as caught:
-        trainer(tmp_path, OOMReport(), logger=False).fit(CleansUp(batch=16))
-    assert "24.0 MiB were asked for" in place_of(caught.value).read_text().splitlines()[0]
+        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(CleansUp(batch=16))
+    assert "tried to allocate 24.0 MiB" in place_of(caught.value).read_text().splitlines()[0]
 
 
 def test_an_earlier_failure_that_was_caught_is_not_taken_for_one_that_no_observer_hears_of(tmp_path):
@@ -537,7 +537,7 @@ def test_an_earlier_failure_that_was_caught_is_not_taken_for_one_that_no_observe
             return super().training_step(batch, batch_idx)
 
     with VirtualDevice("64MiB"), pytest.raises(RuntimeError, match="ALLOC_FAILED") as caught:
-        trainer(tmp_path, OOMReport(), logger=False).fit(Library(batch=4))
+        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(Library(batch=4))
     headline = place_of(caught.value).read_text().splitlines()[0]
     assert headline == f"# Out of memory on {DEVICE} (train, step 1, batch 1, forward)."
 
@@ -551,17 +551,17 @@ def test_an_error_raised_from_it_is_explained_too(tmp_path):
                 raise ValueError("the step failed") from error
 
     with VirtualDevice("64MiB"), pytest.raises(ValueError, match="the step failed") as caught:
-        trainer(tmp_path, OOMReport(), logger=False).fit(Wraps(batch=16))
-    assert "24.0 MiB were asked for" in place_of(caught.value).read_text().splitlines()[0]
+        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(Wraps(batch=16))
+    assert "tried to allocate 24.0 MiB" in place_of(caught.value).read_text().splitlines()[0]
 
 
 def test_a_report_that_fails_is_a_note_and_no_more(tmp_path, monkeypatch):
     def fails(*_: Any, **__: Any) -> None:
         raise KeyError("broken")
 
-    monkeypatch.setattr("lightning_memtools.callbacks._oom_write.Page", fails)
+    monkeypatch.setattr("lightning_memtools.oom.oom_reporter.ReportPage", fails)
     with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
-        trainer(tmp_path, OOMReport(), logger=False).fit(Layers(batch=16))
+        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(Layers(batch=16))
     assert caught.value.__notes__ == [
         "OOMReport: memory ran out (train, step 0, batch 0, forward), but the report itself failed: KeyError: 'broken'"
     ]
@@ -573,7 +573,7 @@ def test_other_errors_are_left_alone(tmp_path):
             raise RuntimeError("from the user's code")
 
     with pytest.raises(RuntimeError, match="from the user's code") as caught:
-        trainer(tmp_path, OOMReport(), logger=False).fit(Fails(), loader())
+        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(Fails(), loader())
     assert not hasattr(caught.value, "__notes__")
     assert not [*tmp_path.rglob("oom-*")]
 
@@ -608,7 +608,7 @@ def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
 
 
 def test_what_is_not_reached_in_time_is_said_not_to_be_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_memtools.callbacks._oom_write.CHECKS_S", 0.0)
+    monkeypatch.setattr("lightning_memtools.oom.oom_reporter.CHECKS_S", 0.0)
     outcome = attempt(tmp_path, "64MiB", "fit", batch=16)
     late = "ot checked: not reached within the time for checks"
     assert f"- Use smaller batches. N{late}." in outcome.report
@@ -623,13 +623,15 @@ def test_the_hosts_own_memory_can_run_out_too(tmp_path, capsys):
             return self.loss(batch) + torch.empty(1 << 50).sum()
 
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
-        trainer(tmp_path, OOMReport(), logger=False).fit(Huge(), loader())
+        trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=False).fit(Huge(), loader())
     text = place_of(caught.value).read_text()
-    assert text.startswith("# Out of memory on the host (cpu) (train, step 0, batch 0, forward): 4096 TiB were asked")
+    assert text.startswith(
+        "# Out of memory on the host (cpu) (train, step 0, batch 0, forward): tried to allocate 4096 TiB"
+    )
     assert "Not known: the device keeps no statistics." in text
     assert "No memory snapshot: this device records none." in text
     # What is of no use to a host's memory is not among the advice, and no number is held against what is not known.
-    for useless in ("GPU", "Let segments grow", "EmptyCache", "within", "fits"):
+    for useless in ("GPU", "Use expandable segments", "EmptyCache", "within", "fits"):
         assert useless not in text.split("## What happened")[0]
     # What the step keeps is known from a trace.
     assert table(text, "Modules with most activations")
@@ -642,7 +644,7 @@ def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path
     planned = attempt(tmp_path / "planned", "60MiB", "fit", GradientCheckpointing(), batch=24)
     sizes = [int(re.search(r"Use training batches of (\d+)", one.report)[1]) for one in (plain, planned)]
     assert sizes[0] < sizes[1]
-    assert "- Recompute more activations than already: no plan was found that fits." in planned.report
+    assert "- Recompute more activations than now: no plan was found that fits." in planned.report
     assert attempt(tmp_path, "60MiB", "fit", GradientCheckpointing(), batch=sizes[1]).fits
 
 
@@ -661,9 +663,9 @@ def test_bad_arguments_are_refused(top):
 
 def test_top_limits_the_modules(tmp_path):
     with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(tmp_path, OOMReport(top=2, snapshot=False), logger=False).fit(Layers(batch=16))
+        trainer(tmp_path, OOMReport(top=2, snapshot=False, directory=str(tmp_path)), logger=False).fit(Layers(batch=16))
     text = place_of(caught.value).read_text()
     assert list(table(text, "Modules with most activations")) == ["net.0", "net.1"]
     assert "No memory snapshot: it was not asked for (snapshot=False)" in text
-    assert "Let segments grow" in text
+    assert "Use expandable segments" in text
     assert "Not checked: no history was recorded" in text

@@ -155,7 +155,7 @@ def test_the_picture_shows_every_part_at_its_height(estimate, tmp_path):
 def test_tables_hold_the_figures(estimate):
     text = estimate.to_markdown()
     assert "| parameters | 525,568 |" in text
-    assert f"The peak stands at {estimate.peak_at}." in text
+    assert f"The peak is reached at {estimate.peak_at}." in text
     rows = {row[0]: row for row in estimate.module_table().rows}
     # ReLU keeps its output, 2048 x 1024 floats, which the last layer wants too.
     assert rows["1"][4] == "8.00 MiB"

@@ -22,7 +22,7 @@ def test_all_ranks_end_and_name_the_one_that_ran_out(culprit, tmp_path):
     assert [rank.returncode for rank in ranks] == [1, 1]
 
     report = tmp_path / "board" / "memtools" / f"oom-train-step2-rank{culprit}.md"
-    headline = f"(train, step 2, batch 2, forward, rank {culprit} of 2): 80.0 MiB were asked for"
+    headline = f"(train, step 2, batch 2, forward, rank {culprit} of 2): tried to allocate 80.0 MiB"
     # The culprit ends with its own error, which has the report's first lines.
     out, err = ranks[culprit].stdout, ranks[culprit].stderr
     assert "torch.OutOfMemoryError: CUDA out of memory" in err
@@ -32,7 +32,7 @@ def test_all_ranks_end_and_name_the_one_that_ran_out(culprit, tmp_path):
     # The other one sees a closed connection, and says what that came from.
     err = ranks[1 - culprit].stderr
     assert "torch.OutOfMemoryError" not in err
-    assert f"OOMReport: rank {culprit} ran out of memory, and this error is what came of it here." in err
+    assert f"OOMReport: this error is a consequence of rank {culprit} running out of memory." in err
     assert headline in err
     assert str(report) in err
     assert headline in report.read_text()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.memory.failed_backward import let_go_of_failed_backward
+from lightning_memtools.memory.failed_backward import free_failed_backward
 
 
 def test_a_backward_that_ran_out_of_memory_holds_nothing_any_more():
@@ -23,5 +23,5 @@ def test_a_backward_that_ran_out_of_memory_holds_nothing_any_more():
         fail()
         gc.collect()
         assert device.stats().allocated >= 16 << 20, "autograd's queue keeps what was still to be run"
-        let_go_of_failed_backward()
+        free_failed_backward()
         assert device.stats().allocated == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, take_snapshot
 from lightning_memtools.memory.allocator import AllocatorHistory as Recorded
 from lightning_memtools.memory.allocator.blocks import Block
-from lightning_memtools.oom.fragmentation import History
+from lightning_memtools.oom.recorded_history import RecordedHistory
 
 MIB = 2**20
 Program = Sequence[tuple[str, int]]
@@ -26,7 +26,7 @@ class Run:
     """
 
     failed_at: int | None
-    history: History
+    history: RecordedHistory
     allocator: CachingAllocator
 
 
@@ -49,4 +49,4 @@ def carry_out(program: Program, capacity: int, config: str = "", max_entries: in
             allocator.empty_cache()
         elif held:
             allocator.free(held.pop(number % len(held)))
-    return Run(failed_at, History(take_snapshot(allocator, recorded), settings, capacity, 0), allocator)
+    return Run(failed_at, RecordedHistory(take_snapshot(allocator, recorded), settings, capacity, 0), allocator)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.oom.checks import Checks
-from lightning_memtools.oom.deadline import Deadline
-from lightning_memtools.oom.facts import Facts, Growth, Moment, sizes_only
-from lightning_memtools.oom.situation import Situation
+from lightning_memtools.oom.advice_checks import AdviceChecks
+from lightning_memtools.oom.failed_step import FailedRun, FailedStep
+from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, MemoryGrowth, sizes_only
+from lightning_memtools.oom.step_trials import Deadline
 from tests.oom_models import Layers
 
 
@@ -19,15 +19,15 @@ def loss_of(model: Any, batch: Any) -> Any:
 
 
 def test_without_a_capacity_nothing_is_said_to_fit() -> None:
-    facts = Facts(
-        moment=Moment("train", 3, 3, "forward"),
+    facts = FailureFacts(
+        moment=FailureMoment("train", 3, 3, "forward"),
         device="xpu:0",
         stats=MemoryStats(allocated=100, reserved=200),
         batch=sizes_only(torch.empty(4, 8, 16384)),
-        grown=Growth(90 * 2**20, 3),
+        grown=MemoryGrowth(90 * 2**20, 3),
     )
-    situation = Situation(facts=facts, model=Layers(), forward=loss_of)
-    checks = Checks(situation, Deadline(600.0))
+    failed = FailedStep(facts=facts, run=FailedRun(model=Layers(), forward=loss_of))
+    checks = AdviceChecks(failed, Deadline(600.0))
     checks.run()
     by_title = {action.title: action for action in checks.actions}
     assert all(action.checked and not action.fits for action in checks.actions)
@@ -37,4 +37,4 @@ def test_without_a_capacity_nothing_is_said_to_fit() -> None:
     assert half.detail == "minus 14.0 MiB to a peak of 14.0 MiB; whether that is enough is not known"
     assert checks.modules[0] == ("net.4.0", 6 * 2**20)
     # No GPU, no history: nothing of those.
-    assert not {"Use a larger GPU", "Let segments grow", "Stop other processes on the device"} & set(by_title)
+    assert not {"Use a larger GPU", "Use expandable segments", "Stop other processes on the device"} & set(by_title)

@@ -15,7 +15,7 @@ from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import OOMReport
 from lightning_memtools.memory.sizes import parse_size
-from lightning_memtools.oom.observer import observe
+from lightning_memtools.oom.failure_capture import observe
 from tests.lightning_models import trainer
 from tests.oom_models import Layers
 

@@ -46,7 +46,7 @@ from lightning_memtools.batch_size.trainer.trial_probe import (
     outcome_without_error,
     reading_of,
 )
-from lightning_memtools.memory.failed_backward import let_go_of_failed_backward
+from lightning_memtools.memory.failed_backward import free_failed_backward
 from lightning_memtools.memory.oom_errors import error_chain
 from lightning_memtools.memory.peaks import Stage, peak_counter
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
@@ -293,7 +293,7 @@ class TrialRunner:
         return size
 
     def _release_memory(self) -> None:
-        let_go_of_failed_backward()
+        free_failed_backward()
         gc.collect()
         if self._reader is not None:
             self._reader.empty_cache()

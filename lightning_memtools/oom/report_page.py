@@ -1,99 +1,170 @@
-"""The report: as markdown, as the few lines of a console, and as the note that the error takes along."""
+"""The report and its suggested actions: as markdown, as a few lines for the console, and as a note on the error."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.oom.actions import Action
-from lightning_memtools.oom.facts import Facts, describe_batch, listed
-from lightning_memtools.oom.fragmentation import Verdict
+from lightning_memtools.oom.failure_facts import FailureFacts, describe_batch
+from lightning_memtools.oom.recorded_history import ReplayVerdict
+from lightning_memtools.reporting.files import NO_RUN, NotWritten
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 _SHORT = 3
 _WORTH_A_LINE = 0.01
 _STANDS_FOR = {
-    "(backward)": "`(backward)` stands for gradients on their way through the model.",
-    "(outside)": "`(outside)` stands for what was made outside of modules, such as the loss.",
+    "(backward)": "`(backward)` stands for gradients that backward passes from module to module.",
+    "(outside)": "`(outside)` stands for tensors made outside of modules, such as the loss.",
 }
 
 
-@dataclass(slots=True, kw_only=True)
-class Page:
-    """All that a report says.
+class ActionKind(IntEnum):
+    """The change that an action makes, the least intrusive first."""
+
+    GROWTH = 0
+    EXPANDABLE_SEGMENTS = 1
+    EMPTY_CACHE = 2
+    STOP_PROCESS = 3
+    PREDICTIONS = 4
+    CHECKPOINTING = 5
+    ACCUMULATION = 6
+    BATCH_SIZE = 7
+    PRECISION = 8
+    OPTIMIZER = 9
+    LARGER_GPU = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One suggested change.
 
     Attributes:
-        facts: What was known when memory ran out.
-        error: The error's own text.
-        where: The user's line of code; "" where it is not known.
-        request: What the program asked for, in bytes, where that is known: the device is asked for whole segments.
-        actions: What can be done, in the order of its worth.
-        modules: Activations by module, largest first.
-        modules_traced: Whether those are of a traced step; else they are what the device held.
-        expandable: What expandable segments would have done; None where that was not looked at.
-        processes: Other processes on the device, or why they are not known; None where there is no real device.
-        notes: What else is to be known.
-        top: How many modules are listed.
-        path: Where the report lies; None where it could not be written.
-        snapshot: Where the memory snapshot lies, or why there is none.
-        seconds: How long making it took.
+        kind: The kind of change.
+        title: The change in a few words.
+        detail: The result of the check; where it was not checked, the reason.
+        checked: True if the change was tried, by tracing the step or by replaying the recorded history.
+        fits: True if it is enough by itself; None where that is not known.
+        saved: The bytes by which it lowers the peak of a step.
+        code: The code to write in the program.
     """
 
-    facts: Facts
+    kind: ActionKind
+    title: str
+    detail: str = ""
+    checked: bool = False
+    fits: bool | None = None
+    saved: int = 0
+    code: str = ""
+
+    @property
+    def is_useless(self) -> bool:
+        """True if it was checked and does not help."""
+        return self.checked and not self.fits and self.saved <= 0
+
+    def __str__(self) -> str:
+        code = f" (`{self.code}`)" if self.code else ""
+        if not self.checked:
+            why = f": {self.detail}" if self.detail else ""
+            return f"{self.title}{code}. Not checked{why}."
+        return f"{self.title}{code}: {self.detail}."
+
+
+def ranked(actions: Iterable[Action]) -> list[Action]:
+    """Return the actions in the order of their worth.
+
+    Those that are enough come first, the least intrusive before others; then those that help, by how much; then those
+    that were not checked; last those that were checked and do not help.
+    """
+
+    def rank(one: Action) -> tuple[bool, bool, bool, int, int]:
+        return one.is_useless, not one.checked, not one.fits, 0 if one.fits else -one.saved, one.kind
+
+    return sorted(actions, key=rank)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReportPage:
+    """The content of a report.
+
+    Attributes:
+        facts: The facts captured when memory ran out.
+        error: The error's own text.
+        where: The user's line of code; "" where it is not known.
+        request: The bytes that the program requested, where they are known: the device is asked for whole segments.
+        actions: The suggested actions, the best first.
+        modules: Bytes of activations by module, largest first.
+        modules_traced: True if these are from a traced step, False if the device reported them.
+        expandable: Whether expandable segments would have helped; None where no history was recorded.
+        processes: Other processes on the device, or the reason why they are not known; None where there is no GPU.
+        notes: Further remarks.
+        top: The number of modules that are listed.
+        file: The path of the report, or the reason why there is none.
+        snapshot: The path of the memory snapshot, or the reason why there is none.
+        seconds: The time that making the report took.
+    """
+
+    facts: FailureFacts
     error: str = ""
     where: str = ""
     request: int | None = None
     actions: Sequence[Action] = ()
     modules: Sequence[tuple[str, int]] = ()
     modules_traced: bool = False
-    expandable: Verdict | None = None
+    expandable: ReplayVerdict | None = None
     processes: Sequence[GpuProcess] | str | None = None
     notes: Sequence[str] = field(default_factory=list)
     top: int = 10
-    path: Path | None = None
+    file: Path | NotWritten = NO_RUN
     snapshot: Path | str = ""
     seconds: float | None = None
 
     @property
     def headline(self) -> str:
-        """What failed where, in a sentence."""
+        """The failure and its place, in a sentence."""
         facts = self.facts
-        asked = "" if facts.requested is None else f": {format_size(facts.requested)} were asked for"
-        free = "" if facts.free is None or not asked else f", {format_size(facts.free)} were free"
-        return f"Out of memory on {facts.device} ({facts.moment}){asked}{free}."
+        request = "" if facts.requested is None else f": tried to allocate {format_size(facts.requested)}"
+        free = "" if facts.free is None or not request else f" with {format_size(facts.free)} free"
+        return f"Out of memory on {facts.device} ({facts.moment}){request}{free}."
 
     def markdown(self) -> str:
-        """The whole report."""
+        """Return the whole report."""
         parts = [f"# {self.headline}", *self._what_to_do(), *self._facts()]
         parts += [*self._split(), *self._modules(), *self._fragmentation(), *self._others(), *self._files()]
         return "\n\n".join(parts) + "\n"
 
     def console(self) -> str:
-        """The short form: what failed, what filled the device, what to do first, and where the rest stands."""
+        """Return the short form: what failed, what filled the device, what to do first, and the path of the report."""
         lines = [self.headline]
         if self.facts.split is not None:
             lines.append(f"It held {_in_words(self.facts.split.by_category)}.")
-        # "(backward)" and the like are no modules.
+        # "(backward)" and "(outside)" are no modules.
         first = next(((name, size) for name, size in self.modules if size and not _stands_for(name)), None)
         if first is not None and first[1] > _WORTH_A_LINE * (self.facts.stats.allocated or 0):
             lines.append(f"Most activations: {first[0]}, {format_size(first[1])}.")
         helping = [action for action in self.actions if action.checked and not action.is_useless][:_SHORT]
         lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
         if not helping and any(action.checked for action in self.actions):
-            lines.append("Nothing that was checked helps.")
+            lines.append("None of the checked changes helps.")
         unchecked = [action for action in self.actions if not action.checked]
         if unchecked:
             reasons = list(dict.fromkeys(action.detail for action in unchecked))
-            why = f": {reasons[0]}" if len(reasons) == 1 else ", for reasons that the report names"
-            lines.append(f"Not checked{why}: {', '.join(_begin_small(action.title) for action in unchecked)}.")
-        lines.append(f"Report: {self.path}" if self.path else "The report could not be written to a file.")
+            why = f": {reasons[0]}" if len(reasons) == 1 else ", for reasons given in the report"
+            lines.append(f"Not checked{why}: {', '.join(_lower_first(action.title) for action in unchecked)}.")
+        lines.append(self.file_line())
         return "\n".join(lines)
 
+    def file_line(self) -> str:
+        """Return the sentence that names the report's file, or says why there is none."""
+        if isinstance(self.file, Path):
+            return f"Report: {self.file}"
+        return f"The report {self.file.reason if self.file.is_failure else f'was {self.file.reason}'}."
+
     def note(self) -> str:
-        """What the error says from now on: the console's lines."""
+        """Return the note for the error: the lines of the console."""
         return f"OOMReport: {self.console()}"
 
     def _what_to_do(self) -> list[str]:
@@ -102,15 +173,15 @@ class Page:
         if helping:
             parts.append("\n".join(f"{number}. {action}" for number, action in enumerate(helping, 1)))
             parts.append(
-                "Every peak is that of a step traced on fake tensors. It is held against what is left for the step: "
-                "the device's capacity without what other processes hold, and without what this one holds beside it."
+                "Every peak is that of a step traced on fake tensors. It is compared with the memory left for the "
+                "step, the capacity of the device less what other processes hold, and less what this one holds besides."
             )
         rest = [action for action in self.actions if not action.checked]
         if rest:
             parts.append("\n".join(f"- {action}" for action in rest))
         useless = [action for action in self.actions if action.is_useless]
         if useless:
-            parts.append("\n".join(["Checked, and of no help:", "", *(f"- {action}" for action in useless)]))
+            parts.append("\n".join(["Checked, but does not help:", "", *(f"- {action}" for action in useless)]))
         parts += [note if note.endswith(".") else f"{note}." for note in self.notes]
         return parts if len(parts) > 1 else []
 
@@ -120,16 +191,16 @@ class Page:
         lines = describe_batch(facts.batch)
         if lines:
             size = f"{facts.samples} samples: " if facts.samples is not None else ""
-            first = "" if facts.is_own_batch else " (of the stage's first batch; this one was not there yet)"
+            first = "" if facts.is_own_batch else " (the first batch of the stage; the failing one is not known)"
             rows.append(("batch", f"{size}{', '.join(lines)}{first}"))
-        rows.append(("asked for", _size(facts.requested) + self._for_a_request()))
+        rows.append(("requested", _size(facts.requested) + self._for_a_request()))
         sizes = (
             ("capacity", stats.capacity),
             ("share this process may reserve", None if facts.fraction >= 1 else f"{100 * facts.fraction:.1f}%"),
             ("reserved by PyTorch", stats.reserved),
             ("allocated to tensors", stats.allocated),
             ("reserved but unusable", facts.unusable),
-            ("used by others, the CUDA context among them", facts.used_by_others),
+            ("used outside of PyTorch, including the CUDA context", facts.used_by_others),
             ("free", facts.free),
         )
         rows += [(name, size if isinstance(size, str) else _size(size)) for name, size in sizes if size is not None]
@@ -137,7 +208,7 @@ class Page:
             rows.append(("allocation retries before", str(stats.alloc_retries)))
         parts = ["## What happened", markdown_table(Table(("", ""), [row for row in rows if row[1]]))]
         if facts.problem:
-            parts.append(f"Not all could be read when memory ran out: {facts.problem}.")
+            parts.append(f"Some facts could not be read when memory ran out: {facts.problem}.")
         if self.error:
             parts.append(f"```\n{self.error}\n```")
         return parts
@@ -159,15 +230,18 @@ class Page:
         rows.append(("allocated", format_size(total), _share(total, total)))
         parts = ["## What filled the device", markdown_table(Table(("category", "size", "share"), rows))]
         if split.buffers > _WORTH_A_LINE * total:
-            parts.append(f"Of other, {format_size(split.buffers)} are the model's buffers.")
+            parts.append(f'Of "other", {format_size(split.buffers)} are the model\'s buffers.')
         if split.older > _WORTH_A_LINE * total:
             parts.append(
-                f"{format_size(split.older)} of all this were there before the batch and belong to neither model, "
-                "optimizers nor inputs: what hooks, callbacks and your own lists hold, what the optimizer or the "
-                "strategy keeps apart, libraries' workspaces."
+                f"{format_size(split.older)} of all this were allocated before the batch and belong to neither model, "
+                "optimizers nor inputs: tensors held by hooks, callbacks and your own lists, buffers of the strategy, "
+                "workspaces of libraries."
             )
         if not split.exact:
-            parts.append("Activations are what came with the batch and has no other owner, backward's temporaries too.")
+            parts.append(
+                "Activations are all that was allocated since the batch began and has no other owner, including "
+                "temporary memory of backward."
+            )
         return parts
 
     def _modules(self) -> list[str]:
@@ -177,7 +251,7 @@ class Page:
         if not self.modules_traced:
             whose = "held at that moment"
         elif self.facts.moment.stage == "train":
-            whose = "kept by the traced step when its forward pass has ended"
+            whose = "kept by the traced step at the end of its forward pass"
         else:
             whose = "held at the peak of the traced step"
         table = Table(("module", "activations"), [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in shown])
@@ -191,7 +265,7 @@ class Page:
         reserved = self.facts.stats.reserved or 0
         text = (
             f"{format_size(unusable)} ({_share(unusable, reserved)} of what is reserved) were free, but in pieces "
-            "between blocks in use, so that they could neither serve the request nor go back to the device."
+            "between blocks in use, so that they could neither serve the request nor be released to the device."
         )
         setting = "`expandable_segments:True`"
         if self.expandable is None:
@@ -207,7 +281,7 @@ class Page:
     def _others(self) -> list[str]:
         if self.processes is None:
             return []
-        text = self.processes if isinstance(self.processes, str) else listed(self.processes) or "none"
+        text = self.processes if isinstance(self.processes, str) else _listed(self.processes) or "none"
         return ["## Other processes on the device", f"{text[0].upper()}{text[1:]}."]
 
     def _files(self) -> list[str]:
@@ -223,6 +297,13 @@ class Page:
         return ["## Files", *parts] if parts else []
 
 
+def _listed(processes: Sequence[GpuProcess]) -> str:
+    def size(one: GpuProcess) -> str:
+        return "not known" if one.used_bytes is None else format_size(one.used_bytes)
+
+    return ", ".join(f"{one.name or 'process'} (pid {one.pid}, {size(one)})" for one in processes)
+
+
 def _stands_for(name: str) -> str:
     return _STANDS_FOR.get(name, "")
 
@@ -234,7 +315,7 @@ def _in_words(split: Mapping[str, int]) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def _begin_small(title: str) -> str:
+def _lower_first(title: str) -> str:
     return f"{title[0].lower()}{title[1:]}"
 
 

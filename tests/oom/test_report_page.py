@@ -4,14 +4,13 @@ import torch
 
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.oom.actions import Action, Kind, ranked
-from lightning_memtools.oom.facts import Facts, Moment, sizes_only
-from lightning_memtools.oom.fragmentation import Verdict
-from lightning_memtools.oom.page import Page
+from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, sizes_only
+from lightning_memtools.oom.recorded_history import ReplayVerdict
+from lightning_memtools.oom.report_page import Action, ActionKind, ReportPage, ranked
 
 GIB = 2**30
-FACTS = Facts(
-    moment=Moment("train", 7, 3, "backward", 1, 4),
+FACTS = FailureFacts(
+    moment=FailureMoment("train", 7, 3, "backward", 1, 4),
     device="cuda:1 (NVIDIA H200)",
     stats=MemoryStats(allocated=6 * GIB, reserved=7 * GIB, active=6 * GIB, capacity=8 * GIB),
     requested=2 * GIB,
@@ -22,22 +21,22 @@ FACTS = Facts(
 
 
 def test_the_first_line_says_what_failed_where():
-    assert Page(facts=FACTS).headline == (
+    assert ReportPage(facts=FACTS).headline == (
         "Out of memory on cuda:1 (NVIDIA H200) (train, step 7, batch 3, backward, rank 1 of 4): "
-        "2.00 GiB were asked for, 512 MiB were free."
+        "tried to allocate 2.00 GiB with 512 MiB free."
     )
 
 
 def test_the_batch_is_described_by_type_shape_and_size():
-    assert "| batch | 4 samples: float32 [4, 3] (48 B), int64 [4] (32 B) |" in Page(facts=FACTS).markdown()
+    assert "| batch | 4 samples: float32 [4, 3] (48 B), int64 [4] (32 B) |" in ReportPage(facts=FACTS).markdown()
 
 
 def test_unusable_memory_is_what_is_reserved_and_in_nobodys_use():
-    text = Page(facts=FACTS, expandable=Verdict(served=False, why="so it is")).markdown()
+    text = ReportPage(facts=FACTS, expandable=ReplayVerdict(served=False, why="so it is")).markdown()
     assert "| reserved but unusable | 1.00 GiB |" in text
     assert "1.00 GiB (14.3% of what is reserved) were free, but in pieces" in text
     assert "`expandable_segments:True` would not have helped: so it is." in text
-    assert "is not known: no history was recorded." in Page(facts=FACTS).markdown()
+    assert "is not known: no history was recorded." in ReportPage(facts=FACTS).markdown()
 
 
 def test_without_nvml_the_section_says_so():
@@ -45,31 +44,33 @@ def test_without_nvml_the_section_says_so():
     said = other_gpu_processes(0) if not torch.cuda.is_available() else "not known: no driver"
     assert isinstance(said, str)
     assert said.startswith("not known: ")
-    text = Page(facts=FACTS, processes=said).markdown()
+    text = ReportPage(facts=FACTS, processes=said).markdown()
     assert f"## Other processes on the device\n\nN{said[1:]}." in text
 
 
 def test_other_processes_are_listed_and_their_absence_is_said():
     processes = [GpuProcess(12, "python", 3 * GIB), GpuProcess(13, "", None)]
-    text = Page(facts=FACTS, processes=processes).markdown()
+    text = ReportPage(facts=FACTS, processes=processes).markdown()
     assert "Python (pid 12, 3.00 GiB), process (pid 13, not known)." in text
-    assert "## Other processes on the device\n\nNone." in Page(facts=FACTS, processes=[]).markdown()
-    assert "Other processes" not in Page(facts=FACTS).markdown()
+    assert "## Other processes on the device\n\nNone." in ReportPage(facts=FACTS, processes=[]).markdown()
+    assert "Other processes" not in ReportPage(facts=FACTS).markdown()
 
 
 def test_what_is_enough_comes_first_and_what_was_not_checked_has_no_number():
-    useless = Action(kind=Kind.PRECISION, title="useless", detail="no lower peak", checked=True, fits=False)
-    unchecked = Action(kind=Kind.EXPANDABLE_SEGMENTS, title="unchecked", detail="the step reads values")
-    little = Action(kind=Kind.CHECKPOINTING, title="little", detail="a", checked=True, fits=False, saved=1)
-    more = Action(kind=Kind.OPTIMIZER, title="more", detail="b", checked=True, fits=False, saved=2)
-    enough = Action(kind=Kind.BATCH_SIZE, title="enough", detail="c", checked=True, fits=True, saved=1, code="n=1")
-    least = Action(kind=Kind.EMPTY_CACHE, title="least intrusive", detail="d", checked=True, fits=True)
+    useless = Action(kind=ActionKind.PRECISION, title="useless", detail="no lower peak", checked=True, fits=False)
+    unchecked = Action(kind=ActionKind.EXPANDABLE_SEGMENTS, title="unchecked", detail="the step reads values")
+    little = Action(kind=ActionKind.CHECKPOINTING, title="little", detail="a", checked=True, fits=False, saved=1)
+    more = Action(kind=ActionKind.OPTIMIZER, title="more", detail="b", checked=True, fits=False, saved=2)
+    enough = Action(
+        kind=ActionKind.BATCH_SIZE, title="enough", detail="c", checked=True, fits=True, saved=1, code="n=1"
+    )
+    least = Action(kind=ActionKind.EMPTY_CACHE, title="least intrusive", detail="d", checked=True, fits=True)
     order = ranked([useless, unchecked, little, more, enough, least])
     assert order == [least, enough, more, little, unchecked, useless]
-    text = Page(facts=FACTS, actions=order).markdown()
+    text = ReportPage(facts=FACTS, actions=order).markdown()
     assert "1. least intrusive: d.\n2. enough (`n=1`): c.\n3. more: b.\n4. little: a.\n" in text
     assert "- unchecked. Not checked: the step reads values." in text
-    assert "Checked, and of no help:\n\n- useless: no lower peak." in text
+    assert "Checked, but does not help:\n\n- useless: no lower peak." in text
 
 
 def test_the_sizes_of_a_batch_take_no_memory_and_keep_its_nesting():

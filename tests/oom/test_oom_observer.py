@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom import observer
-from lightning_memtools.oom.observer import observe
+from lightning_memtools.oom import failure_capture
+from lightning_memtools.oom.failure_capture import observe
 
 CUDA = torch.device("cuda", 0)
 
@@ -20,8 +20,8 @@ def attached(monkeypatch) -> list[Any]:
     found: list[Any] = []
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", found.append, raising=False)
-    monkeypatch.setattr(observer, "_attached", False)
-    monkeypatch.setattr(observer, "_listeners", [])
+    monkeypatch.setattr(failure_capture, "_attached", False)
+    monkeypatch.setattr(failure_capture, "_listeners", [])
     return found
 
 

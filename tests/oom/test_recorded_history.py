@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_memtools.memory.allocator import replay
-from lightning_memtools.oom.fragmentation import with_empty_cache, with_expandable_segments, with_more_memory
+from lightning_memtools.oom.recorded_history import with_empty_cache, with_expandable_segments, with_more_memory
 from tests.oom.programs import MIB, Program, carry_out
 
 

@@ -10,8 +10,8 @@ import torch
 
 from lightning_memtools.memory.readers import CudaReader
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom import recording
-from lightning_memtools.oom.recording import MOST_ENTRIES, record
+from lightning_memtools.oom import recorded_history
+from lightning_memtools.oom.recorded_history import MOST_ENTRIES, record
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_an_allocator_that_keeps_no_history_is_no_error(monkeypatch) -> None:
 
 
 def test_on_a_simulated_device_the_last_actions_are_kept(monkeypatch) -> None:
-    monkeypatch.setattr(recording, "MOST_ENTRIES", 5)
+    monkeypatch.setattr(recorded_history, "MOST_ENTRIES", 5)
     with VirtualDevice() as device:
         recorded = record(device)
         assert recorded is not None

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from lightning_memtools.oom.culprit import Notice, NoticeBoard
+from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMNotice
 
-NOTICE = Notice(1, "Out of memory on cuda:1.")
+NOTICE = OOMNotice(1, "Out of memory on cuda:1.")
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def test_the_first_notice_stands_and_others_read_it(tmp_path):
     one, other = (NoticeBoard(tmp_path / "memtools", "run") for _ in range(2))
     assert other.read() is None
     assert one.leave(NOTICE)
-    assert not other.leave(Notice(0, "later"))
+    assert not other.leave(OOMNotice(0, "later"))
     assert other.read() == NOTICE
     one.replace(replace(NOTICE, report="page.md"))
     assert other.read() == replace(NOTICE, report="page.md")

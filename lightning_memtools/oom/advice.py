@@ -1,0 +1,303 @@
+"""The advice of a report: each function tries one change of the failed step and yields the actions that it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.estimate import MemoryEstimate
+from lightning_memtools.estimate.memory_estimate import DeviceLimit
+from lightning_memtools.memory.allocator import replay
+from lightning_memtools.memory.sizes import format_size, known_gpus
+from lightning_memtools.oom.recorded_history import (
+    ReplayVerdict,
+    with_empty_cache,
+    with_expandable_segments,
+    with_more_memory,
+)
+from lightning_memtools.oom.report_page import Action, ActionKind
+from lightning_memtools.oom.step_trials import NotFoundError, StepTrials
+from lightning_memtools.simulation.precision import PrecisionName
+
+_BF16: PrecisionName = "bf16-mixed"
+_STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
+_LEAST_PRICE = 0.01
+
+FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
+SMALLER_BATCHES = Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches")
+ACCUMULATE = Action(
+    kind=ActionKind.ACCUMULATION,
+    title="Accumulate gradients over smaller batches",
+    code="Trainer(accumulate_grad_batches=...)",
+)
+RECOMPUTE = Action(kind=ActionKind.CHECKPOINTING, title="Recompute activations", code="GradientCheckpointing()")
+BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{_BF16}")')
+SMALLER_STATE = Action(kind=ActionKind.OPTIMIZER, title="Use an optimizer with a smaller state")
+LARGER_GPU = Action(kind=ActionKind.LARGER_GPU, title="Use a larger GPU")
+USE_EXPANDABLE_SEGMENTS = Action(
+    kind=ActionKind.EXPANDABLE_SEGMENTS,
+    title="Use expandable segments",
+    code='PYTORCH_ALLOC_CONF="expandable_segments:True"',
+)
+EMPTY_THE_CACHE = Action(kind=ActionKind.EMPTY_CACHE, title="Empty the cache before evaluation", code="EmptyCache()")
+STOP_PROCESSES = Action(kind=ActionKind.STOP_PROCESS, title="Stop other processes on the device")
+KEEP_NO_PREDICTIONS = Action(
+    kind=ActionKind.PREDICTIONS,
+    title="Keep no predictions on the device",
+    code="trainer.predict(return_predictions=False)",
+)
+
+
+# --- by replaying the recorded history, or counting what others hold
+
+
+def expandable_segments(trials: StepTrials) -> Iterator[Action]:
+    """Expandable segments: whether the request, and the whole step, would have found memory."""
+    history = trials.failed.history
+    if history is None:
+        raise NotFoundError("no history was recorded")
+    config = replace(trials.failed.config, expandable_segments=True)
+
+    def whole_step() -> tuple[MemoryEstimate, bool]:
+        plain = trials.plain
+        assert plain.trace is not None
+        return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
+
+    verdict = with_expandable_segments(history)
+    yield _of(trials, verdict, USE_EXPANDABLE_SEGMENTS, whole_step)
+
+
+def empty_cache(trials: StepTrials) -> Iterator[Action]:
+    """An empty cache: whether the request, and the whole step, would have found memory without training's fragments."""
+    history, evaluation = trials.failed.history, trials.failed.evaluation_began
+    if history is None or evaluation is None:
+        raise NotFoundError("no history was recorded")
+
+    def whole_step() -> tuple[MemoryEstimate, bool]:
+        return trials.plain, trials.fits(trials.plain, emptied=True)
+
+    verdict = with_empty_cache(history, evaluation)
+    yield _of(trials, verdict, EMPTY_THE_CACHE, whole_step)
+
+
+def processes(trials: StepTrials) -> Iterator[Action]:
+    """Stopping one of the other processes: whether the memory it holds would be enough."""
+    others = trials.failed.processes
+    if isinstance(others, str):
+        raise NotFoundError(f"they are {others}")
+    for process in others or ():
+        if process.used_bytes:
+            stop = replace(STOP_PROCESSES, title=f"Stop {process.name or 'process'} (pid {process.pid})")
+            yield _with_more_memory(trials, stop, process.used_bytes, "it holds")
+
+
+def predictions(trials: StepTrials) -> Iterator[Action]:
+    """Keeping no predictions: whether the memory they hold would be enough."""
+    yield _with_more_memory(trials, KEEP_NO_PREDICTIONS, trials.failed.predictions, "they hold")
+
+
+def _of(
+    trials: StepTrials, verdict: ReplayVerdict, action: Action, whole_step: Callable[[], tuple[MemoryEstimate, bool]]
+) -> Action:
+    """Return the action after one request was replayed; a trace tells whether the rest of the step fits."""
+    if verdict.served is None:
+        raise NotFoundError(verdict.why)
+    fits: bool | None = verdict.served
+    detail = f"{verdict.why}, as a replay of the recorded history shows"
+    if verdict.served and trials.why_not:
+        fits = None
+        detail += "; whether the rest of the step would fit is not known"
+    elif verdict.served:
+        estimate, fits = whole_step()
+        detail += (
+            f"; the whole step fits, with a peak of {trials.within(estimate.peak_allocated)}"
+            if fits
+            else f"; for the whole step that is {trials.verdict(estimate.peak_allocated, fits=False)}"
+        )
+    return replace(action, detail=detail, checked=True, fits=fits, saved=int(fits is None))
+
+
+def _with_more_memory(trials: StepTrials, action: Action, n_bytes: int, verb: str) -> Action:
+    """Return the action with whether the step fits into `n_bytes` more, by its trace and by the recorded history."""
+    enough = trials.plain_fits_with(n_bytes)
+    if enough and trials.failed.history is not None:
+        served = with_more_memory(trials.failed.history, n_bytes).served
+        # Where a trace lacks what made the step fail, only the history can tell.
+        enough = bool(served) if trials.plain_fits else served is not False
+    whether = {True: "is enough", False: "is not enough by itself", None: "may be enough or not"}
+    detail = f"{verb} {format_size(n_bytes)}, which {whether[enough]}"
+    return replace(action, detail=detail, checked=True, fits=enough, saved=n_bytes)
+
+
+# --- by tracing the step under other circumstances
+
+
+def smaller_batch(trials: StepTrials) -> Iterator[Action]:
+    """The largest batch that fits; half of the failed one where a trace cannot tell what fits."""
+    size = trials.size
+
+    def of(smaller: int) -> Action:
+        title = f"Use {_STAGES[trials.failed.stage or 'train']} batches of {smaller} in place of {size}"
+        return replace(SMALLER_BATCHES, title=title, code=_loader(smaller))
+
+    if not trials.can_tell_what_fits:
+        if size > 1:
+            yield compared(trials, trials.at(size // 2), of(size // 2))
+        return
+    found = trials.largest_batch
+    if found.estimate is None:
+        yield replace(SMALLER_BATCHES, detail="not even one sample fits", checked=True, fits=False)
+        return
+    yield replace(
+        of(found.size),
+        detail=f"fits, with a peak of {trials.within(found.estimate.peak_allocated)}; {found.end}",
+        checked=True,
+        fits=True,
+        saved=trials.saving(found.estimate.peak_allocated),
+    )
+
+
+def accumulation(trials: StepTrials) -> Iterator[Action]:
+    """Gradient accumulation over the largest batch that fits and divides the effective batch."""
+    size, effective = trials.size, trials.size * trials.failed.run.accumulate
+    most = trials.largest_batch.size if trials.can_tell_what_fits else size // 2
+    for smaller in (n for n in range(min(most, size - 1), 0, -1) if effective % n == 0):
+        estimate = trials.at(smaller, effective // smaller)
+        fits = trials.fits_if_known(estimate)
+        if fits is False:
+            continue
+        action = replace(
+            ACCUMULATE,
+            title=f"Accumulate gradients over {effective // smaller} batches of {smaller}",
+            code=f"{_loader(smaller)}, Trainer(accumulate_grad_batches={effective // smaller})",
+        )
+        if fits is None:
+            yield compared(trials, estimate, action)
+        else:
+            peak = trials.within(estimate.peak_allocated)
+            yield replace(
+                action,
+                detail=f"keeps the effective batch of {effective} and fits, with a peak of {peak}",
+                checked=True,
+                fits=True,
+                saved=trials.saving(estimate.peak_allocated),
+            )
+        return
+
+
+def checkpointing(trials: StepTrials) -> Iterator[Action]:
+    """The plan that GradientCheckpointing() chooses by itself; where a plan is applied already, one that fits."""
+    if trials.failed.run.plan is not None:
+        better = list(least_recomputation(trials))
+        yield from better
+        if not better:
+            title = "Recompute more activations than now"
+            detail = "no plan was found that fits"
+            yield replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
+        return
+    plan = trials.auto_plan()
+    if plan.refused is not None:
+        yield replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
+        return
+    assert plan.peak_bytes is not None
+    if trials.can_tell_what_fits and plan.peak_bytes > trials.usable:
+        # The plan's own trace shows that it is not enough. Another one would only add what the allocator reserves.
+        yield with_peak(trials, plan.peak_bytes, _recompute(plan, RECOMPUTE.code), fits=False, price=_price(plan))
+        return
+    yield compared(trials, trials.failed.estimate(plan=plan), _recompute(plan, RECOMPUTE.code), price=_price(plan))
+
+
+def least_recomputation(trials: StepTrials) -> Iterator[Action]:
+    """The checkpoint plan with the least recomputation that fits, if there is one."""
+    planned = trials.plan_that_fits() if trials.can_tell_what_fits else None
+    if planned is None or planned.plan.refused is not None:
+        return
+    action = _recompute(planned.plan, f'GradientCheckpointing(memory_budget="{planned.budget}")')
+    yield compared(trials, planned.estimate, action, price=_price(planned.plan))
+
+
+def precision(trials: StepTrials) -> Iterator[Action]:
+    """Computation in bfloat16."""
+    yield compared(trials, trials.failed.estimate(precision=_BF16), BFLOAT16)
+
+
+def optimizer(trials: StepTrials) -> Iterator[Action]:
+    """An optimizer with one number of state per weight."""
+    optimizers = trials.failed.run.optimizers
+    if len(optimizers) != 1 or isinstance(optimizers[0], torch.optim.SGD):
+        return
+    # Adafactor's state is smaller still, but its step reads values, which a trace does not have.
+    estimate = trials.failed.estimate(optimizer=lambda own: torch.optim.SGD(own, lr=1e-3, momentum=0.9))
+    title = f"{SMALLER_STATE.title} than {type(optimizers[0]).__name__}'s"
+    yield compared(
+        trials, estimate, replace(SMALLER_STATE, title=title, code="torch.optim.SGD(parameters, momentum=0.9, ...)")
+    )
+
+
+def larger_gpu(trials: StepTrials) -> Iterator[Action]:
+    """The smallest known GPU on which the step fits."""
+    if not trials.can_tell_what_fits:
+        raise NotFoundError("as far as a trace shows, the step fits on this one")
+    plain = trials.plain
+    for gpu in sorted(known_gpus(), key=lambda gpu: gpu.usable_bytes):
+        usable = DeviceLimit.parse(gpu.name).usable - trials.failed.untraced
+        if usable > trials.usable and plain.peak_allocated <= usable and plain.fits(f"{usable}B"):
+            yield replace(
+                LARGER_GPU,
+                title=f"{LARGER_GPU.title} ({gpu.name})",
+                detail="the smallest of those known on which this step fits as it is",
+                checked=True,
+                fits=True,
+            )
+            return
+
+
+def growth(trials: StepTrials) -> Iterator[Action]:
+    """Releasing the memory that has accumulated over the batches."""
+    grown = trials.failed.facts.grown
+    assert grown is not None
+    enough = trials.plain_fits_with(grown.n_bytes)
+    without = {True: "the step fits", False: "the step would not fit either", None: "it is not known what would fit"}
+    yield replace(
+        FIND_GROWTH,
+        title=f"Find what grows by {format_size(grown.n_bytes // grown.n_batches)} a batch",
+        detail=f"{format_size(grown.n_bytes)} have accumulated in {grown.n_batches} batches that belong to neither "
+        "model, optimizers nor inputs, such as losses or outputs that are kept with their graph (use `.detach()`); "
+        f"without them {without[enough]}",
+        checked=True,
+        fits=enough,
+        saved=grown.n_bytes,
+    )
+
+
+def compared(trials: StepTrials, estimate: MemoryEstimate, action: Action, *, price: str = "") -> Action:
+    """Return the action with how much lower the changed step's peak is, and whether that is enough."""
+    fits = trials.fits_if_known(estimate) if trials.saving(estimate.peak_allocated) else False
+    return with_peak(trials, estimate.peak_allocated, action, fits=fits, price=price)
+
+
+def with_peak(trials: StepTrials, peak: int, action: Action, *, fits: bool | None, price: str = "") -> Action:
+    """Return the action with the step's peak."""
+    saved = trials.saving(peak)
+    if not saved:
+        return replace(action, detail="no lower peak", checked=True, fits=False)
+    minus = f"minus {format_size(saved)}" + (f" at {price}" if price else "")
+    detail = f"{minus}{' ' if fits is None else ', '}{trials.verdict(peak, fits=fits)}"
+    return replace(action, detail=detail, checked=True, fits=fits, saved=saved)
+
+
+def _recompute(plan: CheckpointPlan, code: str) -> Action:
+    names = ", ".join(f"`{chain.name or '(the model)'}`" for chain in plan.chains if chain.ranges)
+    return replace(RECOMPUTE, title=f"Recompute activations of {names}", code=code)
+
+
+def _price(plan: CheckpointPlan) -> str:
+    extra = plan.extra_operations
+    return f"{extra:.0%} more computation" if extra >= _LEAST_PRICE else "less than 1% more computation"
+
+
+def _loader(size: int) -> str:
+    return f"DataLoader(batch_size={size})"

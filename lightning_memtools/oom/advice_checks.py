@@ -1,0 +1,142 @@
+"""The checks of a report: which changes of the failed step are tried, in which order, and what they found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from lightning_memtools.oom import advice
+from lightning_memtools.oom.failed_step import FailedStep
+from lightning_memtools.oom.recorded_history import ReplayVerdict, with_expandable_segments
+from lightning_memtools.oom.report_page import Action, ranked
+from lightning_memtools.oom.step_trials import Deadline, StepTrials, in_a_line
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceCheck:
+    """One change to try.
+
+    Attributes:
+        run: Tries the change, and yields actions.
+        unchecked: The action to show where the check cannot be carried out; None for a check that improves on another
+            one, and then replaces its actions of the same kind.
+        applies: Returns whether the change makes sense for the failed step.
+        needs_trace: True if the check cannot be carried out for a step that cannot be traced.
+    """
+
+    run: Callable[[StepTrials], Iterator[Action]]
+    unchecked: Action | None
+    applies: Callable[[FailedStep], bool]
+    needs_trace: bool = True
+
+
+def _is_training(failed: FailedStep) -> bool:
+    return failed.stage == "train"
+
+
+def _grows(failed: FailedStep) -> bool:
+    grown = failed.facts.grown
+    # Predictions that are kept have an action of their own.
+    return grown is not None and 2 * failed.predictions < grown.n_bytes
+
+
+CHECKS = (
+    AdviceCheck(
+        advice.expandable_segments,
+        advice.USE_EXPANDABLE_SEGMENTS,
+        lambda it: it.is_cuda_like and not it.config.expandable_segments,
+        needs_trace=False,
+    ),
+    AdviceCheck(
+        advice.empty_cache,
+        advice.EMPTY_THE_CACHE,
+        lambda it: it.evaluation_began is not None and not it.run.empties_cache,
+        needs_trace=False,
+    ),
+    AdviceCheck(advice.processes, advice.STOP_PROCESSES, lambda it: bool(it.processes)),
+    AdviceCheck(
+        advice.predictions,
+        advice.KEEP_NO_PREDICTIONS,
+        lambda it: it.stage == "predict" and it.predictions > 0,
+    ),
+    AdviceCheck(advice.growth, advice.FIND_GROWTH, _grows),
+    AdviceCheck(advice.larger_gpu, advice.LARGER_GPU, lambda it: it.is_cuda_like),
+    AdviceCheck(advice.smaller_batch, advice.SMALLER_BATCHES, lambda _: True),
+    AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
+    AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true"),
+    AdviceCheck(advice.accumulation, advice.ACCUMULATE, _is_training),
+    AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training),
+    AdviceCheck(advice.least_recomputation, None, lambda it: _is_training(it) and it.run.plan is None),
+)
+"""In this order: what takes little time first, then what helps most."""
+
+
+class AdviceChecks:
+    """All checks of one report, as far as the time allows.
+
+    Args:
+        failed: The failed step.
+        deadline: The time by which to end.
+
+    Attributes:
+        request: The bytes that the program requested, by the recorded history; None where there is none.
+        expandable: The verdict on expandable segments; None where no history was recorded.
+        actions: The actions found, the best first.
+        modules: Bytes of activations that the traced step keeps, by module, largest first.
+        notes: Further remarks.
+    """
+
+    def __init__(self, failed: FailedStep, deadline: Deadline) -> None:
+        self.request: int | None = None
+        self.expandable: ReplayVerdict | None = None
+        self.actions: list[Action] = []
+        self.modules: tuple[tuple[str, int], ...] = ()
+        self.notes: list[str] = []
+        self._failed = failed
+        self._deadline = deadline
+
+    def run(self) -> None:
+        """Run the checks."""
+        history = self._failed.history
+        found: list[Action] = []
+        # Warnings that the step gives while it is traced were given while it ran.
+        with warnings.catch_warnings(), self._deadline.interrupting():
+            warnings.simplefilter("ignore")
+            if history is not None:
+                self.request = None if history.failed is None else history.failed.n_bytes
+                self.expandable = with_expandable_segments(history)
+            trials = StepTrials(self._failed, self._deadline)
+            if not trials.why_not:
+                self.modules = trials.modules
+                self._note(trials)
+            for check in (check for check in CHECKS if check.applies(self._failed)):
+                new = _carried_out(check, trials)
+                if check.unchecked is None:
+                    kinds = {action.kind for action in new}
+                    found = [action for action in found if action.kind not in kinds]
+                found += new
+        self.actions = ranked(found)
+
+    def _note(self, trials: StepTrials) -> None:
+        if trials.plain_fits:
+            peak = trials.within(trials.plain.peak_allocated)
+            self.notes.append(
+                f"Traced by itself, this step fits: its peak is {peak}. So the cause is fragmentation, or memory that "
+                "a trace does not show, such as what a hook or a callback allocates, and a trace cannot tell what "
+                "would be enough."
+            )
+        if _grows(self._failed):
+            self.notes.append("As long as memory grows from batch to batch, everything else only delays the failure.")
+        self.notes += trials.plain.notes
+
+
+def _carried_out(check: AdviceCheck, trials: StepTrials) -> list[Action]:
+    """Return the actions that a check found, or where it could not be carried out the unchecked one with the reason."""
+    why_not = trials.why_not if check.needs_trace else ""
+    if not why_not:
+        try:
+            return list(check.run(trials))
+        except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fake tensors
+            why_not = in_a_line(error)
+    return [] if check.unchecked is None else [replace(check.unchecked, detail=why_not)]

@@ -1,0 +1,270 @@
+"""The step that failed, with all that the checks need to trace it again under other circumstances."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memtools._torch import tree_leaves
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.estimate import MemoryEstimate, estimate_memory
+from lightning_memtools.estimate.batch_sizes import resized
+from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
+from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
+from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.oom.failure_capture import FailureCapture
+from lightning_memtools.oom.failure_facts import FailureFacts
+from lightning_memtools.oom.recorded_history import RecordedHistory
+from lightning_memtools.simulation.fakes import copy_optimizer
+from lightning_memtools.simulation.precision import PrecisionName
+from lightning_memtools.simulation.step import Stage
+from lightning_memtools.simulation.step_trace import Forward, TracedStep
+
+_STAGES: dict[str, Stage] = {
+    "train": "train",
+    "val": "val",
+    "sanity check": "val",
+    "test": "test",
+    "predict": "predict",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRun:
+    """The facts of a run that the checks need, read from its Trainer.
+
+    Attributes:
+        model: The model.
+        optimizers: Its optimizers.
+        forward: Runs the training step's forward pass on fake tensors, for planning; None where there is none.
+        precision: Lightning's name of the precision.
+        accumulate: The number of batches per optimizer step.
+        clip: The norm to which gradients are clipped; None for no clipping.
+        untraceable: The reason why steps cannot be traced; "" where they can.
+        empties_cache: True if the cache is emptied before evaluation already.
+        plan: The checkpoint plan that is applied to the model.
+        predictions: The predictions that the run keeps, in any nesting.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer] = ()
+    forward: Forward | None = None
+    precision: Any = "32-true"
+    accumulate: int = 1
+    clip: float | None = None
+    untraceable: str = ""
+    empties_cache: bool = False
+    plan: CheckpointPlan | None = None
+    predictions: Any = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedStep:
+    """The facts of a failed step that the checks need. Sizes in bytes.
+
+    Attributes:
+        facts: The facts captured when memory ran out.
+        run: The facts read from the Trainer.
+        is_cuda_like: True if the step failed on a GPU with CUDA's allocator, real or simulated.
+        cuda: True to trace CUDA's operators, False for those of the CPU under a simulated device.
+        gpu: The name of a GPU with a cuBLAS workspace of the same size; None for GPUs before Hopper and for the CPU.
+        config: The allocator's settings.
+        history: The recorded history; None where none was recorded.
+        evaluation_began: The history's time at the start of the evaluation; None in training.
+        processes: Other processes on the device, or the reason why they are not known; None where there is no real
+            device.
+        predictions: Bytes of predictions that are kept on the device.
+    """
+
+    facts: FailureFacts
+    run: FailedRun
+    is_cuda_like: bool = False
+    cuda: bool = False
+    gpu: str | None = None
+    config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    history: RecordedHistory | None = None
+    evaluation_began: int | None = None
+    processes: Sequence[GpuProcess] | str | None = None
+    predictions: int = 0
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage by the estimator's names; None where no step had begun."""
+        return _STAGES.get(self.facts.moment.stage)
+
+    @property
+    def precision(self) -> PrecisionName | None:
+        """The precision; None where it cannot be simulated."""
+        name: Any = self.run.precision
+        return name if name in get_args(PrecisionName) else None
+
+    @property
+    def usable(self) -> int | None:
+        """The part of the device that is left for what a trace shows; None where it is not known."""
+        facts, split = self.facts, self.facts.split
+        if facts.stats.capacity is None or split is None:
+            return None
+        capacity = facts.stats.capacity
+        return min(capacity - (facts.used_by_others or 0), int(facts.fraction * capacity)) - self.untraced
+
+    @property
+    def untraced(self) -> int:
+        """The bytes that this process holds and that a trace of the step does not show."""
+        split = self.facts.split
+        if split is None:
+            return 0
+        if self.stage == "train":
+            return split.older
+        return split.older + split.by_category["gradients"] + split.by_category["optimizer"]
+
+    def why_not_traced(self) -> str:
+        """Return the reason why no step can be traced; "" where it can."""
+        if self.run.untraceable:
+            return self.run.untraceable
+        if self.stage is None:
+            return "no step had begun"
+        if self.facts.batch is None or self.facts.samples is None:
+            return "the batch is not known"
+        if self.precision is None:
+            return "its precision is not simulated"
+        return ""
+
+    def estimate(
+        self,
+        size: int | None = None,
+        *,
+        precision: PrecisionName | None = None,
+        accumulate: int | None = None,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        plan: CheckpointPlan | None = None,
+    ) -> MemoryEstimate:
+        """Trace the failed step again, with something changed.
+
+        Args:
+            size: Another batch size.
+            precision: Another precision.
+            accumulate: Another number of batches per optimizer step.
+            optimizer: Makes another optimizer.
+            plan: Another checkpoint plan.
+
+        Raises:
+            Exception: Whatever the step raises on fake tensors.
+        """
+        run, stage = self.run, self.stage
+        assert stage is not None
+        batch: Any = (
+            self.facts.batch if size in {None, self.facts.samples} else resized(self.facts.batch, int(size or 0))
+        )
+        own = None
+        if len(run.optimizers) == 1:
+            # Without its state, which may be incomplete where a step has failed.
+            own = copy_optimizer(run.optimizers[0], lambda tensor: tensor, with_state=False)
+        plan = plan or run.plan
+        # A plan is still applied where the callback that applied it has not been told of the error yet.
+        is_applied = any("forward" in vars(module) for module in run.model.modules())
+        with nullcontext() if plan is None or is_applied else plan.apply(run.model):
+            return estimate_memory(
+                run.model,
+                batch,
+                optimizer=(optimizer or own) if stage == "train" else None,
+                stage=stage,
+                precision=precision or self.precision or "32-true",
+                # More than two batches per step take the same memory as two.
+                accumulate=min(accumulate or run.accumulate, 2) if stage == "train" else 1,
+                clip=run.clip,
+                device="cuda" if self.cuda else "cpu",
+                allocator=self.config.to_string(),
+                capacity=self.gpu,
+            )
+
+    def step(self) -> TracedStep:
+        """Return the training step, to plan for."""
+        assert self.run.forward is not None
+        return TracedStep(
+            self.run.model,
+            self.facts.batch,
+            self.run.forward,
+            tuple(self.run.optimizers),
+            device="cuda" if self.cuda else "cpu",
+        )
+
+
+def failed_step(
+    run: FailedRun, facts: FailureFacts, capture: FailureCapture, snapshot: dict[str, Any] | None
+) -> FailedStep:
+    """Return the failed step with all that the checks need.
+
+    Args:
+        run: The facts read from the Trainer.
+        facts: The facts captured when memory ran out.
+        capture: The object that captured them.
+        snapshot: The memory snapshot; None where none was recorded.
+    """
+    device, virtual = capture.device, capture.virtual
+    config = replace(_settings(virtual, snapshot), per_process_memory_fraction=facts.fraction)
+    history = None
+    if snapshot is not None and facts.stats.capacity is not None:
+        history = RecordedHistory(snapshot, config, facts.stats.capacity, facts.used_by_others or 0, device.index or 0)
+    return FailedStep(
+        facts=facts,
+        run=run,
+        is_cuda_like=device.type == "cuda" or virtual is not None,
+        cuda=device.type == "cuda" or (virtual is not None and virtual.cuda_like),
+        gpu=_gpu_like(device),
+        config=config,
+        history=history,
+        evaluation_began=capture.evaluation_began,
+        processes=processes_of(device, virtual, facts),
+        predictions=_bytes_on_device(run.predictions, capture.on_device),
+    )
+
+
+def processes_of(
+    device: torch.device, virtual: VirtualDevice | None, facts: FailureFacts
+) -> Sequence[GpuProcess] | str | None:
+    """Return the other processes on the device, or the reason why they are not known; None without a GPU."""
+    if virtual is not None:
+        others = (facts.used_by_others or 0) - virtual.context_bytes
+        return [GpuProcess(0, "others (simulated)", others)] if others > 0 else []
+    if device.type == "cuda":
+        return other_gpu_processes(device.index or 0)
+    return None
+
+
+def _gpu_like(device: torch.device) -> str | None:
+    """Return the name of a GPU whose cuBLAS workspace is as large as Hopper's, if the device's is; else None."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    is_large = cublas_workspace_bytes(compute_capability=capability) > cublas_workspace_bytes()
+    return "H100 80GB" if is_large else None
+
+
+def _settings(virtual: VirtualDevice | None, snapshot: dict[str, Any] | None) -> AllocatorConfig:
+    if virtual is not None:
+        return virtual.settings
+    recorded = (snapshot or {}).get("allocator_settings", {}).get("PYTORCH_CUDA_ALLOC_CONF")
+    text = recorded or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    try:
+        return AllocatorConfig.parse(text)
+    except ValueError:  # settings of another backend, or newer than this library
+        return AllocatorConfig()
+
+
+def _bytes_on_device(thing: Any, on_device: OnDevice) -> int:
+    seen: set[int] = set()
+    total = 0
+    for leaf in tree_leaves(thing):
+        found = storage_of(leaf) if isinstance(leaf, Tensor) and on_device(leaf) else None
+        if found is not None and found[0] not in seen:
+            seen.add(found[0])
+            total += block_bytes(found[1])
+    return total

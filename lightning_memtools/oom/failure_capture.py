@@ -1,0 +1,289 @@
+"""Follows a run, and captures the facts in the moment that memory runs out, before the error unwinds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memtools._torch import attach_cuda_oom_observer
+from lightning_memtools.memory.oom_errors import error_chain, requested_bytes
+from lightning_memtools.memory.owned import OnDevice, on_device_of
+from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
+from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.oom.failure_facts import (
+    BatchStart,
+    FailureFacts,
+    FailureMoment,
+    KnowsItsComposition,
+    MemoryGrowth,
+    MemorySplit,
+    running_module,
+    sizes_only,
+    split_by_device,
+    split_by_walking,
+)
+from lightning_memtools.oom.recorded_history import record
+
+# User code may catch errors and try again, and run out of memory again while it cleans up.
+_MOST_CAPTURED = 8
+# As a share of the reserved memory. Smaller growth comes from batches of different sizes.
+_LEAST_GROWTH = 0.05
+
+OOMObserver = Callable[[int, int, int, int], object]
+"""Called with a device's index, the requested bytes, the capacity, and the free bytes."""
+
+# torch's observers can be attached, but not detached: one per process is attached, and calls those in this list.
+_listeners: list[OOMObserver] = []
+_attached = False
+
+
+def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] | None:
+    """Have an observer called when the device runs out of memory, before the error unwinds.
+
+    Returns:
+        A function that ends this; None where the device calls no observers, so that only the exception is left.
+    """
+    virtual = VirtualDevice.current()
+    if virtual is not None and device.type == "cpu":
+        return virtual.observe_oom(observer).remove
+    if device.type == "cuda" and _attach():
+        _listeners.append(observer)
+
+        def remove() -> None:
+            if observer in _listeners:
+                _listeners.remove(observer)
+
+        return remove
+    return None
+
+
+def _attach() -> bool:
+    """Attach the process's one observer, if it is not attached yet, and return whether it is attached now."""
+    global _attached  # noqa: PLW0603, see `_listeners`
+    if _attached:
+        return True
+    # Initialising CUDA makes the allocators that it is attached to.
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    # Other allocators than torch's own (cudaMallocAsync, pluggable ones) raise: they call no observers.
+    with suppress(RuntimeError):
+        attach_cuda_oom_observer(_tell)
+        _attached = True
+    return _attached
+
+
+def _tell(device: int, n_bytes: int, total: int, free: int) -> None:
+    for listener in _listeners:
+        # An error of a listener would replace the out-of-memory error.
+        with suppress(Exception):
+            listener(device, n_bytes, total, free)
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """The present place in a run.
+
+    Attributes:
+        step: The training step, counted as the x axis of `self.log` counts.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        optimizers: The optimizers; none before they are configured.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    optimizers: Sequence[Optimizer]
+
+
+class FailureCapture:
+    """Follows one fit, validate, test or predict call, and captures facts in the moment that memory runs out.
+
+    Args:
+        device: The device that the run puts its tensors on.
+        model: The model.
+        progress: Returns the present place in the run.
+        snapshot: Record the allocator's history.
+
+    Attributes:
+        device: As given.
+        reader: Reads the device; None where it keeps no statistics.
+        virtual: The reader, if it is a simulated device.
+        on_device: Tells which tensors are on the device.
+        snapshot: True if a recording was asked for.
+        recording: The recording; None where there is none.
+        phase: Within a training batch "forward", "backward" or "optimizer step".
+        evaluation_began: The time, on the recording's clock, at which the present evaluation began.
+        is_reporting: True while a report is being made: running out of memory meanwhile is not captured.
+    """
+
+    def __init__(
+        self, device: torch.device, model: nn.Module, progress: Callable[[], RunProgress], *, snapshot: bool
+    ) -> None:
+        self.device = device
+        self.reader: MemoryReader | None = reader_for(device)
+        self.virtual = self.reader if isinstance(self.reader, VirtualDevice) else None
+        self.on_device = _on_device(self.reader, device)
+        self.snapshot = snapshot
+        self.recording = record(self.reader) if snapshot else None
+        self.phase = ""
+        self.evaluation_began: int | None = None
+        self.is_reporting = False
+        self._model = model
+        self._progress = progress
+        self._stage = "setup"
+        self._batch: Any = None
+        self._batch_idx: int | None = None
+        self._first_batch: Any = None
+        self._before: BatchStart | None = None
+        # The first batch that began with the same owners of memory as the present one, and the number of batches since.
+        self._first_before: BatchStart | None = None
+        self._n_since = 0
+        self._captured: deque[FailureFacts] = deque(maxlen=_MOST_CAPTURED)
+        self._stop_observing = observe(device, self._observe)
+
+    def stop(self) -> None:
+        """Stop observing and recording. Calling it twice does no harm."""
+        if self._stop_observing is not None:
+            self._stop_observing()
+        if self.recording is not None:
+            self.recording.stop()
+        self.end_batch()
+
+    # --- following the run
+
+    def begin(self, stage: str) -> None:
+        """Note that a stage begins, or continues after another."""
+        self._stage = stage
+        self.end_batch()
+        self._first_batch = self._first_before = None
+        self.evaluation_began = None if stage == "train" or self.recording is None else self.recording.now()
+
+    def begin_batch(self, batch: Any, batch_idx: int, phase: str = "") -> None:
+        """Note that a batch is on the device."""
+        self._batch, self._batch_idx, self.phase = batch, batch_idx, phase
+        if self._first_batch is None:
+            self._first_batch = sizes_only(batch)
+        if self.reader is not None:
+            self._before = before = BatchStart(
+                allocated_bytes(self.reader),
+                had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
+                had_state=any(optimizer.state for optimizer in self._progress().optimizers),
+            )
+            first, self._n_since = self._first_before, self._n_since + 1
+            if first is None or replace(first, allocated=before.allocated) != before:
+                self._first_before, self._n_since = before, 0
+
+    def end_batch(self) -> None:
+        """Forget the batch."""
+        self._batch = self._batch_idx = self._before = None
+        self.phase = ""
+
+    # --- when memory runs out
+
+    def facts_of(self, exception: BaseException) -> FailureFacts:
+        """Return the facts captured for the first of the errors that led to this one, or else those of now."""
+        # Observers are only called for these: what was captured before an error of another kind is about another one.
+        n_observed = sum(isinstance(error, torch.OutOfMemoryError) for error in error_chain(exception))
+        if not self._captured or not n_observed:
+            return self._capture(requested=requested_bytes(exception))
+        return self._captured[-min(n_observed, len(self._captured))]
+
+    def last_moment(self) -> str:
+        """Return where memory ran out last; "" where it did not."""
+        return str(self._captured[-1].moment) if self._captured else ""
+
+    def _observe(self, device: int, n_bytes: int, total: int, free: int) -> None:
+        del device, total
+        if self.is_reporting:
+            return
+        self.is_reporting = True
+        try:
+            self._captured.append(self._capture(requested=n_bytes, free=free))
+        finally:
+            self.is_reporting = False
+
+    def _capture(self, *, requested: int | None = None, free: int | None = None) -> FailureFacts:
+        progress = self._progress()
+        reader = self.reader
+        facts = FailureFacts(
+            moment=FailureMoment(
+                self._stage, progress.step, self._batch_idx, self.phase, progress.rank, progress.world_size
+            ),
+            device=str(self.device) if reader is None else reader.name,
+            simulated=reader is not None and reader.simulated,
+            requested=requested,
+            free=free,
+        )
+        try:
+            if reader is None:
+                facts = _with_host(facts, self.device)
+            else:
+                stats = reader.stats()
+                facts = replace(
+                    facts,
+                    stats=stats,
+                    used_by_others=_used_by_others(stats),
+                    fraction=_fraction(reader),
+                    split=self._split(stats, progress.optimizers),
+                    grown=self._grown(stats),
+                )
+            is_own = self._batch is not None
+            batch = sizes_only(self._batch) if is_own else self._first_batch
+            return replace(facts, batch=batch, is_own_batch=is_own, module=running_module(self._model))
+        except Exception as error:  # noqa: BLE001, what is known so far is worth a report, and the error must go on
+            return replace(facts, problem=f"{type(error).__name__}: {error}")
+
+    def _split(self, stats: MemoryStats, optimizers: Sequence[Optimizer]) -> MemorySplit | None:
+        if stats.allocated is None:
+            return None
+        walked = split_by_walking(
+            stats.allocated, self._model, optimizers, self.on_device, batch=self._batch, before=self._before
+        )
+        if not isinstance(self.reader, KnowsItsComposition):
+            return walked
+        return split_by_device(self.reader, self._model, older=None if self._before is None else walked.older)
+
+    def _grown(self, stats: MemoryStats) -> MemoryGrowth | None:
+        first, now, n_batches = self._first_before, self._before, self._n_since
+        if first is None or now is None or not n_batches:
+            return None
+        n_bytes = now.allocated - first.allocated
+        is_large = n_bytes > _LEAST_GROWTH * (stats.reserved or stats.allocated or 0)
+        return MemoryGrowth(n_bytes, n_batches) if is_large else None
+
+
+def _used_by_others(stats: MemoryStats) -> int | None:
+    if stats.device_used is None or stats.reserved is None:
+        return None
+    return max(stats.device_used - stats.reserved, 0)
+
+
+def _fraction(reader: MemoryReader) -> float:
+    if isinstance(reader, VirtualDevice):
+        return reader.settings.per_process_memory_fraction
+    if isinstance(reader, CudaReader):
+        return float(torch.cuda.get_per_process_memory_fraction(reader.index))
+    return 1.0
+
+
+def _with_host(facts: FailureFacts, device: torch.device) -> FailureFacts:
+    """Return the facts of a device that keeps no statistics; of the host at least the size is known."""
+    if device.type != "cpu":
+        return facts
+    host = psutil.virtual_memory()
+    return replace(facts, device="the host (cpu)", stats=MemoryStats(capacity=host.total), free=host.available)
+
+
+def _on_device(reader: MemoryReader | None, device: torch.device) -> OnDevice:
+    if reader is not None:
+        return on_device_of(reader, device)
+    return lambda tensor: tensor.device.type == device.type

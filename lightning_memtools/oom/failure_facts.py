@@ -1,0 +1,289 @@
+"""The facts of an out-of-memory error: the place in the run, the device's statistics, the allocated bytes by category.
+
+They are captured in the middle of the failing step, so nothing here allocates on the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memtools._torch import module_call_code
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.owned import OnDevice, Owned, owned_by
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.stats import MemoryStats
+from lightning_memtools.memory.virtual import Composition
+
+_MOST_TENSORS = 12
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
+
+
+@runtime_checkable
+class KnowsItsComposition(Protocol):
+    """A device that knows the purpose of each allocated byte, as a simulated one does."""
+
+    def composition(self) -> Composition:
+        """Return every allocated byte by category and by module."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySplit:
+    """The allocated bytes by category, each counted once.
+
+    Attributes:
+        by_category: Bytes for each of `CATEGORIES`; they add up to the allocated bytes.
+        buffers: The part of "other" that the model's buffers take.
+        by_module: Bytes of activations by module, largest first; empty where the device does not know them.
+        older: Bytes that were allocated before the batch and belong to none of model, optimizers and inputs.
+        exact: True if the device itself reported the split. If not, `older` counts as other, and what was allocated
+            since the batch began as activations.
+    """
+
+    by_category: Mapping[str, int]
+    buffers: int
+    by_module: tuple[tuple[str, int], ...]
+    older: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStart:
+    """The state when a batch began, which tells what has been allocated since.
+
+    Attributes:
+        allocated: Bytes allocated.
+        had_gradients: True if gradients of the previous step existed.
+        had_state: True if the optimizers had state.
+    """
+
+    allocated: int
+    had_gradients: bool
+    had_state: bool
+
+
+def split_by_device(device: KnowsItsComposition, model: nn.Module, *, older: int | None = None) -> MemorySplit:
+    """Return the split that the device itself reports; `older`, where it is known, comes from `split_by_walking`."""
+    composition = device.composition()
+    now = composition.by_category
+    root = type(model).__name__
+    modules = {
+        name.removeprefix(f"{root}."): sizes["activation"]
+        for name, sizes in composition.by_module.items()
+        if sizes["activation"]
+    }
+    return MemorySplit(
+        {
+            "parameters": now["parameter"],
+            "gradients": now["gradient"],
+            "optimizer": now["optimizer"],
+            "activations": now["activation"],
+            "inputs": now["input"],
+            "other": now["other"] + now["buffer"],
+        },
+        now["buffer"],
+        tuple(sorted(modules.items(), key=lambda item: -item[1])),
+        now["other"] if older is None else older,
+        exact=True,
+    )
+
+
+def split_by_walking(
+    allocated: int,
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    on_device: OnDevice,
+    *,
+    batch: Any = None,
+    before: BatchStart | None = None,
+) -> MemorySplit:
+    """Add up what belongs to the model, its optimizers and the batch, and divide the rest by its age.
+
+    Args:
+        allocated: The bytes allocated now; the categories add up to them.
+        model: Its parameters, buffers and gradients are counted.
+        optimizers: Their state is counted.
+        on_device: Tells which tensors count.
+        batch: The inputs.
+        before: The state when the batch began. Without it, the rest counts as activations.
+    """
+    owned = owned_by(model, optimizers, on_device, inputs=batch)
+    known = owned.by_category
+    # Views of larger storages can seem to take more than is allocated.
+    rest = max(0, allocated - owned.total_bytes)
+    older = 0 if before is None else min(rest, _older(before, owned, model, on_device))
+    inputs = min(known["inputs"], allocated - (owned.total_bytes - known["inputs"]))
+    return MemorySplit(
+        {
+            "parameters": known["parameters"],
+            "gradients": known["gradients"],
+            "optimizer": known["optimizer"],
+            "activations": rest - older,
+            "inputs": inputs,
+            "other": older + known["buffers"],
+        },
+        known["buffers"],
+        (),
+        older,
+        exact=False,
+    )
+
+
+def _older(before: BatchStart, owned: Owned, model: nn.Module, on_device: OnDevice) -> int:
+    """Return the bytes without a known owner that were allocated before the batch."""
+    known = owned.by_category
+    gradients = 0
+    if before.had_gradients:
+        # They may be freed or incomplete by now; each is as large as its parameter.
+        trained = nn.ParameterList([p for p in model.parameters() if p.requires_grad])
+        gradients = owned_by(trained, (), on_device).by_category["parameters"]
+    state = known["optimizer"] if before.had_state else 0
+    return max(0, before.allocated - known["parameters"] - known["buffers"] - known["inputs"] - gradients - state)
+
+
+@dataclass(frozen=True, slots=True)
+class FailureMoment:
+    """The place in the run where memory ran out.
+
+    Attributes:
+        stage: setup, sanity check, train, val, test or predict.
+        step: The training step, counted as the x axis of `self.log` counts.
+        batch_idx: The index of the batch within its epoch or evaluation; None outside of batches.
+        phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+    """
+
+    stage: str
+    step: int = 0
+    batch_idx: int | None = None
+    phase: str = ""
+    rank: int = 0
+    world_size: int = 1
+
+    def __str__(self) -> str:
+        parts = [self.stage]
+        if self.stage == "train":
+            parts.append(f"step {self.step}")
+        if self.batch_idx is not None:
+            parts.append(f"batch {self.batch_idx}")
+        if self.phase:
+            parts.append(self.phase)
+        if self.world_size > 1:
+            parts.append(f"rank {self.rank} of {self.world_size}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrowth:
+    """Memory that has accumulated over the batches of a stage, apart from model, gradients and optimizer state.
+
+    Attributes:
+        n_bytes: Its size in bytes.
+        n_batches: The number of batches over which it has accumulated.
+    """
+
+    n_bytes: int
+    n_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureFacts:
+    """The facts captured when memory ran out: plain data that holds no tensor of the device. Sizes in bytes.
+
+    Attributes:
+        moment: The place in the run.
+        device: The device's name.
+        simulated: True for a simulated device.
+        stats: The statistics of the device; those that are not known are None.
+        requested: The size that could not be allocated; None where it is not known.
+        free: The free bytes of the device; None where they are not known.
+        used_by_others: Bytes held outside of the allocator: by other processes, and by the context of this one.
+        fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
+        split: The allocated bytes by category; None where nothing is known of them.
+        grown: Memory that has accumulated over the batches; None where it is little, or not known.
+        module: The innermost module that was being called; "" where it is not known.
+        batch: The batch on the meta device (sizes without values); None where there was none.
+        is_own_batch: True if it is the failing batch itself, False if it is the first batch of the stage.
+        problem: The error that occurred while the facts were captured; "" if none did.
+    """
+
+    moment: FailureMoment
+    device: str
+    simulated: bool = False
+    stats: MemoryStats = field(default_factory=MemoryStats)
+    requested: int | None = None
+    free: int | None = None
+    used_by_others: int | None = None
+    fraction: float = 1.0
+    split: MemorySplit | None = None
+    grown: MemoryGrowth | None = None
+    module: str = ""
+    batch: Any = None
+    is_own_batch: bool = True
+    problem: str = ""
+
+    @property
+    def unusable(self) -> int | None:
+        """Reserved bytes that are free, but in pieces: whole free segments were released before the error."""
+        if self.stats.reserved is None or self.stats.allocated is None:
+            return None
+        return self.stats.reserved - (self.stats.active or self.stats.allocated)
+
+    @property
+    def samples(self) -> int | None:
+        """The size of the batch's first dimension; None without a tensor that has one."""
+        return next((tensor.shape[0] for tensor in tensors_in(self.batch) if tensor.dim()), None)
+
+
+def sizes_only(batch: Any) -> Any:
+    """Return a batch whose tensors are on the meta device: the same shapes and strides, without memory or values."""
+
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return map_tensors(batch, meta)
+
+
+def describe_batch(batch: Any) -> list[str]:
+    """Return one line per tensor with its type, shape and size."""
+    tensors = list(tensors_in(batch))
+    lines = [
+        f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        f" ({format_size(tensor.numel() * tensor.element_size())})"
+        for tensor in tensors[:_MOST_TENSORS]
+    ]
+    if len(tensors) > _MOST_TENSORS:
+        lines.append(f"and {len(tensors) - _MOST_TENSORS} more")
+    return lines
+
+
+def running_module(model: nn.Module) -> str:
+    """Return the name and class of the innermost module that this thread is calling; "" where it calls none."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for frame in _frames_of_calls():
+        # Reading a frame's variables keeps them alive as long as the frame. These frames end with the error; the
+        # user's may catch it and go on, so they are not read.
+        module = frame.f_locals.get("self")
+        name = names.get(id(module))
+        if name is not None:
+            return f"{name or '(the model)'} ({type(module).__name__})"
+    return ""
+
+
+def _frames_of_calls() -> Iterator[FrameType]:
+    code = module_call_code()
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is code:
+            yield frame
+        frame = frame.f_back

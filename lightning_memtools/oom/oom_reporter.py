@@ -1,0 +1,243 @@
+"""Makes an out-of-memory report and delivers it: to a file, the console, the error itself, and the other ranks."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import distributed
+
+from lightning_memtools._torch import default_process_group_store
+from lightning_memtools.memory.allocator import write_snapshot
+from lightning_memtools.memory.user_code import user_line_of
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.oom.advice_checks import AdviceChecks
+from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes_of
+from lightning_memtools.oom.failure_capture import FailureCapture
+from lightning_memtools.oom.failure_facts import FailureMoment
+from lightning_memtools.oom.report_page import ReportPage
+from lightning_memtools.oom.step_trials import Deadline
+from lightning_memtools.reporting.files import NotWritten, write_report
+
+# A report may take ten seconds. When this time is over, what is running may still take a backward pass or a plan.
+CHECKS_S = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class OOMNotice:
+    """The message of the rank that ran out of memory first.
+
+    Attributes:
+        rank: The rank.
+        headline: What failed, and where.
+        report: The path of its report; "" where there is none.
+    """
+
+    rank: int
+    headline: str
+    report: str = ""
+
+
+class NoticeBoard:
+    """Tells the other ranks which one ran out of memory: all they see is a closed connection.
+
+    There is one notice for a call of the Trainer: a file beside the reports, and an entry in the process group's store.
+    The file is for ranks on one machine or with a shared file system, and outlives the process that holds the store.
+
+    Args:
+        directory: The directory of the reports. Where it cannot be written to, the system's temporary directory is
+            used.
+        token: Distinguishes this call of the Trainer from others; the same on every rank.
+    """
+
+    def __init__(self, directory: Path | None, token: str) -> None:
+        name = f".oom-{token}.json"
+        self._key = f"lightning_memtools/oom/{token}"
+        paths = [] if directory is None else [directory / name]
+        self._paths = [*paths, Path(tempfile.gettempdir()) / name]
+
+    def leave(self, notice: OOMNotice) -> bool:
+        """Leave a notice, and return True if this rank is the first to do so."""
+        for path in self._paths:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError:  # among them FileExistsError, where a file has the directory's name
+                continue
+            try:
+                with path.open("x", encoding="utf-8") as file:
+                    json.dump(asdict(notice), file)
+            except FileExistsError:
+                return False
+            except OSError:
+                continue
+            break
+        _with_store(lambda store: store.set(self._key, json.dumps(asdict(notice))))
+        return True
+
+    def replace(self, notice: OOMNotice) -> None:
+        """Replace the notice that this rank has left."""
+        text = json.dumps(asdict(notice))
+        for path in self._paths:
+            try:
+                if path.exists():
+                    path.write_text(text, encoding="utf-8")
+                    break
+            except OSError:
+                continue
+        _with_store(lambda store: store.set(self._key, text))
+
+    def read(self) -> OOMNotice | None:
+        """Return the notice; None if no rank has left one."""
+        for path in self._paths:
+            try:
+                return OOMNotice(**json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError):
+                continue
+        text = _with_store(lambda store: store.get(self._key) if store.check([self._key]) else None)
+        try:
+            return None if text is None else OOMNotice(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class OOMReporter:
+    """Reports for one call of the Trainer.
+
+    Attributes:
+        directory: The directory of the reports, or the reason why the run keeps no files.
+        top: The number of modules that are listed.
+        board: Tells the ranks of each other; None with one rank.
+    """
+
+    directory: Path | NotWritten
+    top: int
+    board: NoticeBoard | None
+
+    def report(self, exception: BaseException, capture: FailureCapture, read_run: Callable[[], FailedRun]) -> str:
+        """Report that memory ran out on this rank, and return the report as markdown.
+
+        Args:
+            exception: The error; it gets the first lines of the report as a note.
+            capture: The object that captured the facts.
+            read_run: Reads the facts of the run that the checks need.
+        """
+        begin = time.monotonic()
+        facts = capture.facts_of(exception)
+        line = user_line_of(exception)
+        page = ReportPage(
+            facts=facts,
+            error=str(exception),
+            where="" if line is None else f"{line} in {line.function}" + (f": {line.source}" if line.source else ""),
+            modules=() if facts.split is None else facts.split.by_module,
+            processes=processes_of(capture.device, capture.virtual, facts),
+            top=self.top,
+        )
+        notice = OOMNotice(facts.moment.rank, page.headline)
+        is_first = self.board is None or self.board.leave(notice)
+        # The facts are written before anything else is tried.
+        page.file = self._write(_file_name(facts.moment), page.markdown())
+        snapshot = None if capture.recording is None else capture.recording.take()
+        page.snapshot = _write_snapshot(page.file, snapshot, capture)
+        _check(page, capture, snapshot, read_run, Deadline(CHECKS_S - (time.monotonic() - begin)))
+        page.seconds = time.monotonic() - begin
+        text = page.markdown()
+        if isinstance(page.file, Path):
+            write_report(page.file.parent, page.file.name, text)
+        if self.board is not None and is_first:
+            path = str(page.file) if isinstance(page.file, Path) else ""
+            self.board.replace(replace(notice, report=path))
+        exception.add_note(page.note())
+        lines = page.console() if is_first else f"{page.headline} {page.file_line()}"
+        Console().print(lines, soft_wrap=True, markup=False, highlight=False)
+        return text
+
+    def report_other_rank(self, exception: BaseException) -> str | None:
+        """Note on an error that another rank ran out of memory, if one did: this rank only saw a closed connection.
+
+        Returns:
+            The other rank's report as markdown; None if no rank ran out of memory.
+        """
+        notice = None if self.board is None else self.board.read()
+        if notice is None:
+            return None
+        report = f" Report: {notice.report}" if notice.report else ""
+        exception.add_note(
+            f"OOMReport: this error is a consequence of rank {notice.rank} running out of memory. "
+            f"{notice.headline}{report}"
+        )
+        try:
+            return Path(notice.report).read_text(encoding="utf-8") if notice.report else notice.headline
+        except OSError:
+            return notice.headline
+
+    def _write(self, name: str, text: str) -> Path | NotWritten:
+        """Write a report to the directory of the reports, or if that fails to a temporary one."""
+        written = write_report(self.directory, name, text)
+        if isinstance(written, Path) or not written.is_failure:
+            return written
+        try:
+            return write_report(Path(tempfile.mkdtemp(prefix="memtools-")), name, text)
+        except OSError:
+            return written
+
+
+def _check(
+    page: ReportPage,
+    capture: FailureCapture,
+    snapshot: dict[str, Any] | None,
+    read_run: Callable[[], FailedRun],
+    deadline: Deadline,
+) -> None:
+    """Run the checks of what would have helped, and put what they found onto the page."""
+    try:
+        checks = AdviceChecks(failed_step(read_run(), page.facts, capture, snapshot), deadline)
+        with _suspended(capture.virtual):
+            checks.run()
+    except Exception as error:  # noqa: BLE001, the facts are worth a report without advice
+        page.notes = [f"Nothing could be checked: {type(error).__name__}: {error}"]
+        return
+    page.actions, page.notes = checks.actions, checks.notes
+    page.request, page.expandable = checks.request, checks.expandable
+    if not page.modules:
+        page.modules, page.modules_traced = checks.modules, True
+
+
+def _suspended(virtual: VirtualDevice | None) -> AbstractContextManager[None]:
+    return virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext()
+
+
+def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, capture: FailureCapture) -> Path | str:
+    if snapshot is None:
+        return "this device records none" if capture.snapshot else "it was not asked for (snapshot=False)"
+    if isinstance(report, NotWritten):
+        return f"it was {report.reason}" if not report.is_failure else "no file can be written"
+    path = report.with_name(f"{report.stem}-snapshot.pickle")
+    try:
+        write_snapshot(snapshot, path)
+    except OSError as error:
+        return f"it could not be written: {error}"
+    return path
+
+
+def _file_name(moment: FailureMoment) -> str:
+    stage = moment.stage.replace(" ", "-")
+    rank = f"-rank{moment.rank}" if moment.world_size > 1 else ""
+    return f"oom-{stage}-step{moment.step}{rank}.md"
+
+
+def _with_store(use: Callable[[Any], Any]) -> Any:
+    """Use the process group's store; None where there is none, or where the process that held it is gone."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    try:
+        return use(default_process_group_store())
+    except Exception:  # noqa: BLE001, the rank that holds it may be the one that died
+        return None

@@ -1,0 +1,209 @@
+"""The recorded history of the allocator: recording it, and replaying it under other settings.
+
+A replay tells whether the failed request would have found memory: then memory was there, and only lay in pieces.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from lightning_memtools._torch import (
+    cuda_memory_snapshot,
+    is_cuda_history_recorded,
+    record_cuda_history,
+    stop_cuda_history,
+)
+from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, replay
+from lightning_memtools.memory.allocator.block_rounding import SMALL_LIMIT, SMALL_SEGMENT, round_up
+from lightning_memtools.memory.allocator.memory_snapshot import FailedRequest, begin_of, failed_request, trace_until
+from lightning_memtools.memory.readers import CudaReader
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.stats import MemoryReader
+from lightning_memtools.memory.virtual import VirtualDevice
+
+MOST_ENTRIES = 50_000
+"""The number of actions that are kept. On a GPU the stack of one takes up to a kilobyte of host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRecording:
+    """A running recording of the allocator.
+
+    Attributes:
+        take: Returns the snapshot: segments, blocks, and the recorded actions. It allocates nothing on the device.
+        now: Returns the present time on the recording's clock (`time_us`).
+        stop: Ends the recording.
+    """
+
+    take: Callable[[], dict[str, Any]]
+    now: Callable[[], int]
+    stop: Callable[[], None]
+
+
+def record(reader: MemoryReader | None) -> HistoryRecording | None:
+    """Start to record the allocator's history. A recording that somebody else has started goes on.
+
+    Returns:
+        The recording; None where the device keeps no history.
+    """
+    if isinstance(reader, VirtualDevice):
+        return _record_virtual(reader)
+    return _record_cuda() if isinstance(reader, CudaReader) else None
+
+
+def _record_virtual(device: VirtualDevice) -> HistoryRecording:
+    is_ours = device.history is None
+    if is_ours:
+        device.record_history(MOST_ENTRIES)
+    history = device.history
+    assert history is not None
+
+    def stop() -> None:
+        if is_ours and device.history is history:
+            device.record_history(0)
+
+    return HistoryRecording(device.snapshot, lambda: history.count, stop)
+
+
+def _record_cuda() -> HistoryRecording | None:
+    try:
+        is_ours = not is_cuda_history_recorded()
+        if is_ours:
+            record_cuda_history(MOST_ENTRIES)
+    except RuntimeError:  # from other allocators than torch's own (cudaMallocAsync, pluggable ones)
+        return None
+
+    def stop() -> None:
+        if is_ours:
+            stop_cuda_history()
+
+    return HistoryRecording(cuda_memory_snapshot, lambda: time.time_ns() // 1000, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayVerdict:
+    """The result of a replay under another setting.
+
+    Attributes:
+        served: True if the request would have found memory; None where that is not known.
+        why: The reason in words.
+    """
+
+    served: bool | None
+    why: str
+
+
+@dataclass(frozen=True)
+class RecordedHistory:
+    """A recorded history that ends with a request for which there was no memory, and the device it was recorded on.
+
+    Attributes:
+        snapshot: A snapshot as `torch.cuda.memory._snapshot` or `take_snapshot` returns it.
+        config: The allocator's settings.
+        capacity: The capacity of the device in bytes.
+        used_by_others: Bytes held by others than the allocator.
+        device: The device's index in the snapshot.
+    """
+
+    snapshot: Mapping[str, Any]
+    config: AllocatorConfig
+    capacity: int
+    used_by_others: int
+    device: int = 0
+
+    @cached_property
+    def failed(self) -> FailedRequest | None:
+        """The request that found no memory; None where the history does not hold it."""
+        return self._failed()
+
+    @cached_property
+    def problem(self) -> str:
+        """The reason why the history allows no conclusion; "" where it does."""
+        failed = self.failed
+        if failed is None:
+            return "the recorded history does not hold the failed request"
+        if not _replayed(failed, self.config).served:
+            return ""
+        # Where a history is cut off, its oldest blocks are placed by guess, which may be better than they really were.
+        if not failed.is_complete:
+            return "the recorded history does not reach back far enough to show how the memory was fragmented"
+        return "the failed request is not reproduced by the recorded history"
+
+    def failed_with_empty_cache(self, at: int) -> FailedRequest | None:
+        """Return the same request in a history in which the cache was emptied at a time."""
+        return self._failed(at)
+
+    def allocator_at(self, time: int) -> CachingAllocator | None:
+        """Return the allocator as it was at a time of the history; None where that is not known."""
+        begin = begin_of(self.snapshot, self.device)
+        if begin is None or begin > time:
+            return None
+        trace = trace_until(
+            self.snapshot,
+            self.config,
+            capacity=self.capacity,
+            used_by_others=self.used_by_others,
+            until=time,
+            device=self.device,
+        )
+        done = replay(trace)
+        return done.allocator if done.completed else None
+
+    def _failed(self, empty_cache_at: int | None = None) -> FailedRequest | None:
+        return failed_request(
+            self.snapshot,
+            self.config,
+            capacity=self.capacity,
+            used_by_others=self.used_by_others,
+            device=self.device,
+            empty_cache_at=empty_cache_at,
+        )
+
+
+def with_expandable_segments(history: RecordedHistory) -> ReplayVerdict:
+    """Return whether the request would have been served with ``expandable_segments:True``."""
+    if history.config.expandable_segments and history.failed is not None:
+        return ReplayVerdict(served=False, why="expandable segments are on already")
+    return _verdict_on(history, history.failed, replace(history.config, expandable_segments=True))
+
+
+def with_empty_cache(history: RecordedHistory, at: int) -> ReplayVerdict:
+    """Return whether the request would have been served if the cache had been emptied at a time of the history."""
+    begin = begin_of(history.snapshot, history.device)
+    if history.failed is not None and begin is not None and begin > at:
+        return ReplayVerdict(served=None, why="the recorded history does not reach back to the start of the evaluation")
+    return _verdict_on(history, history.failed_with_empty_cache(at), history.config)
+
+
+def with_more_memory(history: RecordedHistory, n_bytes: int) -> ReplayVerdict:
+    """Return whether the request would have been served if others had held `n_bytes` less of the device."""
+    return _verdict_on(history, history.failed, history.config, more=n_bytes)
+
+
+def _verdict_on(
+    history: RecordedHistory, failed: FailedRequest | None, config: AllocatorConfig, *, more: int = 0
+) -> ReplayVerdict:
+    if history.problem or failed is None:
+        return ReplayVerdict(served=None, why=history.problem)
+    return _replayed(failed, config, more=more)
+
+
+def _replayed(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -> ReplayVerdict:
+    trace = failed.trace
+    done = replay(trace, config=config, capacity=None if trace.capacity is None else trace.capacity + more)
+    if done.out_of_memory is not None:
+        return ReplayVerdict(served=False, why="memory would have run out even earlier")
+    try:
+        done.allocator.malloc(failed.n_bytes, stream=failed.stream, pool=failed.pool)
+    except SimulatedOutOfMemory as error:
+        page = config.large_segment_size if error.rounded > SMALL_LIMIT else SMALL_SEGMENT
+        needed = round_up(error.rounded, page) if config.expandable_segments else error.segment_size
+        found = f"{format_size(max(error.free or 0, 0))} would have been free"
+        return ReplayVerdict(
+            served=False, why=f"{found}, and {format_size(needed)} needed for a request of {format_size(error.rounded)}"
+        )
+    return ReplayVerdict(served=True, why="the request would have been served")

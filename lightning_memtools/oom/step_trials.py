@@ -1,0 +1,314 @@
+"""The failed step traced on fake tensors, as it was and with something changed: what it needs and whether it fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
+from lightning_memtools.estimate import MemoryEstimate
+from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
+from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, copy_of, replay, replay_on
+from lightning_memtools.memory.sizes import MIB, format_size
+from lightning_memtools.oom.failed_step import FailedStep
+
+_BUDGET_STEPS = 4
+# As a share of the plain step's peak. Smaller savings are not worth a line.
+_LEAST_SAVING = 0.01
+
+
+class OutOfTimeError(Exception):
+    """The time for checking is over."""
+
+
+class NotFoundError(Exception):
+    """There is nothing to suggest; the message says why."""
+
+
+class Deadline:
+    """A time by which the checks have to end.
+
+    Args:
+        seconds: The time from now.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left; below 0 when the time is over."""
+        return self._end - time.monotonic()
+
+    def check(self) -> None:
+        """Return if there is time left.
+
+        Raises:
+            OutOfTimeError: There is none.
+        """
+        if self.left_s <= 0:
+            raise OutOfTimeError("not reached within the time for checks")
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """While entered, a step that is being traced ends at the next module it calls once the time is over."""
+        handles: list[Any] = [
+            register_module_forward_pre_hook(lambda *_: self.check()),
+            register_optimizer_step_pre_hook(lambda *_: self.check()),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class LargestBatch:
+    """The largest batch that fits.
+
+    Attributes:
+        size: The number of samples; 0 where not even one fits.
+        estimate: The estimate of a step with this batch; None where none fits.
+        end: What is known of larger batches, in words.
+    """
+
+    size: int
+    estimate: MemoryEstimate | None = None
+    end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FittingPlan:
+    """A checkpoint plan with which the step fits.
+
+    Attributes:
+        plan: The plan.
+        estimate: The estimate of the step with the plan.
+        budget: The memory budget that the plan was made for, such as "110MiB".
+    """
+
+    plan: CheckpointPlan
+    estimate: MemoryEstimate
+    budget: str
+
+
+class StepTrials:
+    """Traces of one failed step.
+
+    Args:
+        failed: The failed step.
+        deadline: The time by which to end.
+
+    Attributes:
+        failed: The failed step.
+        why_not: The reason why the step cannot be traced; "" where it was traced.
+    """
+
+    def __init__(self, failed: FailedStep, deadline: Deadline) -> None:
+        self.failed = failed
+        self._deadline = deadline
+        self._estimates: dict[tuple[int, int], MemoryEstimate] = {}
+        self.why_not = failed.why_not_traced() or self._try_plain()
+
+    def _try_plain(self) -> str:
+        try:
+            self.at(self.size)
+        except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fake tensors
+            return in_a_line(error)
+        return ""
+
+    # --- the step and the device
+
+    @property
+    def size(self) -> int:
+        """The number of samples in the failed batch."""
+        size = self.failed.facts.samples
+        assert size is not None
+        return size
+
+    @property
+    def usable(self) -> int:
+        """The bytes of the device that are left for what a trace shows."""
+        usable = self.failed.usable
+        assert usable is not None
+        return usable
+
+    @property
+    def plain(self) -> MemoryEstimate:
+        """The estimate of the step as it was; only where it could be traced."""
+        return self.at(self.size)
+
+    @cached_property
+    def plain_fits(self) -> bool:
+        """True if the step as it was fits by its trace, which then lacks what made the step fail."""
+        return self.failed.usable is not None and self.fits(self.plain)
+
+    @property
+    def can_tell_what_fits(self) -> bool:
+        """True if a trace can tell what fits; if not, it only tells by how much something lowers the peak."""
+        return self.failed.usable is not None and not self.plain_fits
+
+    @property
+    def modules(self) -> tuple[tuple[str, int], ...]:
+        """Activations by module, largest first: in training those kept for backward, else those at the peak."""
+        in_training = self.failed.stage == "train"
+        found = (
+            (module.name or "(the model)", module.saved_bytes if in_training else module.at_peak_bytes)
+            for module in self.plain.modules
+        )
+        return tuple(sorted(found, key=lambda item: -item[1]))
+
+    # --- what fits
+
+    def at(self, size: int, accumulate: int | None = None) -> MemoryEstimate:
+        """Return the estimate of the step with another batch size and number of batches per optimizer step."""
+        key = (size, min(accumulate or self.failed.run.accumulate, 2))
+        if key not in self._estimates:
+            self._deadline.check()
+            self._estimates[key] = self.failed.estimate(size, accumulate=accumulate)
+        return self._estimates[key]
+
+    def fits(self, estimate: MemoryEstimate, *, emptied: bool = False) -> bool:
+        """Return whether traced steps fit: in evaluation into the cache as training left it, else into an empty device.
+
+        Args:
+            estimate: The estimate of the steps.
+            emptied: True if the cache is emptied before evaluation.
+        """
+        # What never asks the device for more than is left needs no replay.
+        if self._at_evaluation is None and estimate.peak_reserved <= self.usable:
+            return True
+        return estimate.trace is not None and self._serves(estimate.trace, estimate.begin, emptied=emptied)
+
+    def _serves(self, trace: AllocationTrace, begin: int, *, emptied: bool = False) -> bool:
+        """Return whether all requests of a trace find memory.
+
+        Args:
+            trace: The trace of the steps.
+            begin: The number of its first events that put the model onto the device.
+            emptied: True if the cache is emptied before evaluation.
+        """
+        if self.usable <= 0:
+            return False
+        self._deadline.check()
+        if self._at_evaluation is None:
+            return replay(trace, capacity=self.usable).completed
+        allocator = copy_of(self._at_evaluation)
+        if emptied:
+            allocator.empty_cache()
+        return replay_on(allocator, trace, n_skipped=begin).completed
+
+    @cached_property
+    def _at_evaluation(self) -> CachingAllocator | None:
+        """The allocator as training left it; None in training, and where it is not known."""
+        history, began = self.failed.history, self.failed.evaluation_began
+        return None if history is None or began is None else history.allocator_at(began)
+
+    def fits_if_known(self, estimate: MemoryEstimate) -> bool | None:
+        """Return whether traced steps fit; None where a trace cannot tell."""
+        return self.fits(estimate) if self.can_tell_what_fits else None
+
+    def plain_fits_with(self, n_bytes: int) -> bool | None:
+        """Return whether the step as it was fits with `n_bytes` more memory; None where the capacity is not known."""
+        return None if self.failed.usable is None else self.plain.fits(f"{self.usable + n_bytes}B")
+
+    @cached_property
+    def largest_batch(self) -> LargestBatch:
+        """The largest batch that fits."""
+        known: dict[int, bool] = {}
+
+        def attempt(size: int) -> TracedSize:
+            estimate = self.at(size)
+            known[size] = self.fits(estimate)
+            return TracedSize(known[size], estimate.peak_allocated, estimate.trace)
+
+        end = "{} does not fit"
+        try:
+            size = largest_batch(
+                self._first_guess(),
+                attempt=attempt,
+                serves=lambda trace: self._serves(trace, self.plain.begin),
+                limit=self.usable,
+                known={self.size: attempt(self.size)},
+            )
+        except OutOfTimeError:
+            size = max((size for size, does in known.items() if does), default=0)
+            if not size:
+                raise
+            end = "a larger one may fit: there was no time to find out"
+        return LargestBatch(size, self.at(size), end.format(size + 1)) if size else LargestBatch(0)
+
+    def _first_guess(self) -> int:
+        """Return a batch size that fits if what the plain step holds at its peak grows with the batch or is fixed."""
+        at_peak = self.plain.composition
+        fixed = sum(at_peak[part] for part in ("parameters", "gradients", "optimizer"))
+        growing = self.plain.peak_allocated - fixed
+        guess = self.size * (self.usable - fixed) // growing if growing else 1
+        return max(1, min(guess, self.size - 1))
+
+    # --- checkpoint plans
+
+    @cached_property
+    def _planner(self) -> StepPlanner:
+        """Plans of one step share one profile of it."""
+        return StepPlanner(self.failed.step())
+
+    def auto_plan(self) -> CheckpointPlan:
+        """Return the plan that GradientCheckpointing() chooses by itself."""
+        self._deadline.check()
+        return self._planner.plan(CheckpointOptions.parse())
+
+    def plan_that_fits(self) -> FittingPlan | None:
+        """Return the plan with the least recomputation that fits; None where there is none."""
+        budget = self.usable // MIB
+        for _ in range(_BUDGET_STEPS):
+            self._deadline.check()
+            try:
+                plan = self._planner.plan(CheckpointOptions.parse(memory_budget=f"{budget}MiB"))
+            except BudgetTooSmallError:
+                return None
+            estimate = self.failed.estimate(plan=plan)
+            if self.fits(estimate):
+                return FittingPlan(plan, estimate, f"{budget}MiB")
+            # The budget counts what tensors hold. The allocator asks the device for more.
+            budget -= max(budget // 20, 1)
+        return None
+
+    # --- in words
+
+    def saving(self, peak: int) -> int:
+        """Return by how many bytes a peak is lower than the plain one; 0 where that is not worth a line."""
+        saved = self.plain.peak_allocated - peak
+        return saved if saved > _LEAST_SAVING * self.plain.peak_allocated else 0
+
+    def within(self, peak: int) -> str:
+        """Return a peak and what it has to fit into."""
+        return f"{format_size(peak)} within {format_size(self.usable)}"
+
+    def verdict(self, peak: int, *, fits: bool | None) -> str:
+        """Say whether a step with that peak fits, and if not by how much it is too large."""
+        if fits is None:
+            return f"to a peak of {format_size(peak)}; whether that is enough is not known"
+        if fits:
+            return f"fits, with a peak of {self.within(peak)}"
+        over = peak - self.usable
+        reason = f"{format_size(over)} too much" if over > 0 else f"too fragmented for {format_size(self.usable)}"
+        return f"not enough by itself: a peak of {format_size(peak)}, {reason}"
+
+
+def in_a_line(error: Exception) -> str:
+    """Return in one line why something could not be done."""
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    if isinstance(error, (OutOfTimeError, NotFoundError)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
