@@ -179,9 +179,9 @@ class OOMReporter:
             return notice.headline
 
     def _write(self, name: str, text: str) -> Path | NotWritten:
-        """Write a report to the directory of the reports, or if that fails to a temporary one."""
+        """Write a report to the directory of the reports, or else to a temporary one: it cannot be made again."""
         written = write_report(self.directory, name, text)
-        if isinstance(written, Path) or not written.is_failure:
+        if isinstance(written, Path):
             return written
         try:
             return write_report(Path(tempfile.mkdtemp(prefix="memtools-")), name, text)
@@ -218,7 +218,7 @@ def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, 
     if snapshot is None:
         return "this device records none" if capture.snapshot else "it was not asked for (snapshot=False)"
     if isinstance(report, NotWritten):
-        return f"it was {report.reason}" if not report.is_failure else "no file can be written"
+        return "no file can be written"
     path = report.with_name(f"{report.stem}-snapshot.pickle")
     try:
         write_snapshot(snapshot, path)
