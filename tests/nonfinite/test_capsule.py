@@ -249,9 +249,9 @@ def test_a_script_with_modules_and_batches_of_its_own(tmp_path):
 def test_what_a_replay_needs_is_said_when_the_capsule_is_written(tmp_path):
     path, said = run_script(tmp_path, guard="if True:", save="")
     needs = (
-        f"memtools replay {path} (after moving what train_this_test.py runs below `if __name__ == '__main__':`, so that "
-        "it can be imported; with --model package.function, which makes the module: its constructor takes width, which "
-        "save_hyperparameters() did not keep)"
+        f"memtools replay {path} (after moving what train_this_test.py runs below `if __name__ == '__main__':`, so "
+        "that it can be imported; with --model package.function, which makes the module: its constructor takes width, "
+        "which save_hyperparameters() did not keep)"
     )
     assert needs in said
     assert "and would train" in refusal(path)
