@@ -526,8 +526,10 @@ def test_every_logger(kind, fused, tmp_path, capsys):
     run = trainer(tmp_path, HaltOnNaN(), **options)
     error = halted(run, Net(fused=fused), loader(BAD))
     assert error.step == BAD
-    if kind == "fast_dev_run":
+    if kind in {"fast_dev_run", "none"}:
         assert error.path is None
+        reason = "logger=False" if kind == "none" else kind
+        assert f"not written: this run keeps no files ({reason})" in str(error)
         assert not [*tmp_path.rglob("*.ckpt")]
     else:
         assert error.path is not None
