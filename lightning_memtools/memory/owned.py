@@ -1,4 +1,4 @@
-"""What a model and its optimizers are known to hold on a device, by category."""
+"""The memory that a model and its optimizers own on a device, by category."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ OnDevice = Callable[[Tensor], bool]
 
 @runtime_checkable
 class KnowsItsTensors(Protocol):
-    """A device that says itself which tensors it holds, as a simulated one must: they all are CPU tensors."""
+    """A device that tells which tensors it holds, as a simulated one must: all of them are CPU tensors."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is this device's."""
+        """Return whether the tensor's memory is on this device."""
 
 
 def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
-    """Tells which tensors' memory the reader's figures are about.
+    """Return a function that tells which tensors count in the reader's figures.
 
     Args:
-        reader: What reads the device.
-        device: Where PyTorch puts its tensors.
+        reader: The reader of the device.
+        device: The device on which PyTorch puts the tensors.
     """
     if isinstance(reader, KnowsItsTensors):
         return reader.holds
@@ -39,13 +39,13 @@ def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
     )
 
 
-# The allocator gives out multiples of this (see allocator/rounding.py).
+# The size of every block is a multiple of this (see allocator/block_rounding.py).
 _GRANULE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The memory that a model is known to hold.
+    """The memory that a model and its optimizers own.
 
     Attributes:
         by_category: Bytes of parameters, buffers, gradients and optimizer state, as the allocator rounds them.
@@ -62,13 +62,13 @@ class Owned:
 
 
 def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDevice, *, inputs: Any = None) -> Owned:
-    """Add up what a model's tensors occupy on the device, each storage once.
+    """Return the memory that a model's tensors occupy on the device, counting each storage once.
 
     Args:
         model: Its parameters, buffers and gradients are counted.
         optimizers: Their state is counted.
-        on_device: Which tensors count.
-        inputs: A batch, or anything else that holds tensors and is expected to be there now.
+        on_device: Tells which tensors count.
+        inputs: A batch, or anything else that holds tensors and is expected to be on the device now.
     """
     seen: set[int] = set()
 
@@ -95,9 +95,9 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
 
 
 def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
-    """The storage of a tensor (of a DTensor: that of this rank's shard) and its identity.
+    """Return the identity of a tensor's storage and the storage itself; for a DTensor those of this rank's shard.
 
-    None where a tensor has no storage of its own: sparse, nested and other layouts that are made of several tensors.
+    It is None where a tensor has no storage of its own: sparse, nested and other layouts consist of several tensors.
     """
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
@@ -109,14 +109,14 @@ def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
 
 
 def block_bytes(storage: UntypedStorage) -> int:
-    """What the allocator gives out for a storage, with its default settings."""
+    """Return the size of the block that the allocator gives a storage with its default settings."""
     return -(-storage.nbytes() // _GRANULE) * _GRANULE
 
 
 def _state_of(optimizers: Iterable[Optimizer]) -> Iterable[Any]:
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            # Nearly always a flat dict of tensors; only L-BFGS and the like nest lists.
+            # This is nearly always a flat dict of tensors; only L-BFGS and the like nest lists.
             for value in state.values() if isinstance(state, dict) else (state,):
                 if isinstance(value, Tensor):
                     yield value

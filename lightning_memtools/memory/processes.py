@@ -1,4 +1,4 @@
-"""Who else uses a GPU: what `nvidia-smi` lists, through NVML, or under ROCm what `amd-smi` lists."""
+"""The other processes that use a GPU, as `nvidia-smi` lists them (through NVML), or under ROCm `amd-smi`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class GpuProcess:
     """A process that holds memory on a GPU.
 
     Attributes:
-        pid: Its number, as the driver sees it (in a container that may be another than inside).
-        name: Its program's name, or "" where the system does not say.
-        used_bytes: What it holds; None where the driver does not say.
+        pid: Its number, as the driver sees it. Inside a container the number may be another one.
+        name: The name of its program; empty where the system does not tell.
+        used_bytes: The memory that it holds; None where the driver does not tell.
     """
 
     pid: int
@@ -29,15 +29,15 @@ class _NotKnownError(Exception):
 
 
 def other_gpu_processes(index: int) -> list[GpuProcess] | str:
-    """The other processes on CUDA device `index`, largest first, or the reason why they are not known."""
+    """Return the other processes on CUDA device `index`, largest first, or the reason why they are not known."""
     try:
         found = _through_nvml(index) if torch.version.hip is None else _through_amdsmi(index)
     except _NotKnownError as error:
         return f"not known: {error}"
     except Exception as error:  # noqa: BLE001, a driver's library may raise anything, and this is only one line of a report
         return f"not known: {type(error).__name__}: {error}"
-    # This process holds memory of the device. Inside a container the driver may list processes by the numbers that they
-    # have outside, this one among them, or none at all.
+    # This process holds memory of the device, so it must be in the list. Inside a container the driver may list
+    # processes by the numbers that they have outside, or list none at all.
     if not found:
         return "not known: the driver lists no process, not even this one, as in a container"
     if all(process.pid != os.getpid() for process in found):
@@ -81,7 +81,7 @@ def _through_amdsmi(index: int) -> list[GpuProcess]:
 
 
 def _physical_index(index: int) -> int:
-    """Which of the machine's GPUs this process calls by that number: amdsmi counts all."""
+    """Return the index among all GPUs of the machine, which amdsmi uses, of the GPU with this index in the process."""
     visible = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
     return index if not visible else int(visible.split(",")[index])
 

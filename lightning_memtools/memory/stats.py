@@ -1,4 +1,4 @@
-"""What is known of a device's memory at one moment, and who can tell it."""
+"""The statistics of a device's memory at one moment, and the interface of whatever reads them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class MemoryStats:
     The terms are those of PyTorch's caching allocator (c10/core/CachingDeviceAllocator.h).
 
     Attributes:
-        allocated: Held by tensors, each block rounded as the allocator rounds it.
-        reserved: Asked of the device and kept: segments, used or not.
-        active: Allocated, and freed blocks that still wait for another stream.
-        inactive_split: Free, but part of a segment that also holds used blocks: it cannot be given back.
-        requested: What the tensors asked for before rounding.
+        allocated: Memory of the blocks that tensors hold, as the allocator rounds them.
+        reserved: Memory of the segments that the allocator holds of the device, used or not.
+        active: Allocated memory, and freed blocks that still wait for another stream.
+        inactive_split: Free memory in segments that also hold used blocks, so that it cannot be released.
+        requested: Memory that the tensors requested, before rounding.
         peak_allocated: The highest ``allocated`` since the last reset of the peaks.
         peak_reserved: The highest ``reserved`` since the last reset of the peaks.
-        alloc_retries: How often the cache had to be emptied to serve a request.
-        ooms: How many out-of-memory errors were raised.
-        capacity: What the device has in all.
-        device_used: What all processes together use of it.
+        alloc_retries: The number of times that the cache had to be emptied to serve a request.
+        ooms: The number of out-of-memory errors that were raised.
+        capacity: The total memory of the device.
+        device_used: The memory that all processes together use of it.
     """
 
     allocated: int | None = None
@@ -45,11 +45,11 @@ class MemoryReader(Protocol):
 
     @property
     def name(self) -> str:
-        """What a person calls the device, such as ``"cuda:0 (NVIDIA H200)"``."""
+        """The name of the device for people, such as ``"cuda:0 (NVIDIA H200)"``."""
 
     @property
     def simulated(self) -> bool:
-        """Whether the figures come from a simulation; wherever they are shown, that is said."""
+        """True where the figures come from a simulation, which is said wherever they are shown."""
 
     def stats(self) -> MemoryStats:
         """Read the statistics now, without waiting for the device."""
@@ -58,13 +58,13 @@ class MemoryReader(Protocol):
         """Set both peaks to the current values. Only `peaks.PeakCounter` calls this."""
 
     def empty_cache(self) -> None:
-        """Give unused cached memory back to the device."""
+        """Release unused cached memory."""
 
     def summary(self) -> str:
-        """The long table of the device's own statistics, or an empty string where it has none."""
+        """Return the table of the device's own statistics, or an empty string where it has none."""
 
     def composition_at_peak(self) -> Mapping[str, int] | None:
-        """Bytes per category when allocated was highest since the last `reset_peaks`; None where it is not known.
+        """Return the bytes per category when allocated was highest since `reset_peaks`; None where it is not known.
 
         The categories are parameters, gradients, optimizer, activations, inputs and other, and add up to the peak.
         """

@@ -1,8 +1,8 @@
-"""A compact record of what a program asked of the allocator: enough to replay it under other settings.
+"""A compact record of a program's requests to the allocator, which can be replayed under other settings.
 
-What is kept is the program's side (allocations by number, not by address); what the allocator made of it follows when
-the trace is replayed. An event is one 64-bit word: its kind in the low bits and one number above. The stream, pool and
-label of allocations are kept apart, and a word names them only when they change.
+The record holds the program's side: allocations have numbers, not addresses. Replaying the trace shows what the
+allocator does with them. An event is one 64-bit word: its kind in the low bits and one number above. The stream, pool
+and label of allocations are stored separately, and a word refers to them only when they change.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _VERSION = 1
 
 
 class TraceEventKind(IntEnum):
-    """What happened; in brackets what the number of the event says."""
+    """The kinds of events; the meaning of the event's number is in brackets."""
 
     MALLOC = 0
     """An allocation (bytes asked for). Allocations are numbered from 1 in the order of these events."""
     FREE = 1
     """A block was freed (number of its allocation)."""
     CONTEXT = 2
-    """Allocations from here on have another stream, pool or label (index into `AllocationTrace.contexts`)."""
+    """The following allocations have another stream, pool or label (index into `AllocationTrace.contexts`)."""
     FAILED_MALLOC = 3
     """A request for which there was no memory (bytes asked for). It has no number."""
     EMPTY_CACHE = 4
@@ -40,20 +40,20 @@ class TraceEventKind(IntEnum):
     STREAM = 5
     """The next `RECORD_STREAM` or `SYNCHRONIZE` means this stream (its number)."""
     RECORD_STREAM = 6
-    """The stream named last uses a block (number of its allocation)."""
+    """The stream of the last `STREAM` event uses a block (number of its allocation)."""
     SYNCHRONIZE = 7
-    """A stream finished its work (1: the stream named last; 0: every stream)."""
+    """A stream finished its work (1: the stream of the last `STREAM` event; 0: every stream)."""
     RELEASE_POOL = 8
     """A private pool will not be used again (its number)."""
     RESET_PEAKS = 9
     """The peaks were set to the current values."""
     USED_BY_OTHERS = 10
-    """What others hold of the device changed (bytes)."""
+    """The memory that others hold of the device changed (bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocationContext:
-    """What allocations have in common that follow each other: their stream, their pool, and what they are called."""
+    """The stream, the pool and the label that successive allocations have in common."""
 
     stream: int = 0
     pool: int = 0
@@ -66,7 +66,7 @@ class AllocationTrace:
     Attributes:
         config: The settings of the allocator that was recorded.
         capacity: The capacity of its device in bytes; None for no limit.
-        used_by_others: What others held of the device at the start, in bytes.
+        used_by_others: The memory that others held of the device at the start, in bytes.
         contexts: Streams, pools and labels of the allocations.
     """
 
@@ -84,7 +84,7 @@ class AllocationTrace:
 
     @property
     def n_bytes(self) -> int:
-        """Host memory the events take, labels not counted."""
+        """The host memory that the events occupy, without the labels."""
         return self._words.buffer_info()[1] * self._words.itemsize
 
     def add(self, kind: TraceEventKind, number: int = 0) -> None:
@@ -110,12 +110,12 @@ class AllocationTrace:
         self.add(TraceEventKind.FAILED_MALLOC, n_bytes)
 
     def events(self) -> Iterator[tuple[int, int]]:
-        """Every event in order: its `TraceEventKind` as a number, and its own number."""
+        """Yield every event in order: its `TraceEventKind` as a number, and its own number."""
         for word in self._words:
             yield word & _KIND_MASK, word >> _KIND_BITS
 
     def has_same_events(self, other: AllocationTrace) -> bool:
-        """Whether another trace holds the same events in the same order, of allocations of whatever sizes."""
+        """Return whether another trace holds the same events in the same order; the sizes of allocations may differ."""
         pairs = zip(self._words, other._words, strict=False)
         return (
             len(self) == len(other)
@@ -124,11 +124,11 @@ class AllocationTrace:
         )
 
     def extrapolated(self, other: AllocationTrace, where: Fraction) -> AllocationTrace:
-        """The trace on the line from this one, at 0, to one of the same events, at 1: with sizes in proportion.
+        """Return the trace on the line from this one, at 0, to one with the same events, at 1; sizes are linear.
 
         Args:
-            other: The other one.
-            where: Where on the line, or beyond it.
+            other: The trace at 1.
+            where: The position on the line, or beyond its ends.
         """
         new = AllocationTrace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)
         new.contexts = list(self.contexts)
@@ -159,7 +159,7 @@ class AllocationTrace:
         """Read a trace that `save` wrote.
 
         Raises:
-            ValueError: The file is not one.
+            ValueError: The file is not such a trace.
         """
         try:
             content: Any = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -13,19 +13,20 @@ from lightning_memtools.memory.sizes import MIB, format_size
 
 @dataclass(frozen=True, slots=True)
 class AllocatorConfig:
-    """Settings of the allocator that change where memory goes; sizes in bytes. The defaults are torch's.
+    """Settings of the allocator that change how memory is allocated; sizes in bytes. The defaults are torch's.
 
     Attributes:
         expandable_segments: Grow one virtual range per stream and pool, instead of asking for separate segments.
         max_split_size: Blocks of at least this size are never split; None for no limit.
         max_non_split_rounding: A request of at least ``max_split_size`` takes a cached block that is less than this
             much too large. None for ``large_segment_size``.
-        roundup_power2_divisions: Into how many steps the range between two powers of two is divided for rounding:
-            one entry per interval of sizes (`rounding.roundup_divisions_of`), 0 or 1 for none. Empty for no rounding.
-        garbage_collection_threshold: The share of the allowed memory above which old cached segments are given back;
+        roundup_power2_divisions: The number of steps into which the range between two powers of two is divided for
+            rounding: one entry per interval of sizes (`block_rounding.roundup_divisions_of`), 0 or 1 for none. Empty
+            for no rounding.
+        garbage_collection_threshold: The share of the allowed memory above which old cached segments are released;
             0 for never. Without effect unless ``per_process_memory_fraction`` is below 1.
         per_process_memory_fraction: The share of the device that the allocator may reserve.
-        large_segment_size: What is asked of the device for requests between 1 and 10 MiB.
+        large_segment_size: The size of the segments that serve requests between 1 and 10 MiB.
 
     Raises:
         ValueError: A value is out of its range.
@@ -96,7 +97,7 @@ class AllocatorConfig:
         return cls(**settings)
 
     def to_string(self) -> str:
-        """The settings that differ from the defaults, in the form that `parse` reads."""
+        """Return the settings that differ from the defaults, in the form that `parse` reads."""
         pairs: list[str] = []
         if self.expandable_segments:
             pairs.append("expandable_segments:True")
@@ -128,7 +129,7 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
                 f"such as 'expandable_segments:True,max_split_size_mb:64'. {_accepted()}"
             )
         pairs.append((key, value))
-    # As in torch, where it bounds other settings and is therefore read first.
+    # It bounds other settings, so it is read first, as in torch.
     yield from sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb")
 
 
@@ -206,7 +207,7 @@ _WITHOUT_EFFECT = frozenset(
         "graph_capture_record_stream_reuse",
     }
 )
-# Settings of which one value is simulated.
+# Settings of which only one value is simulated.
 _ONLY = {"backend": "native", "throw_on_cudamalloc_oom": "False"}
 
 

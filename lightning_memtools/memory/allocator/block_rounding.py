@@ -1,4 +1,4 @@
-"""How PyTorch's CUDA caching allocator rounds: from bytes asked for, to a block, to a segment.
+"""The rounding of PyTorch's CUDA caching allocator: from requested bytes to a block, and from a block to a segment.
 
 Constants are those of c10/core/AllocatorConfig.h in torch 2.13.
 """
@@ -12,11 +12,11 @@ MIN_BLOCK = 512
 SMALL_LIMIT = 1 * MIB
 """The largest request served from the small pool."""
 SMALL_SEGMENT = 2 * MIB
-"""What the small pool asks of the device at a time."""
+"""The size of the segments that the small pool requests from the device."""
 LARGE_SEGMENT = 20 * MIB
-"""What the large pool asks of the device for requests below `WHOLE_SEGMENT_FROM`."""
+"""The size of the segments that the large pool requests for allocations below `WHOLE_SEGMENT_FROM`."""
 WHOLE_SEGMENT_FROM = 10 * MIB
-"""From this size on a request gets a segment of its own."""
+"""Requests of at least this size get a segment of their own."""
 SEGMENT_STEP = 2 * MIB
 """Segments of their own are rounded up to a multiple of this."""
 
@@ -25,7 +25,7 @@ ROUNDUP_INTERVALS = 16
 
 
 def round_up(n_bytes: int, step: int) -> int:
-    """The smallest multiple of ``step`` that is at least ``n_bytes``."""
+    """Return the smallest multiple of ``step`` that is at least ``n_bytes``."""
     return -(-n_bytes // step) * step
 
 
@@ -42,16 +42,16 @@ def round_to_power_of_two_division(n_bytes: int, divisions: int) -> int:
 
 
 def roundup_divisions_of(n_bytes: int, divisions_per_interval: tuple[int, ...]) -> int:
-    """The divisions that apply to a request: the first interval is everything up to 2 MiB, the last all from 32 GiB."""
+    """Return the divisions for a request: the first interval ends at 2 MiB, the last holds all from 32 GiB on."""
     interval = n_bytes.bit_length() - MIB.bit_length()
     return divisions_per_interval[min(max(interval, 0), ROUNDUP_INTERVALS - 1)]
 
 
 def block_size(n_bytes: int, divisions_per_interval: tuple[int, ...] = ()) -> int:
-    """The size of the block that serves a request of ``n_bytes``, in bytes.
+    """Return the size of the block that serves a request of ``n_bytes``, in bytes.
 
     Args:
-        n_bytes: What was asked for, at least 1.
+        n_bytes: The requested size, at least 1.
         divisions_per_interval: ``roundup_power2_divisions``, one entry per interval of sizes; empty for none.
     """
     if n_bytes < MIN_BLOCK:
@@ -64,7 +64,7 @@ def block_size(n_bytes: int, divisions_per_interval: tuple[int, ...] = ()) -> in
 
 
 def segment_size(size: int, large_segment: int = LARGE_SEGMENT) -> int:
-    """What is asked of the device for a block of ``size`` bytes that no cached block can serve."""
+    """Return the size of the segment requested from the device for a block of ``size`` bytes that is not cached."""
     if size <= SMALL_LIMIT:
         return SMALL_SEGMENT
     if size < WHOLE_SEGMENT_FROM:

@@ -14,7 +14,7 @@ from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
 from lightning_memtools.memory.allocator.block_rounding import SMALL_LIMIT
 from lightning_memtools.memory.allocator.tally import Tally
 
-FREE = 0  # cached: in its set of free blocks. The only false state, which the hot paths test for
+FREE = 0  # cached: in its set of free blocks. The only state that is false, which the hot paths test for
 ALLOCATED = 1
 WAITING = 2  # freed, but another stream may still be using it
 UNMAPPED = 3  # a range of an expandable segment with no memory behind it
@@ -28,22 +28,22 @@ _NO_LIMIT = 1 << 62
 
 
 class Block:
-    """A range of simulated device memory: what `CachingAllocator.malloc` gives out, and what it keeps when it is free.
+    """A range of simulated device memory, which `CachingAllocator.malloc` returns and the cache keeps when it is free.
 
-    The object is the allocator's own: once freed it may be merged away or be given out again, as with a pointer.
+    The object belongs to the allocator: like a pointer, it may be merged or reused after it was freed.
 
     Attributes:
-        address: Where it starts.
+        address: Its first address.
         size: Its size in bytes, rounded as the allocator rounds.
-        requested: What its last holder asked for, in bytes.
+        requested: The size that its last holder requested, in bytes.
         id: The number of its last allocation, counted from 1: its name in traces.
-        label: What its last holder calls it.
+        label: The name that its last holder gave it.
         free_blocks: The set it belongs to when it is free.
         segment: The segment it is part of.
         prev: The block before it in the segment.
         next: The block after it in the segment.
         stream_uses: The other streams it was used on while allocated, or that it waits for.
-        age_base: How many lookups the pool had seen when it was freed (kept only for garbage collection).
+        age_base: The number of lookups in the pool when it was freed (kept only for garbage collection).
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class Block:
 
     @property
     def allocated(self) -> bool:
-        """Whether somebody holds it."""
+        """True while somebody holds it."""
         return self.state == ALLOCATED
 
     @property
@@ -87,16 +87,16 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Whether it shares its segment with other blocks."""
+        """True where it shares its segment with other blocks."""
         return self.prev is not None or self.next is not None
 
     @property
     def is_expandable(self) -> bool:
-        """Whether it is part of an expandable segment."""
+        """True where it is part of an expandable segment."""
         return self.segment.page_size is not None
 
     def cut(self, size: int) -> Block:
-        """Keep the first ``size`` bytes; the rest becomes a new block after this one, which is returned."""
+        """Keep the first ``size`` bytes, and return the rest as a new block after this one."""
         rest = Block(self.address + size, self.size - size, self.free_blocks, self.segment)
         rest.prev = self
         rest.next = after = self.next
@@ -107,7 +107,7 @@ class Block:
         return rest
 
     def absorb(self, after: Block) -> None:
-        """Take over the block behind this one."""
+        """Merge the block behind this one into it."""
         self.size += after.size
         self.next = beyond = after.next
         if beyond is not None:
@@ -119,14 +119,14 @@ class Block:
 
 
 class Segment:
-    """What one request to the device gave, or for expandable segments one range of virtual addresses.
+    """The memory of one request to the device, or for expandable segments one range of virtual addresses.
 
     Attributes:
-        address: Where it starts.
+        address: Its first address.
         size: Its size in bytes; for an expandable segment that of the virtual range, mapped or not.
         free_blocks: Where its blocks go when they are free.
-        page_size: For an expandable segment: how much is mapped at a time. None otherwise.
-        first: The block at its start: of two blocks that merge the lower one stays, so it never changes.
+        page_size: The memory that is mapped at a time; None for segments that are not expandable.
+        first: The block at its start. It never changes, because the lower one of two merging blocks stays.
     """
 
     __slots__ = ("address", "first", "free_blocks", "page_size", "size")
@@ -139,7 +139,7 @@ class Segment:
         self.first = Block(address, size, free_blocks, self)
 
     def blocks(self) -> Iterator[Block]:
-        """Its blocks by address, without gaps; parts of an expandable segment that are not mapped are among them."""
+        """Yield its blocks by address, without gaps, with the unmapped parts of an expandable segment."""
         block: Block | None = self.first
         while block is not None:
             yield block
@@ -147,7 +147,7 @@ class Segment:
 
     @property
     def mapped(self) -> int:
-        """How much device memory is behind it, in bytes."""
+        """The device memory behind it, in bytes."""
         return sum(block.size for block in self.blocks() if block.state != UNMAPPED)
 
 
@@ -158,7 +158,7 @@ class FreeBlocks:
         stream: The stream whose requests it serves.
         pool: The private pool's number; 0 is the default pool.
         is_small: Whether it serves requests of at most 1 MiB.
-        tally: Counts what the small, or the large, pools hold.
+        tally: Counts the memory of the small, or the large, pools.
         keys: One integer per free block, sorted: see `ADDRESS_BITS`.
         blocks: The free blocks, each at its key's index.
         unmapped: Ranges of expandable segments without memory behind them, by address.
@@ -176,7 +176,7 @@ class FreeBlocks:
         self.unmapped: list[Block] = []
 
     def add(self, block: Block) -> None:
-        """Put a block where the search will find it."""
+        """Add a block, so that the search finds it."""
         key = block.size << ADDRESS_BITS | block.address
         index = bisect_left(self.keys, key)
         self.keys.insert(index, key)
@@ -184,13 +184,13 @@ class FreeBlocks:
         block.state = FREE
 
     def remove(self, block: Block) -> None:
-        """Take a block out; it must be in, with the size and address it was added with."""
+        """Remove a block, which must have the size and address that it was added with."""
         index = bisect_left(self.keys, block.size << ADDRESS_BITS | block.address)
         del self.keys[index]
         del self.blocks[index]
 
     def first_of_at_least(self, size: int) -> int:
-        """The index of the smallest block that holds ``size`` bytes, the oldest among equals."""
+        """Return the index of the smallest block that holds ``size`` bytes, the oldest among equals."""
         return bisect_left(self.keys, size << ADDRESS_BITS)
 
 
@@ -201,7 +201,7 @@ class BlockCache:
         small: Counts over all small pools.
         large: Counts over all large pools.
         whole: Counts over all pools.
-        lookups: How often a large block of the default pool was looked for; kept for garbage collection only.
+        lookups: The number of searches for a large block of the default pool; kept for garbage collection only.
         max_split: Blocks of at least this size are not split.
     """
 
@@ -228,11 +228,11 @@ class BlockCache:
         self._expandable = config.expandable_segments
         self._ages = ages
         self._pools: dict[tuple[int, int, bool], FreeBlocks] = {}
-        # With the default settings the smallest block that is large enough is always the one.
+        # With the default settings the smallest block that is large enough is always taken.
         self._plain = not (ages or config.expandable_segments or config.max_split_size is not None)
 
     def pool(self, stream: int, pool: int, *, is_small: bool) -> FreeBlocks:
-        """The free blocks that serve a stream's requests from a pool."""
+        """Return the free blocks that serve a stream's requests from a pool."""
         key = (stream, pool, is_small)
         free_blocks = self._pools.get(key)
         if free_blocks is None:
@@ -242,11 +242,11 @@ class BlockCache:
         return free_blocks
 
     def pools(self) -> list[FreeBlocks]:
-        """All pools, in the order in which `empty_cache` visits those of one kind: by stream."""
+        """Return all pools, in the order in which `empty_cache` visits those of one kind: by stream."""
         return [self._pools[key] for key in sorted(self._pools)]
 
     def take(self, free_blocks: FreeBlocks, size: int) -> Block | None:
-        """Take out the free block that fits ``size`` bytes best; None when there is none."""
+        """Remove and return the free block that fits ``size`` bytes best; None when there is none."""
         keys = free_blocks.keys
         index = bisect_left(keys, size << ADDRESS_BITS)
         if not self._plain:
@@ -257,7 +257,7 @@ class BlockCache:
         return free_blocks.blocks.pop(index)
 
     def cut(self, block: Block, size: int) -> None:
-        """Cut a block that was taken down to ``size`` bytes if the rest is worth keeping: it stays in the cache."""
+        """Cut a block to ``size`` bytes if the rest is worth keeping; the rest stays in the cache."""
         free_blocks = block.free_blocks
         rest = block.size - size
         was_split = block.prev is not None or block.next is not None
@@ -273,7 +273,7 @@ class BlockCache:
             self._count_split(free_blocks.tally, -1, -block.size)
 
     def put_back(self, block: Block) -> None:
-        """Put a block back that nobody uses any more, merged with its free neighbours."""
+        """Return a block that is no longer used to the cache, merged with its free neighbours."""
         free_blocks = block.free_blocks
         block.state = FREE
         split_blocks = split = 0
@@ -298,7 +298,7 @@ class BlockCache:
         self._count_split(free_blocks.tally, split_blocks, split)
 
     def _refine(self, free_blocks: FreeBlocks, size: int, index: int) -> int:
-        """Where the settings refine the search: the index of the block to take, past the end for none."""
+        """Return the index of the block to take under settings that refine the search; past the end for none."""
         if self._ages and free_blocks.pool == 0 and not free_blocks.is_small:
             self.lookups += 1
         blocks = free_blocks.blocks

@@ -1,7 +1,7 @@
-"""A simulation of PyTorch's CUDA caching allocator: which block serves a request, and what is asked of the device.
+"""A simulation of PyTorch's CUDA caching allocator, over a simulated device.
 
 The rules were read in c10/cuda/CUDACachingAllocator.cpp, the constants in c10/core/AllocatorConfig.h of torch 2.13.
-docs/caching-allocator.md says in which versions, and what is not simulated.
+docs/caching-allocator.md lists the versions for which they hold, and what is not simulated.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class CachingAllocator:
 
     Args:
         config: The settings; torch's defaults when left out.
-        capacity: What the device has in all; None for no limit.
-        used_by_others: Held of the device by other processes, and by this one outside the allocator.
-        record: Keep a `AllocationTrace` of all that is asked, for replay and for snapshots: 8 to 16 bytes per call.
+        capacity: The total memory of the device; None for no limit.
+        used_by_others: The memory held by other processes, and by this one outside the allocator.
+        record: Keep an `AllocationTrace` of all requests, for replay and for snapshots: 8 to 16 bytes per call.
         observer: Called with every action as torch's snapshots name them, with addresses.
 
     Attributes:
         config: The settings.
         trace: The events since the allocator was made, if they are recorded.
-        zero_block: What `malloc` returns for zero bytes: a block of size 0 that `free` ignores.
+        zero_block: The block of size 0 that `malloc` returns for zero bytes and `free` ignores.
         free_memory_callbacks: Called when no cached block fits; if one returns True the search is repeated.
-        alloc_retries: How often the whole cache was given back to serve a request (torch: num_alloc_retries).
-        ooms: How often `SimulatedOutOfMemory` was raised (torch: num_ooms).
+        alloc_retries: The number of times that the whole cache was released for a request (torch: num_alloc_retries).
+        ooms: The number of times that `SimulatedOutOfMemory` was raised (torch: num_ooms).
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class CachingAllocator:
         self._last_id = 0
         self._syncs = 0
 
-    # --- what a program does
+    # --- requests of a program
 
     def malloc(self, n_bytes: int, *, stream: int = 0, pool: int = 0, label: str | None = None) -> Block:
-        """Give out a block of at least ``n_bytes`` bytes.
+        """Allocate a block of at least ``n_bytes`` bytes.
 
         Args:
-            n_bytes: What is asked for. Zero gives `zero_block`, and nothing is counted.
+            n_bytes: The requested size. Zero returns `zero_block`, and nothing is counted.
             stream: The stream it is for: blocks are reused on their own stream only.
             pool: The private pool to take it from; 0 is the default pool.
-            label: What the holder calls it; shown in snapshots.
+            label: The holder's name for it; shown in snapshots.
 
         Raises:
-            SimulatedOutOfMemory: The device has too little, also after everything cached was given back.
+            SimulatedOutOfMemory: The device has too little memory even after everything cached was released.
             ValueError: ``n_bytes`` is negative.
         """
         if n_bytes <= 0:
@@ -126,7 +126,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back. It stays in the cache: the device gets nothing.
+        """Free a block. It stays in the cache: nothing is released to the device.
 
         A block that was used on another stream (`record_stream`) is not reused before `synchronize`.
 
@@ -180,7 +180,7 @@ class CachingAllocator:
         self._complete_events(stream)
 
     def empty_cache(self) -> None:
-        """Give every segment without a used block back to the device; of expandable segments every whole free page.
+        """Release every segment without a used block; of expandable segments every whole free page.
 
         Waits for all streams first. Segments of a private pool stay until `release_pool`.
         """
@@ -189,7 +189,7 @@ class CachingAllocator:
         self._release_cached()
 
     def release_pool(self, pool: int) -> None:
-        """Say that nobody will use a private pool again, so that `empty_cache` may give its segments back."""
+        """Declare that nobody will use a private pool again, so that `empty_cache` may release its segments."""
         if self.trace is not None:
             self.trace.add(TraceEventKind.RELEASE_POOL, pool)
         self._released_pools.add(pool)
@@ -204,24 +204,24 @@ class CachingAllocator:
             count.reset_peak()
 
     def observe(self, observer: Observer | None) -> None:
-        """Have every action told to an observer from now on, in place of the one before; None for nobody."""
+        """Call another observer with every action from now on, in place of the one before; None for no observer."""
         self._observer = self._reserve.observer = observer
 
-    # --- what can be read
+    # --- statistics
 
     @property
     def is_observed(self) -> bool:
-        """Whether somebody is told of every action."""
+        """True while an observer is called with every action."""
         return self._observer is not None
 
     @property
     def allocated(self) -> int:
-        """Held by tensors: the rounded sizes of the blocks given out."""
+        """The memory that tensors hold: the rounded sizes of the allocated blocks."""
         return self._whole.allocated
 
     @property
     def reserved(self) -> int:
-        """Held of the device."""
+        """The memory held of the device."""
         return self._whole.reserved
 
     @property
@@ -236,12 +236,12 @@ class CachingAllocator:
 
     @property
     def capacity(self) -> int | None:
-        """What the device has in all; None for no limit."""
+        """The total memory of the device; None for no limit."""
         return self._reserve.capacity
 
     @property
     def used_by_others(self) -> int:
-        """Held of the device by others than this allocator. It may be set: what others hold changes."""
+        """The memory of the device that others hold. It may be set."""
         return self._reserve.used_by_others
 
     @used_by_others.setter
@@ -252,16 +252,16 @@ class CachingAllocator:
 
     @property
     def device_free(self) -> int | None:
-        """What the device has left; None when it has no limit."""
+        """The free memory of the device; None when it has no limit."""
         return self._reserve.device_free
 
     @property
     def reclaimable(self) -> int:
-        """What `empty_cache` would give back; blocks that wait for another stream count as used."""
+        """The memory that `empty_cache` would release; blocks that wait for another stream count as used."""
         return reclaimable(self._releasable())
 
     def stats(self) -> MemoryStats:
-        """The statistics now."""
+        """Return the statistics."""
         whole = self._whole
         capacity = self._reserve.capacity
         return MemoryStats(
@@ -279,9 +279,9 @@ class CachingAllocator:
         )
 
     def memory_stats(self) -> dict[str, int]:
-        """Every counter under its name in ``torch.cuda.memory_stats``, such as "allocated_bytes.large_pool.peak".
+        """Return every counter by its name in ``torch.cuda.memory_stats``, such as "allocated_bytes.large_pool.peak".
 
-        Those of single private pools are left out, as is what can only be zero here ("num_oom_rejections").
+        Those of single private pools are left out, and those that can only be zero here ("num_oom_rejections").
         """
         max_split = self.config.max_split_size
         stats = {
@@ -303,15 +303,15 @@ class CachingAllocator:
         return dict(sorted(stats.items()))
 
     def segments(self) -> list[Segment]:
-        """The segments held, by address."""
+        """Return the segments, by address."""
         return [self._reserve.segments[address] for address in sorted(self._reserve.segments)]
 
     def blocks(self) -> Iterator[Block]:
-        """Every block of every segment by address, allocated or not, unmapped ranges too."""
+        """Yield every block of every segment by address, allocated or not, with unmapped ranges."""
         for segment in self.segments():
             yield from segment.blocks()
 
-    # --- how it is done
+    # --- implementation
 
     def _zero_bytes(self, n_bytes: int) -> Block:
         if n_bytes < 0:
@@ -345,7 +345,7 @@ class CachingAllocator:
 
     def _find_memory(self, free_blocks: FreeBlocks, size: int, n_bytes: int, label: str | None) -> Block:
         """Serve a request that no cached block fits, or raise: torch's sequence, in DeviceCachingAllocator::malloc."""
-        # A list, not a generator: every callback runs, whatever the others say.
+        # A list, not a generator: every callback runs, whatever the others return.
         if any([callback() for callback in self.free_memory_callbacks]):  # noqa: C419
             block = self._cache.take(free_blocks, size)
             if block is not None:
@@ -369,9 +369,9 @@ class CachingAllocator:
         return block
 
     def _ask_device(self, free_blocks: FreeBlocks, size: int) -> Block | None:
-        """A new segment, or pages for an expandable one, as far as the allowance and the device reach (alloc_block)."""
+        """Reserve a segment, or map pages of an expandable one, within the allowance and the device (alloc_block)."""
         ask = segment_size(size, self.config.large_segment_size)
-        # Expandable segments map other amounts; torch holds this one against the allowance all the same.
+        # Expandable segments map other amounts; torch compares this one with the allowance all the same.
         if not self._reserve.within_allowance(ask):
             return None
         if self.config.expandable_segments:
@@ -384,7 +384,7 @@ class CachingAllocator:
         release_cached(self._reserve, self._releasable())
 
     def _releasable(self) -> list[FreeBlocks]:
-        """The pools whose segments may go back, in the order in which they do."""
+        """Return the pools whose segments may be released, in the order of their release."""
         pools = [pool for pool in self._cache.pools() if pool.pool == 0 or pool.pool in self._released_pools]
         # The default pool's large blocks before its small ones, of private pools the small ones first.
         return sorted(pools, key=lambda pool: (pool.pool, pool.is_small == (pool.pool == 0)))
@@ -416,14 +416,14 @@ class CachingAllocator:
 
 
 def copy_of(allocator: CachingAllocator) -> CachingAllocator:
-    """An allocator with the same blocks, cache and counts, which shares nothing with the first.
+    """Return an allocator with the same blocks, cache and counts, which shares nothing with the first.
 
     Raises:
         ValueError: The allocator is observed or has callbacks, which a copy would call too.
     """
     if allocator.is_observed or allocator.free_memory_callbacks:
         raise ValueError("An allocator that is observed or has callbacks cannot be copied: the copy would call them.")
-    # The blocks of a segment are a chain, which deepcopy would follow block within block until Python's stack is full.
+    # deepcopy would follow the chain of a segment's blocks recursively until Python's stack overflows.
     known: dict[int, object] = {id(block): object.__new__(Block) for block in allocator.blocks()}
     for block in allocator.blocks():
         for name in Block.__slots__:

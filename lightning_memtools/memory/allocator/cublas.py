@@ -19,7 +19,7 @@ _CONFIG = re.compile(r"(?::\d+:\d+)+")
 
 
 def cublas_workspace_bytes(*, compute_capability: tuple[int, int] | None = None, config: str = "") -> int:
-    """How much memory a cuBLAS handle gets on each stream, in bytes.
+    """Return the size of the workspace that a cuBLAS handle gets on each stream, in bytes.
 
     Args:
         compute_capability: That of the GPU, such as (9, 0) for an H100. Left out: one older than Hopper.
@@ -42,12 +42,12 @@ def cublas_workspace_bytes(*, compute_capability: tuple[int, int] | None = None,
 
 
 class CublasWorkspaces:
-    """The workspaces handed out so far: one per handle and stream, kept until `clear`.
+    """The workspaces allocated so far: one per handle and stream, kept until `clear`.
 
     cuBLASLt uses the same ones, unless TORCH_CUBLASLT_UNIFIED_WORKSPACE=0 is set, which is not simulated.
 
     Args:
-        allocator: Where they come from.
+        allocator: The allocator that they come from.
         n_bytes: The size of each: see `cublas_workspace_bytes`.
     """
 
@@ -57,10 +57,10 @@ class CublasWorkspaces:
         self._blocks: dict[tuple[int, int], Block] = {}
 
     def on_matmul(self, *, handle: int = 0, stream: int = 0) -> None:
-        """Say that a matrix product runs: the first one of a handle on a stream allocates its workspace.
+        """Record that a matrix product runs: the first one of a handle on a stream allocates its workspace.
 
         Args:
-            handle: Which cuBLAS handle; torch has one per thread and device.
+            handle: The number of the cuBLAS handle; torch has one per thread and device.
             stream: The stream it runs on.
 
         Raises:

@@ -25,12 +25,12 @@ from lightning_memtools.memory.allocator.replay import replay
 
 _STATES = {ALLOCATED: "active_allocated", WAITING: "active_pending_free", FREE: "inactive"}
 _FRAME = re.compile(r"(?P<filename>.+):(?P<line>\d+):(?P<name>.*)")
-# What torch writes for no limit: the largest size_t, read as a signed number.
+# torch writes the largest size_t for no limit, which is read as a signed number.
 _NO_MAX_SPLIT = -1
 _NO_ROUNDUP = (0,) * ROUNDUP_INTERVALS
-# The viewer reads pickles up to this protocol, Python 3.14 writes newer ones unless told otherwise.
+# The viewer reads pickles up to this protocol; Python 3.14 writes newer ones by default.
 _PICKLE_PROTOCOL = 4
-_GIVES_BACK = {"segment_free", "segment_unmap"}
+_RELEASES = {"segment_free", "segment_unmap"}
 _IN_USE = {"active_allocated", "active_pending_free", "active_awaiting_free"}
 
 
@@ -38,10 +38,10 @@ class AllocatorHistory:
     """The last actions of an allocator, as torch's own recording keeps them; give it to the allocator as an observer.
 
     Args:
-        max_entries: How many to keep; None for all.
+        max_entries: The number of actions to keep; None for all.
 
     Attributes:
-        count: How many there ever were.
+        count: The number of all actions so far.
     """
 
     def __init__(self, max_entries: int | None = None) -> None:
@@ -57,7 +57,7 @@ class AllocatorHistory:
         return len(self._entries)
 
     def described(self, frames: Callable[[str | None], list[Any]]) -> list[dict[str, Any]]:
-        """The actions as torch's snapshots describe them."""
+        """Return the actions as torch's snapshots describe them."""
         first = self.count - len(self._entries)
         return [
             {
@@ -76,10 +76,10 @@ class AllocatorHistory:
 
 
 def take_snapshot(allocator: CachingAllocator, history: AllocatorHistory | None = None) -> dict[str, Any]:
-    """Describe an allocator's segments and blocks, and its history: the one given, or that of the trace it records.
+    """Describe an allocator's segments and blocks, and its history: the given one, or that of its trace.
 
-    A label becomes the stack of its block: a line of the form ``file:line:function`` one frame, any other line a frame
-    with that name. Times in the history count actions, since no time passes here.
+    A label becomes the stack of its block: each line of the form ``file:line:function`` becomes a frame, and any other
+    line a frame with that name. Times in the history count actions, since no time passes in the simulation.
 
     Returns:
         A dictionary with "segments", "device_traces" (of one device, 0), "allocator_settings" and
@@ -206,14 +206,14 @@ def _settings(config: AllocatorConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """The last request of a history that found no memory, and the trace of all that was asked before it.
+    """The last request of a history for which there was no memory, and the trace of all requests before it.
 
     Attributes:
-        trace: What the program had asked until then. Blocks that are older than the history come first, by address:
-            where they lay among blocks that are gone is not known.
-        n_bytes: What it asked for, as the allocator rounds it.
-        stream: For which stream.
-        pool: From which pool, by its number in the trace.
+        trace: The requests of the program until then. Blocks that are older than the history come first, by address:
+            their position among blocks that were freed is not known.
+        n_bytes: The requested size, as the allocator rounds it.
+        stream: The stream of the request.
+        pool: The pool of the request, by its number in the trace.
         is_complete: Whether the history goes back to an empty device.
     """
 
@@ -233,15 +233,15 @@ def failed_request(
     device: int = 0,
     empty_cache_at: int | None = None,
 ) -> FailedRequest | None:
-    """Read the last out-of-memory error of a snapshot's history; None where the history holds none.
+    """Return the last out-of-memory error of a snapshot's history; None where the history holds none.
 
-    Streams are not followed: a block is free from when its streams were done with it.
+    Streams are not simulated: a block is free as soon as its streams have finished with it.
 
     Args:
-        snapshot: What `torch.cuda.memory._snapshot` or `take_snapshot` gave.
+        snapshot: The result of `torch.cuda.memory._snapshot` or `take_snapshot`.
         config: The allocator's settings.
-        capacity: The device's, in bytes; None for no limit.
-        used_by_others: Bytes that others than the allocator held of it.
+        capacity: The memory of the device in bytes; None for no limit.
+        used_by_others: The bytes of it that others than the allocator held.
         device: The device's index.
         empty_cache_at: Add an emptying of the cache before the first action at this time (`time_us`) or later.
     """
@@ -249,7 +249,9 @@ def failed_request(
     last = max((at for at, entry in enumerate(entries) if entry["action"] == "oom"), default=None)
     if last is None:
         return None
-    writer = _begun(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
+    writer = _started_writer(
+        snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device
+    )
     is_complete = not len(writer.trace)
     emptied = empty_cache_at is None
     for entry in entries[:last]:
@@ -272,20 +274,22 @@ def trace_until(
     until: int,
     device: int = 0,
 ) -> AllocationTrace:
-    """All that was asked before a time (`time_us`), and what was given back to the device right after it.
+    """Return all requests before a time (`time_us`), and the releases to the device right after it.
 
     The other arguments are those of `failed_request`.
     """
-    writer = _begun(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
+    writer = _started_writer(
+        snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device
+    )
     for entry in snapshot["device_traces"][device]:
-        if entry["time_us"] >= until and entry["action"] not in _GIVES_BACK:
+        if entry["time_us"] >= until and entry["action"] not in _RELEASES:
             break
         writer.add(entry)
     return writer.trace
 
 
-def _begun(snapshot: Mapping[str, Any], trace: AllocationTrace, device: int) -> _Writer:
-    """A trace that begins with what was in use when the history begins."""
+def _started_writer(snapshot: Mapping[str, Any], trace: AllocationTrace, device: int) -> _Writer:
+    """Return the writer of a trace that starts with the blocks in use when the history begins."""
     writer = _Writer(trace)
     live = _live_at_start(snapshot, snapshot["device_traces"][device], device)
     for address in sorted(live):
@@ -294,30 +298,30 @@ def _begun(snapshot: Mapping[str, Any], trace: AllocationTrace, device: int) -> 
 
 
 def begin_of(snapshot: Mapping[str, Any], device: int = 0) -> int | None:
-    """The time (`time_us`) of the first action that a history still holds; None where it holds none."""
+    """Return the time (`time_us`) of the first action that a history still holds; None where it holds none."""
     entries = snapshot["device_traces"][device]
     return entries[0]["time_us"] if entries else None
 
 
 class _Writer:
-    """Writes a trace of blocks that are known by their addresses."""
+    """Writes the trace of blocks that are identified by their addresses."""
 
     def __init__(self, trace: AllocationTrace) -> None:
         self.trace = trace
         self._number_at: dict[int, int] = {}
         self._n_allocations = 0
         self._pools: dict[Any, int] = {(0, 0): 0}
-        self._gave_back = False
+        self._released = False
 
     def add(self, entry: Mapping[str, Any]) -> None:
         action = entry["action"]
-        if action in _GIVES_BACK:
-            # Memory goes back when the cache is emptied, by the program or before a request fails: all of it at once.
-            if not self._gave_back:
+        if action in _RELEASES:
+            # Emptying the cache, by the program or before a request fails, releases all of it at once.
+            if not self._released:
                 self.trace.add(TraceEventKind.EMPTY_CACHE)
-            self._gave_back = True
+            self._released = True
             return
-        self._gave_back = False
+        self._released = False
         if action == "alloc":
             self.malloc(entry["addr"], entry["size"], entry["stream"], entry.get("pool_id"))
         elif action == "free_completed":
@@ -344,7 +348,7 @@ class _Writer:
 def _live_at_start(
     snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], device: int
 ) -> dict[int, tuple[int, int, Any]]:
-    """Address to bytes, stream and pool of what was in use when the history begins: the end, undone step by step."""
+    """Return bytes, stream and pool of each block that was in use when the history begins, by undoing the history."""
     live: dict[int, tuple[int, int, Any]] = {}
     for segment in snapshot["segments"]:
         if segment["device"] != device:

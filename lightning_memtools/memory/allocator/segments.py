@@ -17,29 +17,29 @@ from lightning_memtools.memory.allocator.blocks import FREE, UNMAPPED, Block, Fr
 from lightning_memtools.memory.allocator.tally import Count, Tally
 from lightning_memtools.memory.sizes import GIB
 
-# Where the simulated addresses begin: anything but zero, which a reader could take for a null pointer.
+# The first simulated address: not zero, which a reader could take for a null pointer.
 _FIRST_ADDRESS = 1 << 40
 # The range of an expandable segment when the device has no limit.
 _UNLIMITED_RANGE = 1024 * GIB
 
 Observer = Callable[[str, int, int, FreeBlocks, str | None], None]
-"""Told of each action: torch's name for it, an address, a size in bytes, the stream's pool, and the block's label."""
+"""Takes each action: torch's name for it, an address, a size in bytes, the stream's pool, and the block's label."""
 
 
 class DeviceSegments:
     """The segments held of a device; all sizes in bytes.
 
     Attributes:
-        capacity: What the device has in all; None for no limit.
+        capacity: The total memory of the device; None for no limit.
         used_by_others: Held by other processes, and by this one outside the allocator (the CUDA context).
         allowed: The most that may be reserved (``per_process_memory_fraction``); None for no such limit.
         large_segment_size: The page size of large expandable segments.
         segments: Every segment held, by address.
         whole: Counts over all pools.
-        device_allocs: How often memory was asked of the device, and given.
-        device_frees: How often memory went back.
-        oversize: Segments of at least ``max_split_size``.
-        observer: Told of every segment taken and given back, and of every page mapped and unmapped.
+        device_allocs: The number of successful requests to the device.
+        device_frees: The number of times that memory was released.
+        oversize: The number of segments of at least ``max_split_size``.
+        observer: Called for every segment that is reserved or released, and for every page that is mapped or unmapped.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class DeviceSegments:
 
     @property
     def device_free(self) -> int | None:
-        """What the device has left; None when it has no limit."""
+        """The free memory of the device; None when it has no limit."""
         if self.capacity is None:
             return None
         return self.capacity - self.used_by_others - self.whole.reserved
 
     def device_has(self, n_bytes: int) -> bool:
-        """Whether the device can give so much more."""
+        """Return whether the device has room for so many more bytes."""
         return self.capacity is None or self.used_by_others + self.whole.reserved + n_bytes <= self.capacity
 
     def within_allowance(self, n_bytes: int) -> bool:
-        """Whether the memory fraction lets the allocator ask for so much more."""
+        """Return whether the memory fraction lets the allocator reserve so many more bytes."""
         return self.allowed is None or self.whole.reserved + n_bytes <= self.allowed
 
     def take_segment(self, free_blocks: FreeBlocks, size: int) -> Block | None:
-        """Ask the device for a segment (cudaMalloc). One block covers it; None when the device has too little."""
+        """Reserve a segment (cudaMalloc), and return the block that covers it; None when the device has too little."""
         if not self.device_has(size):
             return None
         segment = Segment(self._new_addresses(size), size, free_blocks)
@@ -92,7 +92,7 @@ class DeviceSegments:
         return segment.first
 
     def give_back_segment(self, block: Block) -> None:
-        """Give the segment of its only block, which is free, back to the device (cudaFree)."""
+        """Release the segment of a free block that covers it (cudaFree)."""
         block.free_blocks.remove(block)
         del self.segments[block.segment.address]
         if self._max_split is not None and block.size >= self._max_split:
@@ -100,7 +100,7 @@ class DeviceSegments:
         self.count_given_back("segment_free", block.address, block.size, block.free_blocks)
 
     def take_range(self, free_blocks: FreeBlocks, size: int, page_size: int) -> Segment:
-        """Begin an expandable segment: a range of addresses with no memory behind it yet."""
+        """Create an expandable segment: a range of addresses with no memory behind it yet."""
         spares = [address for address, spare_size in self._spare_ranges.items() if spare_size == size]
         address = min(spares, default=None)
         if address is None:
@@ -112,13 +112,13 @@ class DeviceSegments:
         return segment
 
     def give_up_range(self, segment: Segment) -> None:
-        """End an expandable segment that has no memory behind it any more."""
+        """Delete an expandable segment that has no memory behind it any more."""
         del self.segments[segment.address]
-        # Ranges are as large as the device: were their addresses not reused, a long run could use them up.
+        # Ranges are as large as the device: a long run could use up the addresses if they were not reused.
         self._spare_ranges[segment.address] = segment.size
 
     def count_taken(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
-        """Count memory that the device gave, and tell the observer."""
+        """Count memory that was reserved, and call the observer."""
         segments = 1 if action == "segment_alloc" else 0
         self.device_allocs += 1
         for held in (free_blocks.tally, self.whole):
@@ -127,7 +127,7 @@ class DeviceSegments:
             self.observer(action, address, size, free_blocks, None)
 
     def count_given_back(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
-        """Count memory that went back to the device, and tell the observer."""
+        """Count memory that was released, and call the observer."""
         segments = 1 if action == "segment_free" else 0
         self.device_frees += 1
         for held in (free_blocks.tally, self.whole):
@@ -148,8 +148,8 @@ def grow(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int) -> Block |
     """Map memory until one free block holds ``size`` bytes, at the lowest address where that is possible.
 
     Returns:
-        That block, taken out of the free ones; None when the device has too little. Pages mapped before it ran out
-        stay in the cache.
+        That block, removed from the free ones; None when the device has too little. Pages that were mapped before stay
+        in the cache.
     """
     block = _lowest_room(free_blocks, size) or _new_range(reserve, free_blocks)
     if block.state == UNMAPPED:
@@ -158,7 +158,7 @@ def grow(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int) -> Block |
             return None
         block = mapped
     while block.size < size:
-        # A free block merges with all that is free behind it, so what follows is an unmapped range.
+        # A free block merges with all free blocks behind it, so an unmapped range follows.
         behind = block.next
         assert behind is not None
         mapped = map_pages(reserve, behind, min(size - block.size, behind.size))
@@ -170,7 +170,7 @@ def grow(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int) -> Block |
 
 
 def map_pages(reserve: DeviceSegments, block: Block, size: int) -> Block | None:
-    """Put memory behind the first ``size`` bytes of an unmapped range, rounded up to whole pages.
+    """Map memory for the first ``size`` bytes of an unmapped range, rounded up to whole pages.
 
     Returns:
         The free block that now holds these bytes, merged with its free neighbours; None when the device has too
@@ -199,7 +199,7 @@ def map_pages(reserve: DeviceSegments, block: Block, size: int) -> Block | None:
 
 
 def unmap_pages(reserve: DeviceSegments, block: Block) -> None:
-    """Give the whole pages within a free block back to the device; a range without any page left is given up."""
+    """Release the whole pages within a free block; a range without any page left is deleted."""
     free_blocks, segment = block.free_blocks, block.segment
     start, size = whole_pages(block)
     if size == 0:
@@ -226,7 +226,7 @@ def unmap_pages(reserve: DeviceSegments, block: Block) -> None:
 
 
 def whole_pages(block: Block) -> tuple[int, int]:
-    """The pages that lie wholly within a block: where they start, and how many bytes they are."""
+    """Return the first address of the pages that are wholly within a block, and their size in bytes."""
     segment = block.segment
     page = segment.page_size
     assert page is not None
@@ -237,7 +237,7 @@ def whole_pages(block: Block) -> tuple[int, int]:
 
 
 def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Where free blocks and unmapped ranges side by side, at least one of them unmapped, hold ``size`` bytes."""
+    """Return the first of adjacent free blocks and unmapped ranges, at least one unmapped, that hold ``size`` bytes."""
     for unmapped in free_blocks.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.state == FREE else unmapped
@@ -253,7 +253,7 @@ def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
 
 def _new_range(reserve: DeviceSegments, free_blocks: FreeBlocks) -> Block:
     page = SMALL_SEGMENT if free_blocks.is_small else reserve.large_segment_size
-    # 1 1/8 of the device, so that a block can grow at the end while pages given back before it lie idle.
+    # 1 1/8 of the device, so that a block can grow at the end while released pages before it are unused.
     total = _UNLIMITED_RANGE if reserve.capacity is None else reserve.capacity + reserve.capacity // 8
     segment = reserve.take_range(free_blocks, round_up(total, page), page)
     _add_unmapped(free_blocks, segment.first)
@@ -265,13 +265,13 @@ def _add_unmapped(free_blocks: FreeBlocks, block: Block) -> None:
     insort(free_blocks.unmapped, block, key=attrgetter("address"))
 
 
-# --- giving back
+# --- releasing cached segments
 
 
 def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None:
-    """Give back every segment without a used block; of expandable segments every whole free page (release_blocks)."""
+    """Release every segment without a used block; of expandable segments every whole free page (release_blocks)."""
     for free_blocks in pools:
-        for block in list(free_blocks.blocks):  # a copy: giving back changes the list
+        for block in list(free_blocks.blocks):  # a copy: releasing changes the list
             if block.is_expandable:
                 unmap_pages(reserve, block)
             elif not block.is_split:
@@ -279,7 +279,7 @@ def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None
 
 
 def reclaimable(pools: Iterable[FreeBlocks]) -> int:
-    """What `release_cached` would give back, in bytes."""
+    """Return the number of bytes that `release_cached` would release."""
     total = 0
     for free_blocks in pools:
         for block in free_blocks.blocks:
@@ -291,12 +291,12 @@ def reclaimable(pools: Iterable[FreeBlocks]) -> int:
 
 
 def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int, max_split: int) -> bool:
-    """Give back oversize cached blocks of one stream, just enough for a request (release_available_cached_blocks).
+    """Release oversize cached blocks of one stream, just enough for a request (release_available_cached_blocks).
 
-    One block that is large enough, else the largest ones until they add up.
+    One block that is large enough is released, otherwise the largest ones until they add up.
 
     Returns:
-        Whether as much as the request needs went back.
+        Whether as much as the request needs was released.
     """
     wanted = max(size, max_split)
     index = free_blocks.first_of_at_least(wanted)
@@ -316,27 +316,27 @@ def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int
 
 
 def collect_garbage(reserve: DeviceSegments, pools: Iterable[FreeBlocks], lookups: int, threshold: float) -> None:
-    """Give back large cached segments that were not used for long, when the share in use passes the threshold.
+    """Release large cached segments that were not used for long, when the share in use passes the threshold.
 
-    Segments at least as old as the average go, in rounds, until enough went; a block's age is the number of lookups
-    since it was freed (garbage_collect_cached_blocks).
+    Segments at least as old as the average are released, in rounds, until it is enough; a block's age is the number of
+    lookups since it was freed (garbage_collect_cached_blocks).
 
     Args:
-        reserve: What is held of the device; it must have an allowance.
+        reserve: The segments held of the device; it must have an allowance.
         pools: The default pool's large free blocks, one set per stream.
-        lookups: How many lookups these have seen.
-        threshold: The share of the allowance above which memory goes back.
+        lookups: The number of lookups in these pools.
+        threshold: The share of the allowance above which memory is released.
     """
     assert reserve.allowed is not None
     target = reserve.whole.reserved - int(threshold * reserve.allowed)
-    # torch counts whole expandable blocks here too, but never gives them back; there are none, since such a segment
+    # torch counts whole expandable blocks here too, but never releases them; there are none, since such a segment
     # always ends in an unmapped range.
     candidates = [block for free_blocks in pools for block in free_blocks.blocks if not block.is_split]
     total_age = sum(lookups - block.age_base for block in candidates)
     released = 0
     while released < target and candidates:
         average_age = total_age / len(candidates)
-        # The oldest is never younger than the average, so every round gives something back.
+        # The oldest is never younger than the average, so every round releases something.
         old = [block for block in candidates if lookups - block.age_base >= average_age]
         candidates = [block for block in candidates if lookups - block.age_base < average_age]
         for block in old:

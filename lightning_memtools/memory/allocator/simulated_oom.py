@@ -1,4 +1,4 @@
-"""What the simulated allocator raises."""
+"""The error that the simulated allocator raises when memory runs out."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from lightning_memtools.memory.sizes import format_size
 
 
 class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, as torch.OutOfMemoryError is
-    """The simulated device cannot give another segment, also after the allocator gave back what it could.
+    """Raised where the simulated device has no room for another segment after the allocator released all it could.
 
     Attributes (all sizes in bytes, at the moment of raising):
-        requested: What the caller asked for.
-        rounded: The size of the block it would have got.
-        segment_size: What was asked of the device: the figure in CUDA's "Tried to allocate".
-        capacity: What the device has in all; None when only a memory fraction limits it.
-        free: What the device has left: capacity less everybody's use.
+        requested: The size that the caller requested.
+        rounded: The size of the block for it.
+        segment_size: The size that was requested from the device: the figure in CUDA's "Tried to allocate".
+        capacity: The total memory of the device; None when only a memory fraction limits it.
+        free: The memory that nobody uses.
         used_by_others: Held by other processes and by this one outside the allocator.
         allocated: Held by tensors.
         reserved: Held in segments, used or not.
         allowed: The most that ``per_process_memory_fraction`` lets the allocator reserve; None without such a limit.
-        private_pools: What CUDA's message calls "allocated in private pools". As in torch's source it is what these
-            pools (of CUDA graphs and ``torch.cuda.MemPool``) hold free.
+        private_pools: The figure that CUDA's message calls "allocated in private pools". As in torch's source it is the
+            free memory in these pools (of CUDA graphs and ``torch.cuda.MemPool``).
         stream: The stream that the request was for.
     """
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 
 class Count:
-    """How many there are of one thing, the most there were, and how many there ever were."""
+    """Counts one kind of thing: the current number, the highest number, and all that there ever were."""
 
     __slots__ = ("current", "peak", "total")
 
@@ -14,13 +14,13 @@ class Count:
         self.current = self.peak = self.total = 0
 
     def add(self) -> None:
-        """One more."""
+        """Count one more."""
         self.current += 1
         self.total += 1
         self.peak = max(self.peak, self.current)
 
     def remove(self) -> None:
-        """One less."""
+        """Count one less."""
         self.current -= 1
 
     def reset_peak(self) -> None:
@@ -28,7 +28,7 @@ class Count:
         self.peak = self.current
 
     def as_torch_names(self) -> dict[str, int]:
-        """The values by their names in ``torch.cuda.memory_stats``."""
+        """Return the values by their names in ``torch.cuda.memory_stats``."""
         return {
             "current": self.current,
             "peak": self.peak,
@@ -38,20 +38,20 @@ class Count:
 
 
 class Tally:
-    """What the small pools, the large pools, or all together hold. Sizes in bytes; ``blocks`` and ``segments`` count.
+    """The memory in the small pools, the large pools, or all of them: sizes in bytes, numbers of blocks and segments.
 
     ``peak_...`` is the highest value since the last `reset_peaks`, ``total_...`` the sum of all increases.
 
     Attributes:
-        blocks: Blocks that somebody holds.
+        blocks: The number of allocated blocks.
         allocated: Their sizes.
-        requested: What was asked for them, and for blocks that wait for another stream.
-        waiting_blocks: Blocks that were freed and wait for another stream.
+        requested: The sizes requested for them, and for blocks that wait for another stream.
+        waiting_blocks: The number of freed blocks that wait for another stream.
         waiting: Their sizes.
-        split_blocks: Free blocks that share a segment with others.
+        split_blocks: The number of free blocks that share a segment with others.
         split: Their sizes (torch: inactive_split_bytes).
-        segments: Segments held of the device; as in torch, expandable segments are not among them.
-        reserved: Memory held of the device.
+        segments: The number of segments held of the device; as in torch, without expandable segments.
+        reserved: The memory held of the device.
     """
 
     __slots__ = (
@@ -97,7 +97,7 @@ class Tally:
         self.peak_blocks = self.blocks
         self.peak_allocated = self.allocated
         self.peak_requested = self.requested
-        # While nothing waits, what is active is what is allocated: only the other moments are noted here.
+        # While nothing waits, the active blocks are the allocated ones: these peaks are for the other moments.
         self.peak_active_blocks = self.blocks + self.waiting_blocks
         self.peak_active = self.allocated + self.waiting
         self.peak_split_blocks = self.split_blocks
@@ -106,7 +106,7 @@ class Tally:
         self.peak_reserved = self.reserved
 
     def add_block(self, size: int, requested: int) -> None:
-        """Somebody holds a block more."""
+        """Count a block that was allocated."""
         self.blocks = blocks = self.blocks + 1
         if blocks > self.peak_blocks:
             self.peak_blocks = blocks
@@ -124,26 +124,26 @@ class Tally:
             self.peak_active_blocks = max(self.peak_active_blocks, blocks + self.waiting_blocks)
 
     def remove_block(self, size: int, requested: int) -> None:
-        """A block that somebody held is free."""
+        """Count a block that was freed."""
         self.blocks -= 1
         self.allocated -= size
         self.requested -= requested
 
     def start_waiting(self, size: int) -> None:
-        """A block that somebody held waits for another stream."""
+        """Count an allocated block that was freed and waits for another stream."""
         self.blocks -= 1
         self.allocated -= size
         self.waiting_blocks += 1
         self.waiting += size
 
     def stop_waiting(self, size: int, requested: int) -> None:
-        """A block that waited for another stream is free."""
+        """Count a waiting block that became free."""
         self.waiting_blocks -= 1
         self.waiting -= size
         self.requested -= requested
 
     def add_split(self, blocks: int, size: int) -> None:
-        """Free blocks in split segments became more, or with negative numbers fewer."""
+        """Count more free blocks in split segments, or fewer with negative numbers."""
         self.split += size
         if size > 0:
             self.total_split += size
@@ -157,7 +157,7 @@ class Tally:
                     self.peak_split_blocks = self.split_blocks
 
     def add_reserved(self, segments: int, size: int) -> None:
-        """The device gave memory."""
+        """Count memory that was reserved from the device."""
         self.reserved += size
         self.total_reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
@@ -166,12 +166,12 @@ class Tally:
         self.peak_segments = max(self.peak_segments, self.segments)
 
     def remove_reserved(self, segments: int, size: int) -> None:
-        """Memory went back to the device."""
+        """Count memory that was released to the device."""
         self.reserved -= size
         self.segments -= segments
 
     def as_torch_names(self) -> dict[str, int]:
-        """The values by their names in ``torch.cuda.memory_stats``, the pool left out: "allocated_bytes.peak"."""
+        """Return the values by their names in ``torch.cuda.memory_stats`` without the pool: "allocated_bytes.peak"."""
         active_blocks = self.blocks + self.waiting_blocks
         active = self.allocated + self.waiting
         peak_active_blocks = max(self.peak_active_blocks, self.peak_blocks)
