@@ -44,7 +44,6 @@ PENDING: dict[str, set[str]] = {
         "memory/virtual/operators.py",
         "memory/virtual/storages.py",
         "memory/virtual/surroundings.py",
-        "reporting/__init__.py",
         "simulation/cuda_ops/kernels.py",
         "simulation/cuda_ops/recurrent.py",
         "simulation/ddp_buckets.py",

@@ -1,1 +1,1 @@
-"""Where results go: loggers, tables, report files, and values of all ranks. Knows Lightning, on floor 2."""
+"""Writes results: loggers, tables, report files, and values gathered over ranks. Knows Lightning."""
