@@ -4,12 +4,16 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint format types docs check clean
+.PHONY: demo test test-cuda lint format types docs check clean
 demo: .venv/installed
 	$(BIN)/python examples/digits.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# On PyTorch's CUDA build over stubs of NVIDIA's libraries: the real allocator and CUDA code, no GPU, nothing computed.
+test-cuda: .venv-cuda/installed
+	PYTHONPATH=$(CURDIR) .venv-cuda/bin/python -m lightning_memtools.null_cuda -m pytest -m cuda_memory
 
 lint: .venv/installed
 	$(BIN)/ruff check
@@ -28,7 +32,7 @@ docs: .venv/installed
 check: lint types docs test
 
 clean:
-	rm -rf .venv site logs
+	rm -rf .venv .venv-cuda site logs
 
 # torch first and alone: asked for together with the rest, pip may look at newer builds. torchvision and timm come without
 # their dependencies, because torchvision asks for a torch build of its own, and lie apart: see tests/zoo.py.
@@ -38,4 +42,14 @@ clean:
 	$(PIP) torch
 	$(PIP) --editable '.[cli,nvml]' --group dev
 	$(PIP) --no-deps --target .venv/zoo torchvision timm
+	touch $@
+
+# The same versions with torch's CUDA build. "===" leaves CPU builds out; without dependencies, because torch would
+# bring several GB of NVIDIA's libraries, which the stubs replace.
+.venv-cuda/installed: .venv/installed
+	$(PYTHON) -m venv .venv-cuda
+	$(BIN)/pip freeze --exclude-editable | grep -v '^torch==' > .venv-cuda/versions.txt
+	.venv-cuda/bin/pip --disable-pip-version-check install --quiet --no-deps \
+		'torch===$(shell sed -n 's/^torch==//p' constraints.txt)' --requirement .venv-cuda/versions.txt
+	.venv-cuda/bin/pip --disable-pip-version-check install --quiet --no-deps --constraint constraints.txt torchvision timm
 	touch $@

@@ -268,6 +268,18 @@ def is_cuda_history_recorded() -> bool:
 
 def cuda_memory_snapshot() -> dict[str, Any]:
     """Returns the segments, blocks and recorded history; torch documents the function under its underscored name."""
+
+
+# --- the history of the CUDA allocator, and ranks that are pretended (dry run)
+
+
+def record_allocations(max_entries: int) -> None:
+    """Record every request to the CUDA allocator; torch's notes document this function under its private name only."""
+    torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=max_entries)
+
+
+def allocation_snapshot() -> dict[str, Any]:
+    """Returns the recorded history and the segments. As `record_allocations`."""
     snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
     return snapshot
 
@@ -302,3 +314,38 @@ def default_process_group_store() -> Any:
         ValueError: There is no process group.
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def pretend_ranks(rank: int, world_size: int) -> None:
+    """Make this process one rank of several: its collectives return at once, and objects come back as this rank's own.
+
+    torch's "fake" backend moves no data, and its store and the functions that exchange objects can only be replaced
+    where torch keeps them. It can go when a public backend for one process exists.
+    """
+    from torch import distributed  # noqa: PLC0415, may not be built in
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415, registers the backend
+
+    init, new_group = distributed.init_process_group, distributed.new_group
+
+    def init_process_group(*_args: Any, **_options: Any) -> None:
+        init(backend="fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    def group(ranks: Any = None, *_args: Any, **_options: Any) -> Any:
+        return new_group(ranks, backend="fake")
+
+    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+        del group
+        objects[:] = [mine] * len(objects)
+
+    def nothing(*_args: Any, **_options: Any) -> None:
+        """Leave everything as this rank has it."""
+
+    modules: tuple[Any, ...] = (distributed, distributed.distributed_c10d)
+    for module in modules:
+        module.init_process_group = init_process_group
+        module.new_group = group
+        module.all_gather_object = all_gather_object
+        module.broadcast_object_list = nothing
+    # DDP compares the shapes of all ranks' parameters, and there are none but this rank's.
+    data_parallel: Any = nn.parallel.distributed
+    data_parallel._verify_param_shape_across_processes = nothing

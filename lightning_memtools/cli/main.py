@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_memtools.cli import estimate, replay
+from lightning_memtools.cli import dry_run, estimate, replay
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,13 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     estimate.add_to(commands)
     replay.add_to(commands)
+    dry_run.add_to(commands)
     chosen = parser.parse_args(arguments)
     try:
-        chosen.run(chosen)
+        return chosen.run(chosen) or 0
     except estimate.UsageError as error:
         print(f"memtools: {error}", file=sys.stderr)  # noqa: T201, a command prints
         return 1
-    return 0
 
 
 if __name__ == "__main__":

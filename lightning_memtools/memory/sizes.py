@@ -83,11 +83,15 @@ class Gpu:
         name: Its name with its size, such as "H100 80GB".
         usable_bytes: The most that a process can use: the total that the driver reports.
         estimated: Whether ``usable_bytes`` is a low estimate from the marketing size, because no figure was found.
+        compute_capability: The version of its architecture, such as "8.6".
+        multiprocessors: Its number of streaming multiprocessors.
     """
 
     name: str
     usable_bytes: int
     estimated: bool
+    compute_capability: str
+    multiprocessors: int
 
 
 def parse_capacity(text: str) -> int:
@@ -148,6 +152,8 @@ def _gpus() -> dict[str, list[Gpu]]:
             name=f"{row['name']} {row['marketing']}",
             usable_bytes=estimate if usable is None else usable,
             estimated=usable is None,
+            compute_capability=row["compute_capability"],
+            multiprocessors=row["multiprocessors"],
         )
         for name in (row["name"], gpu.name):
             by_name.setdefault(_key(name), []).append(gpu)

@@ -1,0 +1,317 @@
+"""`memtools dry-run SCRIPT`: run a training script on PyTorch's own CUDA code without a GPU, and see what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.null_cuda.launch import environment, null_devices
+from lightning_memtools.null_cuda.stubs import DryRunError
+from lightning_memtools.reporting.tables import Table, console_table
+
+_CHILD = "lightning_memtools.cli.dry_run_child"
+FITS, FAILED, OUT_OF_MEMORY = 0, 1, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunSpec:
+    """What the child process is to run, as JSON carries it there.
+
+    Attributes:
+        program: A script, or a module's name with `module`.
+        arguments: The program's own arguments.
+        module: Whether the program is a module, as with ``python -m``.
+        steps: Optimizer steps of each training run and batches of each evaluation run; None for the Trainer's own.
+        devices: How many devices, and so ranks, there are.
+        rank: The rank that is run.
+        directory: Where everything is written that the run would have written elsewhere.
+        snapshot: Where to write torch's memory snapshot, if anywhere.
+    """
+
+    program: str
+    arguments: list[str]
+    module: bool
+    steps: int | None
+    devices: int
+    rank: int
+    directory: str
+    snapshot: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunStage:
+    """The peaks of one stage of a run, in bytes.
+
+    Attributes:
+        stage: train, val, test or predict; "script" for a program without a Trainer.
+        peak_allocated: The highest that tensors took.
+        peak_reserved: The highest that PyTorch's allocator held.
+        by_category: Parameters, buffers, gradients, optimizer state and inputs at the end of a step; "activations" is
+            the rest of the peak: activations and temporary tensors.
+        phase: forward, backward or optimizer: where training's peak was.
+    """
+
+    stage: str
+    peak_allocated: int
+    peak_reserved: int
+    by_category: dict[str, int] = field(default_factory=dict)
+    phase: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunResult:
+    """What a dry run found.
+
+    Attributes:
+        device: The name of the pretended device.
+        capacity: Its bytes.
+        status: 0 if the run fits, 3 if it ran out of memory, 1 if the program ended with an error of its own.
+        error: The error's message, if there was one.
+        report: The file of the out-of-memory report, if one was written.
+        stages: The peaks of each stage.
+        layers: The modules whose outputs and saved tensors keep most, in bytes, largest first.
+        smallest_fitting: The names of the GPUs at the boundary: the largest known one that does not fit (or None) and
+            the smallest that does (or None).
+        notes: What the reader should know of this run.
+        rank: The rank that was run.
+        devices: How many ranks there are.
+        directory: Where the run's files are.
+    """
+
+    device: str
+    capacity: int
+    status: int
+    error: str | None = None
+    report: str | None = None
+    stages: list[DryRunStage] = field(default_factory=list)
+    layers: list[tuple[str, int]] = field(default_factory=list)
+    smallest_fitting: tuple[str | None, str | None] = (None, None)
+    notes: list[str] = field(default_factory=list)
+    rank: int = 0
+    devices: int = 1
+    directory: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether the run came to its end within the capacity."""
+        return self.status == FITS
+
+    def table(self) -> Table:
+        """Returns one row for each stage."""
+        return Table(
+            ("stage", "peak allocated", "peak reserved", "at the peak"),
+            [
+                (
+                    one.stage + (f" ({one.phase})" if one.phase else ""),
+                    format_size(one.peak_allocated),
+                    format_size(one.peak_reserved),
+                    ", ".join(f"{name} {format_size(size)}" for name, size in one.by_category.items() if size),
+                )
+                for one in self.stages
+            ],
+        )
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> DryRunResult:
+        """Return the result that `dataclasses.asdict` made plain."""
+        return cls(
+            **{
+                **content,
+                "stages": [DryRunStage(**one) for one in content["stages"]],
+                "layers": [tuple(one) for one in content["layers"]],
+                "smallest_fitting": tuple(content["smallest_fitting"]),
+            }
+        )
+
+
+def dry_run(
+    program: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    gpu: str | None = None,
+    capacity: str | int | None = None,
+    devices: int = 1,
+    rank: int = 0,
+    steps: int | None = 3,
+    snapshot: str | os.PathLike[str] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    cache: Path | None = None,
+    output: IO[Any] | None = None,
+) -> DryRunResult:
+    """Run a training script on a CUDA device that computes nothing, and return what it needs.
+
+    The script runs unchanged in a child process, on PyTorch's own CUDA code: the real caching allocator, the real
+    optimizers, autograd and autocast. Only NVIDIA's libraries are stubs. Everything that is read back from the device
+    is zero. Trainers of Lightning are cut to a few steps and write to a directory of their own.
+
+    Args:
+        program: The script, or the name of a module.
+        arguments: The program's own arguments.
+        module: Whether ``program`` is a module's name.
+        gpu: The GPU that the device is like, such as "RTX 4090". By default an A100 with 1 TiB, which nothing fills.
+        capacity: Another capacity than the GPU's, such as "24GiB".
+        devices: How many devices there are; one rank is run for all of them.
+        rank: The rank that is run.
+        steps: Optimizer steps of each training run, and batches of each evaluation run; None for the script's own.
+        snapshot: A file for torch's memory snapshot, for pytorch.org/memory_viz.
+        directory: The folder for logs and checkpoints of the run; by default a temporary one.
+        cache: The folder where the stubs are kept once they are built.
+        output: The file that the script prints to; by default this process's standard output.
+
+    Raises:
+        DryRunError: There is no CUDA build of torch, no compiler, or this is not Linux; or the process died.
+        FileNotFoundError: The script does not exist.
+        ValueError: A GPU's name is not known, or a number is out of its range.
+    """
+    if not module and not Path(program).is_file():
+        raise FileNotFoundError(f"There is no script {os.fspath(program)!r}.")
+    if not 0 <= rank < devices:
+        raise ValueError(f"rank={rank}: with devices={devices}, ranks go from 0 to {devices - 1}.")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps}: at least one step has to run.")
+    found = null_devices(gpu, capacity, count=devices)
+    place = Path(directory or tempfile.mkdtemp(prefix="memtools-dry-run-")).resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    spec = DryRunSpec(
+        program=os.fspath(program),
+        arguments=list(arguments),
+        module=module,
+        steps=steps,
+        devices=devices,
+        rank=rank,
+        directory=str(place),
+        snapshot=None if snapshot is None else str(Path(snapshot).resolve()),
+    )
+    wanted = place / "dry_run_spec.json"
+    wanted.write_text(json.dumps(asdict(spec)), encoding="utf-8")
+    result = place / "dry_run.json"
+    result.unlink(missing_ok=True)
+    # A session of its own: whatever the script starts ends with it.
+    child = subprocess.Popen(  # noqa: S603, the user's own script
+        [sys.executable, "-m", _CHILD, str(wanted)],
+        env=environment(found, cache=cache),
+        start_new_session=True,
+        stdout=output,
+    )
+    try:
+        status = child.wait()
+    finally:
+        _end_session(child)
+    if not result.exists():
+        raise DryRunError(
+            f"The process of the dry run ended with status {status} and left no result. What it printed stands above."
+        )
+    return DryRunResult.from_json(json.loads(result.read_text(encoding="utf-8")))
+
+
+def _end_session(child: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the child's session: Ctrl-C reaches this process only, and loaders may outlive a script."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    child.wait()
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the command's parser."""
+    parser = commands.add_parser(
+        "dry-run",
+        help="run a training script on PyTorch's CUDA code without a GPU",
+        description="Run an unchanged training script on CUDA devices that account for memory and compute nothing. "
+        "Exit status: 0 the run fits, 3 it ran out of memory, 1 the script failed, 2 it could not be started.",
+    )
+    parser.add_argument("--gpu", metavar="NAME", help="the GPU that the device is like, such as 'RTX 4090'")
+    parser.add_argument(
+        "--capacity", metavar="SIZE", help="bytes of each device, such as 24GiB (default: the GPU's; 1 TiB)"
+    )
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many devices there are (default: 1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is run (default: 0)")
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N",
+        help="optimizer steps and evaluation batches per stage of a Trainer; 0 for the script's own (default: 3)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--directory", metavar="DIR", help="where the run's logs and checkpoints go (default: a temporary folder)"
+    )
+    parser.add_argument("--snapshot", metavar="FILE", help="write torch's memory snapshot, for pytorch.org/memory_viz")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON; the script's output goes to stderr"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Run the script, print what was found, and return the exit status."""
+    try:
+        result = dry_run(
+            chosen.script,
+            chosen.arguments,
+            module=chosen.module,
+            gpu=chosen.gpu,
+            capacity=chosen.capacity,
+            devices=chosen.devices,
+            rank=chosen.rank,
+            steps=chosen.steps or None,
+            snapshot=chosen.snapshot,
+            directory=chosen.directory,
+            output=sys.stderr if chosen.json else None,
+        )
+    except KeyboardInterrupt:
+        print("memtools: interrupted; the script was ended.", file=sys.stderr)  # noqa: T201, a command prints
+        return 130
+    except (DryRunError, ValueError, FileNotFoundError) as error:
+        print(f"memtools: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    if chosen.json:
+        print(json.dumps(asdict(result), indent=1))  # noqa: T201
+    else:
+        _show(result)
+    return result.status
+
+
+def _show(result: DryRunResult) -> None:
+    import rich.console  # noqa: PLC0415, --help needs it not
+
+    console = rich.console.Console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    ranks = f", rank {result.rank} of {result.devices}" if result.devices > 1 else ""
+    where = f"{result.device}, {format_size(result.capacity)}{ranks}"
+    say(f"\nDry run on {where}: PyTorch's own CUDA code, no GPU, nothing computed.")
+    verdict = {
+        FITS: "It fits.",
+        OUT_OF_MEMORY: "It runs out of memory.",
+        FAILED: "The script ended with an error of its own.",
+    }
+    say(verdict[result.status] + (f" {result.error}" if result.error else ""))
+    if result.stages:
+        console.print(console_table(result.table()))
+    if result.layers:
+        say("Layers that keep most: " + ", ".join(f"{name} {format_size(size)}" for name, size in result.layers[:5]))
+    too_small, enough = result.smallest_fitting
+    if enough is not None:
+        say(f"The smallest known GPU that it fits: {enough}" + (f" ({too_small} is too small)." if too_small else "."))
+    elif too_small is not None:
+        say(f"It fits no GPU of the table; the largest is {too_small}.")
+    if result.report:
+        say(f"Out-of-memory report: {result.report}")
+    for note in result.notes:
+        say(note)
+    say(f"Files of the run: {result.directory}")

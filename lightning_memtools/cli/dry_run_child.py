@@ -1,0 +1,152 @@
+"""The process of a dry run: runs the user's script and writes down what the device saw."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import runpy
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_memtools._torch import allocation_snapshot, pretend_ranks, record_allocations
+from lightning_memtools.cli.dry_run import FAILED, FITS, OUT_OF_MEMORY, DryRunResult, DryRunSpec, DryRunStage
+from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported
+from lightning_memtools.memory.allocator import AllocatorConfig, replay
+from lightning_memtools.memory.allocator.memory_snapshot import trace_until
+from lightning_memtools.memory.oom_errors import is_out_of_memory
+from lightning_memtools.memory.sizes import known_gpus
+
+# The context and the kernels of a real GPU take some 300 to 700 MiB outside of PyTorch's allocator.
+_CONTEXT_BYTES = 500 * 2**20
+_HISTORY_ENTRIES = 2_000_000
+
+
+def _pretend_ranks(spec: DryRunSpec) -> None:
+    """Make this process one rank of several, as torchrun would start it."""
+    if spec.devices == 1:
+        return
+    os.environ |= {
+        "RANK": str(spec.rank), "LOCAL_RANK": str(spec.rank), "GROUP_RANK": "0", "WORLD_SIZE": str(spec.devices),
+        "LOCAL_WORLD_SIZE": str(spec.devices), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "dry-run",
+    }  # fmt: skip
+    torch.cuda.set_device(spec.rank)
+    pretend_ranks(spec.rank, spec.devices)
+
+
+def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, str | None]:
+    """Find the largest known GPU that the recorded run does not fit, and the smallest that it does fit."""
+    entries = snapshot["device_traces"][device]
+    if not entries:
+        return None, None
+    end = entries[-1]["time_us"] + 1
+    config = AllocatorConfig.parse(
+        os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    )
+    trace = trace_until(snapshot, config, capacity=None, used_by_others=_CONTEXT_BYTES, until=end, device=device)
+    gpus = sorted(known_gpus(), key=lambda gpu: (gpu.usable_bytes, gpu.name))
+    low, high = -1, len(gpus)  # gpus[low] is too small, gpus[high] is enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        if replay(trace, capacity=gpus[middle].usable_bytes).completed:
+            high = middle
+        else:
+            low = middle
+    return gpus[low].name if low >= 0 else None, gpus[high].name if high < len(gpus) else None
+
+
+def _run_program(spec: DryRunSpec) -> None:
+    sys.argv = [spec.program, *spec.arguments]
+    if spec.module:
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(spec.program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(spec.program).resolve().parent))
+        runpy.run_path(spec.program, run_name="__main__")
+
+
+def _print_error(error: BaseException) -> None:
+    """Print the error as Python would have, without the frames that lie outside of the user's script."""
+    outer = error.__traceback__
+    while outer is not None and outer.tb_frame.f_code.co_filename in {__file__, runpy.__file__, "<frozen runpy>"}:
+        outer = outer.tb_next
+    traceback.print_exception(error.with_traceback(outer or error.__traceback__))
+
+
+def main(path: str) -> None:
+    """Run what a spec's file says, write the result beside it, and end the process."""
+    spec = DryRunSpec(**json.loads(Path(path).read_text(encoding="utf-8")))
+    observer = RunObserver(spec)
+    observer.note("Values that are read back from the device are zeros; code that branches on them takes that branch.")
+    if spec.devices > 1:
+        observer.note("What NCCL allocates for itself is not counted.")
+    _pretend_ranks(spec)
+    cut_trainers_when_imported(observer)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    record_allocations(_HISTORY_ENTRIES)
+    # Registered before the script registers its own functions, so it runs after them.
+    atexit.register(_end_here)
+    status, message = FITS, None
+    try:
+        _run_program(spec)
+    except SystemExit as error:
+        code = error.code
+        if code not in (None, 0):
+            status, message = FAILED, f"It ended with exit status {code}."
+    except BaseException as error:  # noqa: BLE001, the user's error is reported, whatever it is
+        observer.end()
+        _print_error(error)
+        if is_out_of_memory(error):
+            status, message = OUT_OF_MEMORY, str(error).partition(" See documentation")[0]
+        else:
+            status, message = FAILED, f"{type(error).__name__}: {error}"
+    observer.end()
+    properties = torch.cuda.get_device_properties(spec.rank)
+    snapshot = allocation_snapshot()
+    if not observer.stages:
+        stats = torch.cuda.memory_stats(spec.rank)
+        if not stats.get("allocation.all.allocated"):
+            observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
+        observer.stages["script"] = DryRunStage(
+            stage="script",
+            peak_allocated=stats.get("allocated_bytes.all.peak", 0),
+            peak_reserved=stats.get("reserved_bytes.all.peak", 0),
+        )
+    if spec.snapshot is not None:
+        Path(spec.snapshot).write_bytes(pickle.dumps(snapshot))
+    reports = sorted((Path(spec.directory) / "memtools").glob("oom-*.md")) if status == OUT_OF_MEMORY else []
+    result = DryRunResult(
+        device=properties.name,
+        capacity=properties.total_memory,
+        status=status,
+        error=message,
+        report=str(reports[-1]) if reports else None,
+        stages=list(observer.stages.values()),
+        layers=sorted(((name, size) for name, size in observer.layers.items() if size > 0), key=lambda one: -one[1])[
+            :20
+        ],
+        smallest_fitting=_smallest_gpus(snapshot, spec.rank) if status == FITS else (None, None),
+        notes=observer.notes,
+        rank=spec.rank,
+        devices=spec.devices,
+        directory=spec.directory,
+    )
+    Path(spec.directory, "dry_run.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+
+
+def _end_here() -> None:
+    # Threads of PyTorch's CUDA code may still run, and abort the process when the interpreter tears them down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

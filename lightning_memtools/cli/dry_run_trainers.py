@@ -1,0 +1,319 @@
+"""Trainers in a dry run: cut to a few steps, kept away from the user's files, and observed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memtools.cli.dry_run import DryRunSpec, DryRunStage
+from lightning_memtools.memory.owned import on_device_of, owned_by
+from lightning_memtools.memory.peaks import Phase, PhaseWatch, Stage, StageWatch, peak_counter
+from lightning_memtools.memory.readers import accelerator_reader
+from lightning_memtools.memory.sizes import format_size
+
+# Checkpoints of larger models are skipped: they would be files of zeros.
+_LARGEST_CHECKPOINT_BYTES = 2**30
+
+
+class RunObserver:
+    """Collects the peaks of each stage, what a training step holds, and what each layer keeps.
+
+    It is asked by a callback of each Trainer, made by `callback_for`; it knows no Lightning itself.
+    """
+
+    def __init__(self, spec: DryRunSpec) -> None:
+        self.spec = spec
+        self.notes: list[str] = []
+        self.stages: dict[str, DryRunStage] = {}
+        self.layers: dict[str, int] = {}
+        self._watch: StageWatch | None = None
+        self._running: list[Stage] = []
+        self._phases: PhaseWatch | None = None
+        self._owned: dict[str, dict[str, int]] = {}
+        self._hooks: list[Any] = []
+        self._open: list[tuple[str, int]] = []
+
+    def note(self, text: str) -> None:
+        """Keep a sentence for the end, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def begin(self, device: torch.device) -> None:
+        """A call of a Trainer begins."""
+        reader = accelerator_reader(device) if device.type == "cuda" else None
+        if reader is None:
+            self.note(
+                f"The Trainer used {device}, not a CUDA device: set accelerator='auto' or 'gpu' to see a GPU's memory."
+            )
+            return
+        counter = peak_counter(reader)
+        self._watch = StageWatch(counter)
+        self._phases = PhaseWatch(counter)
+        self._running.clear()
+
+    def enter(self, stage: Stage) -> None:
+        """A stage begins."""
+        if self._watch is not None:
+            self._watch.enter(stage)
+            self._running.append(stage)
+
+    def leave(self, stage: Stage) -> None:
+        """A stage ends."""
+        if self._watch is not None and stage in self._running:
+            self._running.remove(stage)
+            self._watch.point(stage)
+            self._watch.leave(stage)
+
+    def phase(self, phase: Phase | None) -> None:
+        """A phase of a training step begins; None after the last."""
+        if self._phases is not None:
+            self._phases.switch(phase)
+
+    def see(self, stage: str, model: nn.Module, optimizers: Sequence[Any], batch: Any, device: torch.device) -> None:
+        """A batch is on the device: note what model, optimizers and batch hold."""
+        reader = accelerator_reader(device)
+        if reader is None:
+            return
+        owned = owned_by(model, optimizers, on_device_of(reader, device), inputs=batch)
+        known = self._owned.setdefault(stage, {})
+        for name, size in owned.by_category.items():
+            known[name] = max(size, known.get(name, 0))
+
+    def watch_layers(self, model: nn.Module) -> None:
+        """Note how much more is allocated after each innermost module than before it."""
+        if self._hooks:
+            return
+        for name, module in model.named_modules():
+            if next(module.children(), None) is None:
+                self._hooks += [
+                    module.register_forward_pre_hook(functools.partial(self._enter_layer, name)),
+                    module.register_forward_hook(self._leave_layer),
+                ]
+
+    def _enter_layer(self, name: str, module: nn.Module, _args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._open.append((name, torch.cuda.memory_allocated()))
+
+    def _leave_layer(self, module: nn.Module, _args: Any, _out: Any) -> None:
+        if self._open and module.training and torch.is_grad_enabled():
+            name, before = self._open.pop()
+            kept = torch.cuda.memory_allocated() - before
+            self.layers[name] = max(kept, self.layers.get(name, 0))
+
+    def end(self) -> None:
+        """A call of a Trainer has ended; may be called twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._watch is None:
+            return
+        phases = self._phases.point() if self._phases is not None else {}
+        self._watch.close()
+        for stage, peak in self._watch.peaks.items():
+            if peak.allocated is None:
+                continue
+            known = {name: size for name, size in self._owned.get(stage, {}).items() if size}
+            before = self.stages.get(stage)
+            if before is not None and before.peak_allocated >= peak.allocated:
+                continue
+            self.stages[stage] = DryRunStage(
+                stage=stage,
+                peak_allocated=peak.allocated,
+                peak_reserved=peak.reserved or 0,
+                by_category={**known, "activations": max(0, peak.allocated - sum(known.values()))},
+                phase=max(phases, key=lambda one: phases[one]) if stage == "train" and phases else None,
+            )
+        if self._phases is not None:
+            self._phases.close()
+        self._watch = self._phases = None
+
+
+def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
+    """Return the callback that tells the observer of a Trainer's stages; `lightning` is the package in use."""
+    place = Path(observer.spec.directory)
+
+    class DryRunObserver(lightning.Callback):  # type: ignore[name-defined, misc]
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            for one in trainer.checkpoint_callbacks:
+                one.dirpath = str(place / "checkpoints")
+            observer.begin(trainer.strategy.root_device)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            observer.enter("train")
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            observer.phase("forward")
+            observer.watch_layers(pl_module)
+            observer.see("train", pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            observer.phase("backward")
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            observer.phase("optimizer")
+            observer.see("train", pl_module, trainer.optimizers, None, trainer.strategy.root_device)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            observer.phase(None)
+            observer.see("train", pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            observer.leave("train")
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            observer.enter("val")
+
+        def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+            observer.see("val", pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            observer.leave("val")
+
+        def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+            observer.enter("test")
+
+        def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+            observer.see("test", pl_module, (), batch, trainer.strategy.root_device)
+
+        def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+            observer.leave("test")
+
+        def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+            observer.enter("predict")
+
+        def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+            observer.see("predict", pl_module, (), batch, trainer.strategy.root_device)
+
+        def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+            observer.leave("predict")
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            observer.end()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            observer.end()
+
+    return DryRunObserver()
+
+
+def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleType) -> None:
+    """Make every Trainer that is created from now on short, and keep it away from the user's files."""
+    original = trainer_class.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **_limited(observer, options, lightning))
+
+    trainer_class.__init__ = init
+    save = trainer_class.save_checkpoint
+    place = Path(observer.spec.directory) / "checkpoints"
+
+    @functools.wraps(save)
+    def save_checkpoint(self: Any, filepath: Any, *args: Any, **options: Any) -> None:
+        held = sum(one.untyped_storage().nbytes() for one in self.lightning_module.parameters())
+        if held > _LARGEST_CHECKPOINT_BYTES:
+            observer.note(f"Checkpoints were not written: the model has {format_size(held)} of zeros.")
+            return
+        path = Path(filepath)
+        save(self, path if path.is_relative_to(place.parent) else place / path.name, *args, **options)
+
+    trainer_class.save_checkpoint = save_checkpoint
+
+
+def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleType) -> dict[str, Any]:
+    """Return a Trainer's arguments for a dry run."""
+    spec, limited = observer.spec, dict(options)
+    callbacks = limited.get("callbacks") or []
+    callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    if not any(type(one).__name__ == "OOMReport" for one in callbacks):
+        from lightning_memtools.callbacks.oom_report import OOMReport  # noqa: PLC0415, for Lightning's users only
+
+        callbacks.append(OOMReport(directory=str(Path(spec.directory) / "memtools")))
+    limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
+    limited["default_root_dir"] = spec.directory
+    limited["logger"] = _loggers(limited.get("logger"), Path(spec.directory), lightning)
+    limited.setdefault("enable_progress_bar", False)
+    limited.setdefault("enable_model_summary", False)
+    if limited.get("fast_dev_run"):
+        return limited
+    if spec.steps is not None:
+        batches = spec.steps * max(1, int(limited.get("accumulate_grad_batches") or 1))
+        limited["max_epochs"] = 1
+        limited["max_time"] = None
+        limited["check_val_every_n_epoch"] = 1
+        if isinstance(limited.get("val_check_interval"), int):
+            limited["val_check_interval"] = 1.0
+        for stage, most in (("train", batches), ("val", spec.steps), ("test", spec.steps), ("predict", spec.steps)):
+            given = limited.get(f"limit_{stage}_batches")
+            limited[f"limit_{stage}_batches"] = (
+                min(most, given) if isinstance(given, int) else 0 if given == 0 else most
+            )
+        observer.note(
+            f"Each training run was cut to {spec.steps} optimizer steps of its first epoch, each evaluation run to "
+            f"{spec.steps} batches (--steps)."
+        )
+    return limited
+
+
+def _loggers(given: Any, place: Path, lightning: ModuleType) -> Any:
+    """Return loggers like those given that write into the run's folder, or nowhere."""
+    if given is None or isinstance(given, bool):
+        return given
+    loggers = lightning.pytorch.loggers if hasattr(lightning, "pytorch") else lightning.loggers
+
+    def redirected(logger: Any) -> Any:
+        if isinstance(logger, (loggers.TensorBoardLogger, loggers.CSVLogger)):
+            return type(logger)(save_dir=str(place), name=logger.name, version=logger.version)
+        return loggers.logger.DummyLogger()
+
+    return [redirected(one) for one in given] if isinstance(given, (list, tuple)) else redirected(given)
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Calls a function with a module once the script has imported it; costs nothing if it never does."""
+
+    def __init__(self, functions: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._functions = functions
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the module's own spec, with a loader that calls the function afterwards."""
+        function = self._functions.pop(name, None)
+        if function is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            function(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def cut_trainers_when_imported(observer: RunObserver) -> None:
+    """Cut the Trainers of Lightning short, under whichever of its two names the script imports it."""
+
+    def cut(package: str) -> Callable[[ModuleType], None]:
+        def function(module: ModuleType) -> None:
+            _cut_trainer(observer, module.Trainer, importlib.import_module(package))
+
+        return function
+
+    names = {
+        "lightning.pytorch.trainer.trainer": "lightning.pytorch",
+        "pytorch_lightning.trainer.trainer": "pytorch_lightning",
+    }
+    sys.meta_path.insert(0, _WhenImported({name: cut(package) for name, package in names.items()}))

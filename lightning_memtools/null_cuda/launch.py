@@ -1,0 +1,110 @@
+"""Starts a Python program on devices that compute nothing: the environment that it needs, and how it ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_memtools.memory.sizes import find_gpu, known_gpus, parse_capacity
+from lightning_memtools.null_cuda.stubs import installed_torch, stub_libraries
+
+# Without a GPU and a capacity nothing is to run out, so that what is needed can be told.
+_DEFAULT_GPU = "A100 80GB"
+_NO_LIMIT_BYTES = 2**40
+_DRY_RUN = " (dry run)"
+
+
+@dataclass(frozen=True, slots=True)
+class NullDevices:
+    """The devices that a program finds.
+
+    Attributes:
+        name: What ``torch.cuda.get_device_name()`` answers; ends in "(dry run)".
+        total_bytes: Bytes of each device.
+        compute_capability: Such as "8.6".
+        multiprocessors: The number of streaming multiprocessors; workspaces of some kernels depend on it.
+        count: How many devices there are.
+        context_bytes: Bytes that the CUDA context takes of each, outside of PyTorch's allocator.
+    """
+
+    name: str
+    total_bytes: int
+    compute_capability: str
+    multiprocessors: int
+    count: int = 1
+    context_bytes: int = 0
+
+
+def null_devices(
+    gpu: str | None = None, capacity: str | int | None = None, *, count: int = 1, context_bytes: int = 0
+) -> NullDevices:
+    """Return devices like a GPU of the table, with its capacity or with another one.
+
+    Args:
+        gpu: The name of a GPU, such as "RTX 4090"; by default the one that ``capacity`` names, else an A100.
+        capacity: Bytes of each device: a size such as "24GiB", a number of bytes, or the name of a GPU. By default that
+            of ``gpu``; without it 1 TiB, which no step fills.
+        count: How many devices there are.
+        context_bytes: Bytes that the CUDA context takes.
+
+    Raises:
+        ValueError: The GPU is not known, the capacity is not a size, or the count is not between 1 and 64.
+    """
+    if not 1 <= count <= 64:  # noqa: PLR2004, MAX_DEVICES of sources/null_device.h
+        raise ValueError(f"devices={count}: between 1 and 64 devices can be pretended.")
+    named = find_gpu(capacity) if gpu is None and isinstance(capacity, str) else None
+    model = named or find_gpu(gpu or _DEFAULT_GPU)
+    if model is None:
+        parse_capacity(gpu or "")  # raises, and names GPUs that are near
+        known = ", ".join(one.name for one in known_gpus())
+        raise ValueError(f"gpu={gpu!r} is a size and not a GPU: write capacity={gpu!r}, or one of {known}.")
+    total, name = model.usable_bytes, model.name
+    if gpu is None and capacity is None:
+        total, name = _NO_LIMIT_BYTES, "no limit"
+    elif capacity is not None and named is None:
+        total = capacity if isinstance(capacity, int) else parse_capacity(capacity)
+        name = model.name.rpartition(" ")[0]
+        if total <= 0:
+            raise ValueError(f"capacity={capacity!r}: a device has more than zero bytes.")
+    return NullDevices(
+        name=name + _DRY_RUN,
+        total_bytes=total,
+        compute_capability=model.compute_capability,
+        multiprocessors=model.multiprocessors,
+        count=count,
+        context_bytes=context_bytes,
+    )
+
+
+def environment(
+    devices: NullDevices, inherited: Mapping[str, str] = os.environ, *, cache: Path | None = None
+) -> dict[str, str]:
+    """Return the environment in which PyTorch's CUDA build finds the devices.
+
+    The stubs are preloaded, so no library of NVIDIA is opened and the installed torch is not changed.
+
+    Args:
+        devices: The devices that are found.
+        inherited: The environment that it is made of.
+        cache: The folder where the stubs are kept.
+
+    Raises:
+        DryRunError: The stubs cannot be built here.
+    """
+    stubs = ":".join(str(path) for path in stub_libraries(installed_torch(), cache))
+    others = inherited.get("LD_PRELOAD")
+    return {
+        **inherited,
+        "LD_PRELOAD": f"{stubs}:{others}" if others else stubs,
+        # The interface of cuDNN 7 is small enough to stand in for; what torch allocates is the same.
+        "TORCH_CUDNN_V8_API_DISABLED": "1",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices.count))),
+        "NULL_CUDA_DEVICES": str(devices.count),
+        "NULL_CUDA_NAME": devices.name,
+        "NULL_CUDA_TOTAL": str(devices.total_bytes),
+        "NULL_CUDA_CONTEXT": str(devices.context_bytes),
+        "NULL_CUDA_CAPABILITY": devices.compute_capability.replace(".", ""),
+        "NULL_CUDA_MULTIPROCESSORS": str(devices.multiprocessors),
+    }

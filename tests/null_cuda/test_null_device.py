@@ -1,0 +1,214 @@
+"""The device that computes nothing, as PyTorch's own CUDA code sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.cuda_memory
+
+MIB = 2**20
+
+
+def run_on_null(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh Python on null devices."""
+    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_memtools.null_cuda", *options, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env=clean,
+        check=False,
+        timeout=300,
+    )
+
+
+def printed(code: str, *options: str, **environment: str) -> str:
+    """Run code, which must succeed, and return what it printed."""
+    done = run_on_null(code, *options, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_properties_are_those_of_the_gpu_that_was_asked_for():
+    code = """
+        import torch
+        p = torch.cuda.get_device_properties(1)
+        print(p.name, p.major, p.minor, p.multi_processor_count, p.total_memory, torch.cuda.device_count(), sep="|")
+    """
+    assert printed(code, "--gpu", "RTX 4090", "--devices", "3") == "RTX 4090 24GB (dry run)|8|9|128|25377888010|3"
+
+
+def test_each_device_has_memory_of_its_own():
+    code = """
+        import torch
+        before = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+        x = torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda:1")
+        print([(was - torch.cuda.mem_get_info(i)[0]) // 2**20 for i, was in enumerate(before)])
+        del x
+        torch.cuda.empty_cache()
+        print([(was - torch.cuda.mem_get_info(i)[0]) // 2**20 for i, was in enumerate(before)])
+    """
+    assert printed(code, "--devices", "2") == "[0, 100]\n[0, 0]"
+
+
+def test_running_out_of_memory_is_pytorchs_own_error_after_its_own_retry():
+    code = """
+        import torch
+        kept = torch.empty(600 * 2**20, dtype=torch.uint8, device="cuda")
+        cached = torch.empty(300 * 2**20, dtype=torch.uint8, device="cuda")
+        del cached
+        again = torch.empty(400 * 2**20, dtype=torch.uint8, device="cuda")  # fits once the cached segment is freed
+        try:
+            torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError as error:
+            print(str(error)[:53])
+        stats = torch.cuda.memory_stats()
+        print(stats["num_alloc_retries"], stats["num_ooms"])
+    """
+    assert printed(code, "--capacity", "1GiB") == ("CUDA out of memory. Tried to allocate 100.00 MiB. GPU\n2 1")
+
+
+def test_what_is_read_back_is_zero():
+    code = """
+        import torch
+        x = torch.full((4,), 7.0, device="cuda")
+        print(x.sum().item(), (x + 1).tolist(), x.nonzero().shape[0])
+    """
+    assert printed(code) == "0.0 [0.0, 0.0, 0.0, 0.0] 0"
+
+
+def test_host_tensors_keep_their_values_beside_the_device():
+    code = """
+        import torch
+        x = torch.arange(5).pin_memory()
+        y = x.clone()
+        x.to("cuda", non_blocking=True)
+        print(x.is_pinned(), y.is_pinned(), y.tolist())
+    """
+    assert printed(code) == "True False [0, 1, 2, 3, 4]"
+
+
+def test_expandable_segments_are_torchs_own():
+    code = """
+        import torch
+        x = torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda")
+        y = torch.empty(50 * 2**20, dtype=torch.uint8, device="cuda")
+        segments = torch.cuda.memory._snapshot()["segments"]
+        print([one["is_expandable"] for one in segments], torch.cuda.memory_reserved() // 2**20)
+    """
+    # Two requests lie in one growing segment of whole 20 MiB pages.
+    assert printed(code, PYTORCH_ALLOC_CONF="expandable_segments:True") == "[True] 80"
+
+
+def test_the_backend_of_cuda_malloc_async_runs():
+    code = """
+        import torch
+        x = torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda")
+        print(torch.cuda.get_allocator_backend(), torch.cuda.memory_allocated() // 2**20)
+    """
+    assert printed(code, PYTORCH_ALLOC_CONF="backend:cudaMallocAsync") == "cudaMallocAsync 30"
+
+
+def test_cuda_graphs_are_refused_by_name():
+    code = """
+        import torch
+        graph = torch.cuda.CUDAGraph()
+        x = torch.empty(3, device="cuda")
+        try:
+            with torch.cuda.graph(graph):
+                x + 1
+        except RuntimeError as error:
+            print(str(error).splitlines()[0])
+    """
+    expected = "CUDA error: CUDA graphs cannot be captured on a device that computes nothing (dry run)"
+    assert printed(code) == expected
+
+
+def test_streams_and_events_never_wait():
+    code = """
+        import torch
+        stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            x = torch.ones(10, device="cuda")
+            event.record()
+        torch.cuda.current_stream().wait_event(event)
+        x.record_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        print(event.query(), stream.query())
+    """
+    assert printed(code) == "True True"
+
+
+def test_the_memory_history_is_torchs_own():
+    code = """
+        import torch
+        torch.cuda.memory._record_memory_history()
+        x = torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda")
+        del x
+        print([one["action"] for one in torch.cuda.memory._snapshot()["device_traces"][0]])
+    """
+    assert printed(code) == "['segment_alloc', 'alloc', 'free_requested', 'free_completed']"
+
+
+def test_nvml_answers_for_the_pretended_gpu():
+    pytest.importorskip("pynvml")
+    code = """
+        import pynvml, torch
+        x = torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda")
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        print(pynvml.nvmlDeviceGetName(handle), info.total, info.used // 2**20)
+    """
+    assert printed(code, "--gpu", "RTX 3060") == "RTX 3060 12GB (dry run)|12622168064|100".replace("|", " ")
+
+
+def test_no_library_of_nvidia_is_opened():
+    """In this very process, where many tests have used the device."""
+    torch.ones(3, device="cuda").sum()
+    names = ("libcudart", "libcublas", "libcudnn", "libcuda.", "libnvidia", "libnccl", "libcusparse", "libcusolver")
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    opened = {path for path in paths if Path(path).name.startswith(names)}
+    assert opened
+    assert {path for path in opened if "/null-cuda-" not in path} == set()
+
+
+@pytest.mark.parametrize("time", range(5))
+def test_a_program_that_used_every_part_ends_cleanly(time):
+    code = """
+        import torch
+        from torch import nn
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LazyLinear(10)).cuda()
+        data = torch.utils.data.DataLoader(torch.randn(16, 3, 8, 8), batch_size=4, num_workers=1, pin_memory=True)
+        optimizer = None
+        for x in data:
+            loss = model(x.cuda(non_blocking=True)).sum()
+            optimizer = optimizer or torch.optim.AdamW(model.parameters(), fused=True)
+            loss.backward()
+            optimizer.step()
+        print("done")
+    """
+    done = run_on_null(code)
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
+
+
+def test_the_multilayer_perceptron_takes_what_arithmetic_says():
+    """Parameters, gradients and Adam's two moments: four times 40 MiB, and nothing else that lasts."""
+    code = """
+        import torch
+        model = torch.nn.Linear(2048, 5120, bias=False).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            model(torch.zeros(1, 2048, device="cuda")).sum().backward()
+            optimizer.step()
+        torch._C._cuda_clearCublasWorkspaces()
+        print(torch.cuda.memory_allocated() / 2**20)
+    """
+    assert printed(code) == "160.0"

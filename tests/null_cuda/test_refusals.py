@@ -1,0 +1,89 @@
+"""Where a dry run cannot be made, it says why and what can be done instead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_memtools.null_cuda.launch import null_devices
+from lightning_memtools.null_cuda.stubs import DryRunError, TorchBuild, installed_torch, stub_libraries
+
+
+def memtools(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_memtools.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
+def test_a_build_for_the_cpu_is_refused_with_the_way_to_get_the_other(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    done = memtools("dry-run", str(script))
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"memtools: torch {torch.__version__} is a build for the CPU, and a dry run needs one"
+    )
+    assert f"pip install --no-deps 'torch==={torch.__version__.partition('+')[0]}'" in done.stderr
+    assert "VirtualDevice and `memtools estimate` work with this build." in done.stderr
+
+
+def test_a_script_that_does_not_exist_is_named():
+    done = memtools("dry-run", "nowhere/train.py")
+    assert (done.returncode, done.stderr) == (2, "memtools: There is no script 'nowhere/train.py'.\n")
+
+
+def test_another_system_than_linux_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(
+        DryRunError, match=r"needs Linux, and this is darwin\. VirtualDevice and `memtools estimate` work"
+    ):
+        installed_torch()
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    build = TorchBuild(tmp_path, "2.13.0+cu130", 13, (86,))
+    with pytest.raises(DryRunError, match=r"needs a C compiler and binutils .* apt-get install gcc"):
+        stub_libraries(build, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_an_unknown_gpu_is_answered_with_near_ones():
+    with pytest.raises(ValueError, match=r"Not a capacity: 'RTX 409'.* Did you mean 'RTX 4090 24GB'"):
+        null_devices("RTX 409")
+
+
+def test_a_size_where_a_gpu_is_meant_is_sent_to_capacity():
+    with pytest.raises(ValueError, match=r"gpu='24GiB' is a size and not a GPU: write capacity='24GiB'"):
+        null_devices("24GiB")
+
+
+@pytest.mark.parametrize("count", [0, 65])
+def test_the_number_of_devices_has_bounds(count):
+    with pytest.raises(ValueError, match=f"devices={count}: between 1 and 64"):
+        null_devices("RTX 4090", count=count)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "total"),
+    [
+        ({"gpu": "RTX 3060"}, "RTX 3060 12GB (dry run)", 12622168064),
+        ({"capacity": "RTX 3060"}, "RTX 3060 12GB (dry run)", 12622168064),
+        ({"gpu": "RTX 3060", "capacity": "8GiB"}, "RTX 3060 (dry run)", 8 * 2**30),
+        ({"capacity": 2**30}, "A100 (dry run)", 2**30),
+        ({}, "no limit (dry run)", 2**40),
+    ],
+)
+def test_devices_are_named_by_gpu_and_capacity(options, name, total):
+    made = null_devices(**options)
+    assert (made.name, made.total_bytes) == (name, total)
