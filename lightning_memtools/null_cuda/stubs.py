@@ -140,8 +140,8 @@ def _build(build: TorchBuild, folder: Path) -> None:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or shutil.which("nm") is None or shutil.which("readelf") is None:
         raise DryRunError(
-            "A dry run needs a C compiler and binutils (cc, nm, readelf) to build stubs once, and they are not on PATH. "
-            "Debian and Ubuntu: apt-get install gcc. VirtualDevice and `memtools estimate` need none."
+            "A dry run needs a C compiler and binutils (cc, nm, readelf) to build stubs once, and they are not on "
+            "PATH. Debian and Ubuntu: apt-get install gcc. VirtualDevice and `memtools estimate` need none."
         )
     asked = _asked_functions(build.folder)
     flags = ["-shared", "-fPIC", "-O1", "-w", f"-DCUDA_MAJOR={build.cuda}", f"-I{_SOURCES}"]
