@@ -25,7 +25,7 @@ FITS, FAILED, OUT_OF_MEMORY = 0, 1, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunSpec:
-    """What the child process is to run, as JSON carries it there.
+    """The task of the child process, as JSON carries it there.
 
     Attributes:
         program: A script, or a module's name with `module`.
@@ -70,7 +70,7 @@ class DryRunStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunResult:
-    """What a dry run found.
+    """The result of a dry run.
 
     Attributes:
         device: The name of the pretended device.

@@ -236,7 +236,7 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
     callbacks = limited.get("callbacks") or []
     callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     if not any(type(one).__name__ == "OOMReport" for one in callbacks):
-        from lightning_memtools.callbacks.oom_report import OOMReport  # noqa: PLC0415, for Lightning's users only
+        from lightning_memtools import OOMReport  # noqa: PLC0415, for Lightning's users only
 
         callbacks.append(OOMReport(directory=str(Path(spec.directory) / "memtools")))
     limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
