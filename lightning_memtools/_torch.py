@@ -268,18 +268,6 @@ def is_cuda_history_recorded() -> bool:
 
 def cuda_memory_snapshot() -> dict[str, Any]:
     """Returns the segments, blocks and recorded history; torch documents the function under its underscored name."""
-
-
-# --- the history of the CUDA allocator, and ranks that are pretended (dry run)
-
-
-def record_allocations(max_entries: int) -> None:
-    """Record every request to the CUDA allocator; torch's notes document this function under its private name only."""
-    torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=max_entries)
-
-
-def allocation_snapshot() -> dict[str, Any]:
-    """Returns the recorded history and the segments. As `record_allocations`."""
     snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
     return snapshot
 
@@ -314,6 +302,9 @@ def default_process_group_store() -> Any:
         ValueError: There is no process group.
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+# --- ranks that are pretended, for a dry run
 
 
 def pretend_ranks(rank: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_memtools._torch import allocation_snapshot, pretend_ranks, record_allocations
+from lightning_memtools._torch import cuda_memory_snapshot, pretend_ranks, record_cuda_history
 from lightning_memtools.cli.dry_run import FAILED, FITS, OUT_OF_MEMORY, DryRunResult, DryRunSpec, DryRunStage
 from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported
 from lightning_memtools.memory.allocator import AllocatorConfig, replay
@@ -90,7 +90,7 @@ def main(path: str) -> None:
     _pretend_ranks(spec)
     cut_trainers_when_imported(observer)
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    record_allocations(_HISTORY_ENTRIES)
+    record_cuda_history(_HISTORY_ENTRIES)
     # Registered before the script registers its own functions, so it runs after them.
     atexit.register(_end_here)
     status, message = FITS, None
@@ -109,7 +109,7 @@ def main(path: str) -> None:
             status, message = FAILED, f"{type(error).__name__}: {error}"
     observer.end()
     properties = torch.cuda.get_device_properties(spec.rank)
-    snapshot = allocation_snapshot()
+    snapshot = cuda_memory_snapshot()
     if not observer.stages:
         stats = torch.cuda.memory_stats(spec.rank)
         if not stats.get("allocation.all.allocated"):
