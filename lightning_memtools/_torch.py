@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, _subclasses, nn
+from torch import Tensor, UntypedStorage, _ops, nn
 from torch._subclasses import fake_tensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import optimizer, swa_utils
+from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 
 # --- fake tensors
 
 # torch.compile and torch.export are built on them, but they have no public import.
-FakeTensor = _subclasses.FakeTensor
+FakeTensor = fake_tensor.FakeTensor
+FakeTensorMode = fake_tensor.FakeTensorMode
 # The errors of operators that need values, make shapes that depend on values, or have no fake kernel.
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
@@ -340,3 +344,140 @@ def pretend_ranks(rank: int, world_size: int) -> None:
     # DDP compares the shapes of all ranks' parameters, and there are none but this rank's.
     data_parallel: Any = nn.parallel.distributed
     data_parallel._verify_param_shape_across_processes = nothing
+
+
+# --- operators
+
+OpOverload = _ops.OpOverload  # what `torch.ops.aten.add.Tensor` is an instance of
+is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+without_dispatch_modes = _python_dispatch._disable_current_modes
+
+
+class OperatorMode(DispatchMode):  # type: ignore[no-untyped-call]
+    """A `DispatchMode` whose handler is called without the compiler's wrapper.
+
+    The wrapper keeps `__torch_dispatch__` from being compiled: a third of the cost of an operator in an accounting
+    mode, and it loads the compiler. Nothing is compiled while these modes are active.
+    """
+
+    # torch asks every mode for a rule on each higher-order operator (flex_attention, say); one rule serves here.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def run_composite(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator by the operators that it is made of in C++.
+
+    The public `decompose` prefers decompositions in Python, which round otherwise.
+    """
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Returns whether an operator, such as "aten::add", has a kernel for a dispatch key; nothing public tells."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def operator_names() -> list[str]:
+    """Returns the names of all operators, with their overloads; `dir(torch.ops.aten)` lists only those used before."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def without_autocast_on_cpu() -> Any:
+    """Returns a context without autocast for kernels of autocast, which it would call again; none is public."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def remove_kernels(library: Any) -> None:
+    """Removes the kernels that a `torch.library.Library` has added: the public way is to wait until it is collected."""
+    library._destroy()
+
+
+# --- what autograd is doing, called for every operator and so without a function around it
+
+# The number of the backward pass that this thread runs, or -1; and the node whose formula runs. Hooks, the public way,
+# would have to be put on every node.
+current_graph_task = torch._C._current_graph_task_id
+current_autograd_node = torch._C._current_autograd_node
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+CAN_COUNT_REFERENCES = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+def reference_counts(tensor: Tensor) -> tuple[int, int]:
+    """Returns how many references C++ holds to a tensor and to its storage, if `CAN_COUNT_REFERENCES`.
+
+    Python's own count shows one for all of C++'s.
+    """
+    counted: Any = tensor
+    return counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+# --- parts of tensors and modules
+
+
+def uncoalesced_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns indices and values of a sparse COO tensor; the public accessors demand that it is coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def own_tensors(module: nn.Module) -> tuple[Any, Any]:
+    """Returns a module's own parameters and buffers, None among them; the public iterators take ten times as long."""
+    return module._parameters.values(), module._buffers.values()
+
+
+# --- data loaders
+
+# What iterates a DataLoader, in this process or with workers: batches can be counted only where they are yielded.
+LoaderIterator = dataloader._BaseDataLoaderIter
+WorkerLoaderIterator = dataloader._MultiProcessingDataLoaderIter
+
+
+# --- the path that CUDA tensors take
+
+# Where torch.nn.functional takes dropout from, and where optimizers look up which devices foreach serves.
+DROPOUT_NAMESPACES = (torch, torch._VF)
+FOREACH_DEVICE_LOOKUPS = [
+    (module, "_get_foreach_kernels_supported_devices") for module in (optimizer, _foreach_utils, swa_utils)
+]
+FOREACH_TENSOR_TYPES = [(module, "_foreach_supported_types") for module in (optimizer, _foreach_utils)]
+
+
+def unscale_gradients(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiplies gradients as torch.amp.GradScaler does, whose own method then waits for a value."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+
+
+# --- the compiler, logging, autocast
+
+
+def is_compiler_loaded() -> bool:
+    """Returns whether torch's compiler is loaded, without loading it; anything public in torch.compiler would."""
+    return "torch._dynamo" in sys.modules
+
+
+def uncompiled(module: nn.Module) -> nn.Module | None:
+    """Returns the module in what `torch.compile` returned; None for any other module. The wrapper has no public way."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def operator_packet(operator: Any) -> Any:
+    """Returns an operator without its overload, by which FLOP formulas are registered; None for what is no operator."""
+    return getattr(operator, "_overloadpacket", None)
+
+
+# Where torch logs a traceback of its own for a wrong shape.
+FAKE_TENSOR_LOGGER = fake_tensor.__name__
+
+# Operators without a public name among those that autocast computes in float32 (AT_FORALL_FP32).
+INTERPOLATIONS_IN_FLOAT = [
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+]

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_memtools._torch import uncompiled
+
 FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is small, so that the first sum starts early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)."""
 _BROADCAST_BYTES = 250 * 2**20
@@ -123,7 +125,7 @@ class Buckets:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module in a DistributedDataParallel, and in what torch.compile returns; any other module itself."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    inner = model.module if isinstance(model, DistributedDataParallel) else uncompiled(model)
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 

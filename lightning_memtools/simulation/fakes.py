@@ -5,31 +5,28 @@ tensors among it are exchanged for fake ones of the same size. Whatever the step
 by putting the noted references back.
 """
 
-# ruff: noqa: SLF001, which storage a tensor has is private in torch
-
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+from lightning_memtools._torch import FakeTensorMode, storage_id
 
 # Objects that are looked at but never into: they belong to the program, not to the model.
 _OPAQUE = (
     *(str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, torch.Generator),
     *(ModuleType, FunctionType, MethodType, BuiltinFunctionType, threading.Thread, partial),
 )
-# What a LightningModule refers to of the program around it.
-_AROUND = frozenset({"_trainer", "_fabric"})
 _MAX_OBJECTS = 1_000_000
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -88,14 +85,15 @@ class TensorExchange:
         if tensor.layout is not torch.strided:
             raise ValueError(f"A tensor of layout {tensor.layout} has no fake stand-in: use a strided (dense) one.")
         storage = tensor.untyped_storage()
+        key = storage_id(storage)
         n_elements = storage.nbytes() // tensor.element_size()
-        if n_elements == _span(tensor) and tensor.storage_offset() == 0 and storage._cdata not in self._bases:
+        if n_elements == _span(tensor) and tensor.storage_offset() == 0 and key not in self._bases:
             base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
-            self._bases[storage._cdata] = base
+            self._bases[key] = base
             return base.detach()
-        if storage._cdata not in self._bases:
-            self._bases[storage._cdata] = torch.empty(n_elements, dtype=dtype, device="cpu")
-        base = self._bases[storage._cdata]
+        if key not in self._bases:
+            self._bases[key] = torch.empty(n_elements, dtype=dtype, device="cpu")
+        base = self._bases[key]
         if base.dtype != dtype:  # two views of one storage as different types: rare, and kept apart
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -171,10 +169,7 @@ def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tu
         container = _container(thing)
         if container is None:
             continue
-        if isinstance(container, dict):
-            items = [value for key, value in container.items() if key not in _AROUND]
-        else:
-            items = list(container)
+        items = list(container.values()) if isinstance(container, dict) else list(container)
         noted.append((container, container.copy()))
         if isinstance(container, dict):
             for key, value in list(container.items()):
@@ -191,9 +186,18 @@ def _container(thing: Any) -> Any:
     """What of an object can be noted and put back: its attributes, or itself where it is a container."""
     if isinstance(thing, (dict, list, deque, set)):
         return thing
-    if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)):
+    if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)) or _is_around_the_model(
+        type(thing)  # type: ignore[arg-type]  # mypy: type[Any] is not Hashable
+    ):
         return None
     return getattr(thing, "__dict__", None)
+
+
+@cache
+def _is_around_the_model(kind: type) -> bool:
+    """Return whether a LightningModule refers to such an object, but the program around it owns it."""
+    names = {base.__name__ for base in kind.__mro__ if base.__module__.startswith(("lightning.", "pytorch_lightning."))}
+    return not names.isdisjoint({"Trainer", "Fabric"})
 
 
 def _exchanged(value: Any, exchange: TensorExchange) -> Any:

@@ -1,15 +1,12 @@
 """Everything that was allocated and freed during a step: what for, by whom, and when."""
 
-# ruff: noqa: SLF001, which node autograd runs is private in torch
-
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from lightning_memtools._torch import autograd_sequence_number, current_autograd_node, node_sequence_number
 from lightning_memtools.memory.allocator import Block, CachingAllocator
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER
@@ -85,7 +82,7 @@ class AllocationRecorder:
 
     def on_module(self, place: str) -> None:
         """From now on operators belong to this module."""
-        number = torch._C._autograd._get_sequence_nr()
+        number = autograd_sequence_number()
         if self._numbers and self._numbers[-1] == number:
             self._places[-1] = place
         elif not self._numbers or number > self._numbers[-1]:
@@ -101,7 +98,7 @@ class AllocationRecorder:
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
         """Note an allocation."""
-        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        node = current_autograd_node() if self.phase == "backward" else None
         self.allocations[block.id] = Allocation(
             size=block.size,
             born=len(self.allocated),
@@ -110,7 +107,7 @@ class AllocationRecorder:
             operation=self.operation,
             kind=WORKSPACE if category is None else category,
             module=module,
-            node_number=None if node is None else node._sequence_nr(),
+            node_number=None if node is None else node_sequence_number(node),
         )
         self._note()
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from lightning_memtools._torch import FAKE_TENSOR_LOGGER
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
@@ -72,7 +73,7 @@ def _holds_tensors(model: nn.Module) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     # torch logs a traceback of its own for a wrong shape, above the user's error.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     was_disabled = logger.disabled
     logger.disabled = True
     try:

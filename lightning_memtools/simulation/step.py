@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memtools._torch import unscale_gradients
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.precision import Precision
@@ -265,7 +266,7 @@ class _Scaler:
     def unscale(self, model: nn.Module) -> None:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         found, inverse = torch.full((), 0.0), self._scale.double().reciprocal().float()
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        unscale_gradients(gradients, found, inverse)
         self._found = found
         del inverse
 

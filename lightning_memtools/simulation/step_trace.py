@@ -10,15 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_memtools._torch import LOCAL_SCALAR, OperatorMode, operator_packet
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
 
-aten = torch.ops.aten
 Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]
 """Runs the forward pass with the model and batch it is given, fake ones, and returns what backward starts from."""
@@ -67,29 +66,22 @@ class StepCost:
         return self.peak_bytes - self.static_bytes
 
 
-class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
     """Counts operations, and answers where a fake tensor is asked for a number: with 1, so that logging goes on."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self.flops = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # As in AccountingMode: torch would wrap __torch_dispatch__ so that it is never compiled, which takes time.
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count."""
         del types
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default:  # noqa: SLF001, the name of an operator
+        if func is LOCAL_SCALAR:
             return _number_like(args[0])
         out = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        formula = flop_registry.get(operator_packet(func))
         if formula is not None:
             flops = int(formula(*args, **kwargs, out_val=out))
             self.flops += flops

@@ -184,10 +184,10 @@ def attach(module: nn.Module, trainer: TrainerStandIn) -> None:
 
     This changes their attributes: the caller has to note these before, and to restore them afterwards.
     """
+    part: Any
     for part in module.modules():
         if is_lightning_module(part):
-            # Past the property of this name, which wants a true Trainer.
-            vars(part)["_trainer"] = trainer
+            part.trainer = trainer
             vars(part)["log"] = trainer.log
             vars(part)["log_dict"] = trainer.log_dict
             vars(part)["print"] = _print_nothing

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memtools._torch import FakeTensor, OperatorMode, in_backward, own_tensors, storage_id
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual.categories import Category
@@ -20,7 +19,6 @@ from lightning_memtools.memory.virtual.module_scopes import (
     OUTSIDE,
     ModuleNames,
     ModuleScopes,
-    in_backward,
     stores_gradient,
 )
 from lightning_memtools.memory.virtual.operators import (
@@ -43,16 +41,13 @@ OperatorReplacement = Callable[[VirtualLedger, Callable[..., Any], Any, tuple[An
 """Called in place of an operator with the ledger, a function that runs operators, the operator and its arguments."""
 
 
-class AccountingMode(TorchDispatchMode):
+class AccountingMode(OperatorMode):
     """Counts what operators make in one thread. Threads share the ledger; each has its own place in the program.
 
     Attributes:
         place: Where this thread is in the program.
         silent: Above zero, storages made are host memory.
     """
-
-    # torch asks every mode for a rule on each higher-order operator (flex_attention, say); one rule serves here.
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -78,12 +73,6 @@ class AccountingMode(TorchDispatchMode):
         self._is_hooked = bool(replacements) or ledger.listener is not None
         # cuBLAS keeps a workspace per thread, and autograd runs backward in a thread of its own.
         self._has_workspace = {False: False, True: False}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap __torch_dispatch__ so that it is never compiled: a third of the cost of an operator here.
-        # Nothing is compiled while a device is active (see compilation.py).
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None, *, as_it_is: bool = False
@@ -142,10 +131,11 @@ class AccountingMode(TorchDispatchMode):
             if caller is None:
                 self._note_inputs(args, kwargs)
             # Normally known since registration; `module.to()` and a deepcopy put other storages there without a word.
-            for parameter in module._parameters.values():
+            parameters, buffers = own_tensors(module)
+            for parameter in parameters:
                 if parameter is not None:
                     self.note(parameter, Category.PARAMETER, name)
-            for buffer in module._buffers.values():
+            for buffer in buffers:
                 if buffer is not None:
                     self.note(buffer, Category.BUFFER, name)
         place.tell_listener()
@@ -203,7 +193,7 @@ class AccountingMode(TorchDispatchMode):
         if self.silent:
             return
         # An unknown storage with a device of its own (meta is that of fake tensors) is none of the CPU's.
-        if storage.device.type == "cpu" or self._ledger.find(storage._cdata) is not None:
+        if storage.device.type == "cpu" or self._ledger.find(storage_id(storage)) is not None:
             self._resize(storage, (), {})
 
     def note(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
@@ -230,7 +220,7 @@ class AccountingMode(TorchDispatchMode):
             for part in parts(tensor):
                 self._enter(part, args, kwargs)
             return
-        key = storage._cdata
+        key = storage_id(storage)
         if self._ledger.find(key) is not None or not on_device(tensor) or is_among(key, args, kwargs):
             return
         self._ask(self._ledger.add, storage, *self.place.purpose(args, kwargs))
@@ -282,7 +272,7 @@ class AccountingMode(TorchDispatchMode):
         return out
 
     def _resize(self, storage: torch.UntypedStorage, args: Any, kwargs: Any) -> None:
-        entry = self._ledger.find(storage._cdata)
+        entry = self._ledger.find(storage_id(storage))
         if entry is None:
             self._ask(self._ledger.add, storage, *self.place.purpose(args, kwargs))
         elif entry.n_bytes != storage.nbytes():
@@ -327,7 +317,7 @@ def _storage_state(tensor: torch.Tensor) -> tuple[int, int] | None:
         storage = tensor.untyped_storage()
     except NotImplementedError:
         return None
-    return storage._cdata, storage.nbytes()
+    return storage_id(storage), storage.nbytes()
 
 
 FindMode = Callable[[], AccountingMode | None]

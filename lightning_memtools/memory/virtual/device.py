@@ -86,7 +86,7 @@ class VirtualDevice:
         cuda_like: bool = False,
         record: bool = False,
     ) -> None:
-        self._options = {
+        self._options: dict[str, Any] = {
             "capacity": capacity,
             "allocator": allocator,
             "context": context,
@@ -95,6 +95,20 @@ class VirtualDevice:
             "cuda_like": cuda_like,
             "record": record,
         }
+        self._set_up(**self._options)
+
+    def _set_up(
+        self,
+        *,
+        capacity: str | None,
+        allocator: str,
+        context: str | None,
+        used_by_others: str,
+        cublas_workspace: str,
+        cuda_like: bool,
+        record: bool,
+    ) -> None:
+        """Become a device that was never entered."""
         self._capacity = None if capacity is None else parse_capacity(capacity)
         self._context = parse_size(context) if context is not None else _default_context(capacity)
         self._cublas_workspace = parse_size(cublas_workspace)
@@ -363,7 +377,8 @@ class VirtualDevice:
         return self._options
 
     def __setstate__(self, options: dict[str, Any]) -> None:
-        self.__init__(**options)  # type: ignore[misc]
+        self._options = options
+        self._set_up(**options)
 
     def __repr__(self) -> str:
         defaults = {"capacity": None, **(type(self).__init__.__kwdefaults__ or {})}
@@ -381,10 +396,10 @@ class VirtualDevice:
         self._thread = None
         _active.remove(self)
 
-    def _forget_everything(self) -> None:
+    def reset_in_fork(self) -> None:
         """Become a device that was never entered, so that a forked rank can enter it."""
         self._leave()
-        self.__init__(**self._options)  # type: ignore[misc]
+        self._set_up(**self._options)
 
     def _new_mode(self) -> AccountingMode:
         return AccountingMode(
@@ -449,7 +464,7 @@ def _default_context(capacity: str | None) -> int:
 def _fall_silent_in_fork() -> None:
     """A forked process inherits modes and patches, but its memory is not the device's: a worker only sends batches."""
     while _active:
-        _active[0]._forget_everything()
+        _active[0].reset_in_fork()
     _here.mode = None
 
 

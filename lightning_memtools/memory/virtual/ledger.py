@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_memtools._torch import storage_id
 from lightning_memtools.memory.allocator import Block, CachingAllocator
 from lightning_memtools.memory.virtual.categories import Category
 
@@ -79,7 +80,7 @@ class VirtualLedger:
         self._bytes_at_peak = list(self._bytes)
 
     def find(self, key: int) -> LedgerEntry | None:
-        """The entry of a storage, by its ``_cdata``; None for memory that is not on the device."""
+        """The entry of a storage, by its `storage_id`; None for memory that is not on the device."""
         if self._dead:
             self.settle()
         entry = self._entries.get(key)
@@ -100,7 +101,7 @@ class VirtualLedger:
         n_bytes = storage.nbytes()
         if n_bytes == 0:
             return None
-        return self._enter(storage, storage._cdata, n_bytes, category, module)
+        return self._enter(storage, storage_id(storage), n_bytes, category, module)
 
     def add_copy(self, tensor: torch.Tensor, n_bytes: int, category: Category, module: str) -> LedgerEntry | None:
         """Give a tensor a block of ``n_bytes`` that lives as long as the tensor itself, whatever storage it shares.

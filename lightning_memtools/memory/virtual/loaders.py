@@ -6,8 +6,8 @@ import weakref
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
+from lightning_memtools._torch import LoaderIterator, WorkerLoaderIterator
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindMode
 from lightning_memtools.memory.virtual.categories import Category
@@ -18,7 +18,7 @@ from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 def watch_loaders(patches: Patches, find: FindMode) -> None:
     """Count the batches that data loaders yield, and nothing else of theirs."""
-    copies: weakref.WeakKeyDictionary[_BaseDataLoaderIter, list[LedgerEntry]] = weakref.WeakKeyDictionary()
+    copies: weakref.WeakKeyDictionary[LoaderIterator, list[LedgerEntry]] = weakref.WeakKeyDictionary()
 
     def make_iter(original: Any) -> Any:
         def iterate(self: DataLoader[Any]) -> Any:
@@ -33,7 +33,7 @@ def watch_loaders(patches: Patches, find: FindMode) -> None:
         return iterate
 
     def make_next(original: Any) -> Any:
-        def fetch(self: _BaseDataLoaderIter) -> Any:
+        def fetch(self: LoaderIterator) -> Any:
             mode = find()
             # A loader inside a dataset: its batches stay on the host.
             if mode is None or mode.silent:
@@ -44,7 +44,7 @@ def watch_loaders(patches: Patches, find: FindMode) -> None:
             try:
                 with mode.silence(made):
                     batch = original(self)
-                now = count_batch(mode, batch, made, from_workers=isinstance(self, _MultiProcessingDataLoaderIter))
+                now = count_batch(mode, batch, made, from_workers=isinstance(self, WorkerLoaderIterator))
             finally:
                 # A loop lets go of a batch when it has the next one, or none. The dataset may hold these tensors for
                 # good, but not their copies on the device.
@@ -59,7 +59,7 @@ def watch_loaders(patches: Patches, find: FindMode) -> None:
 
     patches.replace(DataLoader, "__init__", lambda original: _leaves_dataset_on_host(original, find))
     patches.replace(DataLoader, "__iter__", make_iter)
-    patches.replace(_BaseDataLoaderIter, "__next__", make_next)
+    patches.replace(LoaderIterator, "__next__", make_next)
 
 
 def _leaves_dataset_on_host(original: Any, find: FindMode) -> Any:

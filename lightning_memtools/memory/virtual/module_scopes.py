@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memtools._torch import AccumulateGrad, current_autograd_node, current_graph_task
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.ledger import VirtualLedger
 from lightning_memtools.memory.virtual.storages import flat, parts, storage_key
@@ -17,19 +18,10 @@ OUTSIDE = "(outside)"
 OPTIMIZER = "(optimizer)"
 BACKWARD = "(backward)"
 
-_graph_task = torch._C._current_graph_task_id
-_current_node = torch._C._current_autograd_node
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-
-
-def in_backward() -> bool:
-    """Whether autograd runs this thread's code."""
-    return _graph_task() != -1
-
 
 def stores_gradient() -> bool:
     """Whether autograd is just giving a leaf its gradient."""
-    return _graph_task() != -1 and isinstance(_current_node(), _AccumulateGrad)
+    return current_graph_task() != -1 and isinstance(current_autograd_node(), AccumulateGrad)
 
 
 class ModuleScopes:
@@ -73,8 +65,8 @@ class ModuleScopes:
     def purpose(self, args: Any, kwargs: Any) -> tuple[Category, str]:
         """What a storage is for that an operator with these arguments makes now, and whom it is charged to."""
         scope = self.scopes[-1] if self.scopes else OUTSIDE
-        if _graph_task() != -1:
-            if isinstance(_current_node(), _AccumulateGrad):
+        if current_graph_task() != -1:
+            if isinstance(current_autograd_node(), AccumulateGrad):
                 return Category.GRADIENT, BACKWARD
             return Category.ACTIVATION, BACKWARD if scope is OUTSIDE or scope is OPTIMIZER else scope
         if scope is OPTIMIZER:

@@ -14,8 +14,18 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from lightning_memtools._torch import (
+    CAN_COUNT_REFERENCES,
+    OperatorMode,
+    OpOverload,
+    current_graph_task,
+    has_kernel,
+    operator_schema,
+    reference_counts,
+    run_composite,
+    without_dispatch_modes,
+)
 
 
 class OperatorKind(Enum):
@@ -30,7 +40,6 @@ class OperatorKind(Enum):
     COMPOSED = auto()  # It is made of other operators, which are looked at in its place.
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _NAMED = {
     "aten::lift_fresh": OperatorKind.LIFTED,
     "aten::lift": OperatorKind.LIFTED,
@@ -50,7 +59,7 @@ def kind_of(func: Any) -> OperatorKind:
     """The kind of an operator; of anything but an OpOverload, such as a higher-order operator, `OperatorKind.FRESH`."""
     if not isinstance(func, OpOverload):
         return OperatorKind.FRESH
-    schema = func._schema
+    schema = operator_schema(func)
     if schema.name in _NAMED:
         return _NAMED[schema.name]
     if func.namespace in _NO_TENSORS:
@@ -65,19 +74,19 @@ def kind_of(func: Any) -> OperatorKind:
 
 def is_matmul(func: Any) -> bool:
     """Whether cuBLAS computes this operator on a GPU."""
-    return isinstance(func, OpOverload) and func._schema.name in _MATMULS
+    return isinstance(func, OpOverload) and operator_schema(func).name in _MATMULS
 
 
 def compose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator of `OperatorKind.COMPOSED` by the operators it is made of."""
-    return func._op_dk(_COMPOSITE, *args, **kwargs)
+    return run_composite(func, args, kwargs)
 
 
 def _is_composed(func: OpOverload) -> bool:
     # Under inference_mode these arrive whole: their schemas promise aliases that reshape, contiguous, to do not keep.
     # Only kernels in C++ count: the Python decompositions that `func.decompose` prefers compute other roundings.
-    name = func._schema.name if not func._schema.overload_name else f"{func._schema.name}.{func._schema.overload_name}"
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    schema = operator_schema(func)
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
@@ -87,7 +96,6 @@ def _may_hold_tensors(kind: torch.JitType) -> bool:
 
 _ADD = torch.ops.aten.add.Tensor
 # Without these counts, which are private in torch, sums take a new tensor each.
-_CAN_TELL = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 
 
 def is_gradient_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
@@ -95,7 +103,7 @@ def is_gradient_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
     A formula of backward that adds to a tensor which it alone holds looks the same, and is taken for it.
     """
-    if func is not _ADD or kwargs or torch._C._current_graph_task_id() == -1 or not _CAN_TELL:
+    if func is not _ADD or kwargs or current_graph_task() == -1 or not CAN_COUNT_REFERENCES:
         return False
     return not torch.is_grad_enabled() and _fits(*args) and _references(args) == references_of_autograd()
 
@@ -124,8 +132,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:
     """How many refer to the first argument: in C++, to its storage, and in Python."""
-    storage = args[0].untyped_storage()
-    return args[0]._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(args[0])
+    return *reference_counts(args[0]), sys.getrefcount(args[0])
 
 
 @cache
@@ -134,25 +141,20 @@ def references_of_autograd() -> tuple[int, int, int]:
 
     Found by a small backward, so it has to be called before any operator is handled, where autograd is off.
     """
-    if not _CAN_TELL:
+    if not CAN_COUNT_REFERENCES:
         return 0, 0, 0
     probe = _Probe()  # type: ignore[no-untyped-call]
-    with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad(), probe:
+    with without_dispatch_modes(), torch.inference_mode(mode=False), torch.enable_grad(), probe:
         x = torch.ones(1, requires_grad=True, device="cpu")
         twice = x * 2
         (twice.sin() * twice.cos()).backward()  # type: ignore[no-untyped-call]
     return probe.seen
 
 
-class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Probe(OperatorMode):  # type: ignore[no-untyped-call]
     seen = (0, 0, 0)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # As in AccountingMode; and otherwise torch would load its compiler for this.
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+        if func is torch.ops.aten.add.Tensor and current_graph_task() != -1:
             self.seen = _references(args)
         return func(*args, **(kwargs or {}))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
-from torch.optim import optimizer, swa_utils
-from torch.utils import _foreach_utils
+
+from lightning_memtools._torch import (
+    DROPOUT_NAMESPACES,
+    FOREACH_DEVICE_LOOKUPS,
+    FOREACH_TENSOR_TYPES,
+    FakeTensor,
+    is_compiler_loaded,
+)
 
 _ABSENT = object()
 
@@ -61,12 +65,12 @@ def behave_like_cuda(patches: Patches) -> None:
 
         return dropout
 
-    patches.replace(torch, "dropout", make_dropout)
-    patches.replace(torch._VF, "dropout", make_dropout)
-    for module in (optimizer, _foreach_utils, swa_utils):
-        patches.replace(module, "_get_foreach_kernels_supported_devices", lambda original: lambda: [*original(), "cpu"])
-    for module in (optimizer, _foreach_utils):
-        patches.replace(module, "_foreach_supported_types", lambda original: [*original, FakeTensor])
+    for namespace in DROPOUT_NAMESPACES:
+        patches.replace(namespace, "dropout", make_dropout)
+    for owner, name in FOREACH_DEVICE_LOOKUPS:
+        patches.replace(owner, name, lambda original: lambda: [*original(), "cpu"])
+    for owner, name in FOREACH_TENSOR_TYPES:
+        patches.replace(owner, name, lambda original: [*original, FakeTensor])
 
 
 class EagerCompilation:
@@ -82,7 +86,7 @@ class EagerCompilation:
 
     def begin(self, patches: Patches) -> None:
         """Switch compilation off; where the compiler is not loaded yet, only when somebody first compiles."""
-        if "torch._dynamo" in sys.modules:
+        if is_compiler_loaded():
             self._force_eager()
 
         def make(original: Any) -> Any:

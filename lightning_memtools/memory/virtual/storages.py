@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_memtools._torch import FakeTensor, is_wrapper_subclass, storage_id, uncoalesced_parts
 
 _COMPRESSED_ROWS = {torch.sparse_csr, torch.sparse_bsr}
 _COMPRESSED_COLUMNS = {torch.sparse_csc, torch.sparse_bsc}
@@ -27,7 +27,7 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     Dense, quantized and nested tensors are their own part; sparse ones have indices and values, and wrapper subclasses
     (DTensor, jagged nested tensors) what they wrap. A kind that shows no part is named once, in a warning.
     """
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             part = getattr(tensor, name)
@@ -36,7 +36,7 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
+        yield from uncoalesced_parts(tensor)
     elif tensor.layout in _COMPRESSED_ROWS:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in _COMPRESSED_COLUMNS:
@@ -47,8 +47,7 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage, for one that has a storage of its own (see `parts`)."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return storage_id(tensor.untyped_storage())
 
 
 def flat(values: Any) -> Iterator[torch.Tensor]:

@@ -1,7 +1,5 @@
 """CUDA's lists of operators for autocast, on tensors that stand for CUDA's but are on the CPU."""
 
-# ruff: noqa: SLF001, torch has no public way to add kernels to a dispatch key for a while
-
 from __future__ import annotations
 
 import warnings
@@ -11,6 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from lightning_memtools._torch import (
+    INTERPOLATIONS_IN_FLOAT,
+    has_kernel,
+    operator_names,
+    remove_kernels,
+    without_autocast_on_cpu,
+)
 
 # AT_FORALL_FP32 of ATen/autocast_mode.h (torch 2.13), computed in float32. The CPU's list has some of them already.
 _IN_FLOAT = [
@@ -62,17 +68,13 @@ _IN_FLOAT = [
     "renorm",
     "logsumexp",
     "upsample_nearest1d",
-    "_upsample_nearest_exact1d",
     "upsample_nearest2d",
-    "_upsample_nearest_exact2d",
     "upsample_nearest3d",
-    "_upsample_nearest_exact3d",
     "upsample_linear1d",
     "upsample_bilinear2d",
-    "_upsample_bilinear2d_aa",
     "upsample_trilinear3d",
     "upsample_bicubic2d",
-    "_upsample_bicubic2d_aa",
+    *INTERPOLATIONS_IN_FLOAT,
 ]
 # AT_FORALL_FP32_SET_OPT_DTYPE: float32 results, from inputs as they are, unless the caller says a dtype.
 _TO_FLOAT = ["prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"]
@@ -108,7 +110,7 @@ def cuda_autocast() -> Iterator[None]:
         yield
     finally:
         torch.autocast.__init__ = original  # type: ignore[method-assign]
-        library._destroy()
+        remove_kernels(library)
 
 
 def _register_all(library: Any) -> None:
@@ -128,15 +130,13 @@ def _register_all(library: Any) -> None:
 @cache
 def _only_on_cpu() -> tuple[str, ...]:
     # Builds of torch without CUDA hold its lists too.
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    return tuple(n for n in names if has(n, _KEY) and not has(n, "AutocastCUDA") and n not in _SAME)
+    names = [name for name in operator_names() if name.startswith("aten::")]
+    return tuple(n for n in names if has_kernel(n, _KEY) and not has_kernel(n, "AutocastCUDA") and n not in _SAME)
 
 
 def _register(library: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if operator is None or not has_kernel(f"aten::{name}", "AutocastCUDA"):  # not (listed) in this version of torch
         return
     if has_kernel(f"aten::{name}", _KEY) and make is _in_float:  # as the CPU does
@@ -158,7 +158,7 @@ def _promoted(operator: Any) -> Callable[..., Any]:
 
 def _cast_to(operator: Any, choose: Callable[[list[torch.Tensor]], torch.dtype]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with without_autocast_on_cpu():
             dtype = choose([one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)])
             return operator(
                 *(_cast(one, dtype) for one in args), **{name: _cast(one, dtype) for name, one in kwargs.items()}
@@ -171,7 +171,7 @@ def _to_float(operator: Any) -> Callable[..., Any]:
     fused = _FUSED.get(operator)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with without_autocast_on_cpu():
             # Whoever says a dtype gets it; cross_entropy does, the type of its input.
             says_dtype = any(isinstance(one, torch.dtype) for one in (*args, kwargs.get("dtype")))
             if isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF and not says_dtype:
@@ -219,6 +219,3 @@ def _for_cpu(original: Any) -> Any:
         original(self, device_type, *args, **kwargs)
 
     return __init__
-
-
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

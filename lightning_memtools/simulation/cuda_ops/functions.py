@@ -1,7 +1,5 @@
 """Functions that choose their kernels by device: while entered they choose as for CUDA."""
 
-# ruff: noqa: SLF001, attention's kernels have no public names
-
 from __future__ import annotations
 
 from collections.abc import Callable

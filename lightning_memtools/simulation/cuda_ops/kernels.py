@@ -5,8 +5,6 @@ moment (`ledger.work_with`), or replaces results of another size. docs/estimate-
 their sources; tests/estimate/test_kernels.py checks each on its own.
 """
 
-# ruff: noqa: SLF001, attention's kernels have no public names
-
 from __future__ import annotations
 
 from collections.abc import Callable
