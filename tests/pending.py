@@ -4,31 +4,9 @@ from __future__ import annotations
 
 PENDING: dict[str, set[str]] = {
     "WRONG_IMPORTS": set(),
-    "PRIVATE_NAMES": {
-        "memory/virtual/accounting_mode.py",
-        "memory/virtual/ledger.py",
-        "memory/virtual/loaders.py",
-        "memory/virtual/module_scopes.py",
-        "memory/virtual/operators.py",
-        "memory/virtual/patches.py",
-        "memory/virtual/storages.py",
-        "simulation/cuda_ops/autocast.py",
-        "simulation/ddp_buckets.py",
-        "simulation/fakes.py",
-        "simulation/recording.py",
-        "simulation/simulated.py",
-        "simulation/step.py",
-        "simulation/step_trace.py",
-        "simulation/trainer_stand_in.py",
-    },
+    "PRIVATE_NAMES": set(),
     "SUPPRESSED_PRIVATE_ACCESS": {
         "estimate/memory_estimate.py",
-        "simulation/cuda_ops/autocast.py",
-        "simulation/cuda_ops/functions.py",
-        "simulation/cuda_ops/kernels.py",
-        "simulation/fakes.py",
-        "simulation/recording.py",
-        "simulation/step_trace.py",
     },
     "DUPLICATE_CLASSES": {
         "BatchStart",
