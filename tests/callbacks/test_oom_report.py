@@ -17,6 +17,7 @@ from torch import nn
 from torch.cuda import _memory_viz as viz
 
 from lightning_memtools import GradientCheckpointing, OOMReport, VirtualDevice
+from lightning_memtools.checkpointing import planning
 from lightning_memtools.memory.allocator.memory_snapshot import trace_until
 from lightning_memtools.memory.sizes import parse_size
 from tests.batch_size_models import Samples
@@ -179,6 +180,19 @@ def test_the_suggested_checkpointing_fits(name, failed, tmp_path):
     found = re.search(r'`GradientCheckpointing\(memory_budget="(\w+)"\)`\): minus .* fits', outcome.report)
     assert found is not None
     assert attempt(tmp_path, case.capacity, case.call, GradientCheckpointing(memory_budget=found[1]), **case.sizes).fits
+
+
+def test_a_report_profiles_the_failed_step_once_for_all_its_checkpoint_plans(tmp_path, monkeypatch):
+    profiled: list[Any] = []
+    planned: list[Any] = []
+    profile, plan = planning.profile_step, planning.StepPlanner.plan
+    monkeypatch.setattr(planning, "profile_step", lambda *args: profiled.append(args) or profile(*args))
+    monkeypatch.setattr(planning.StepPlanner, "plan", lambda *args: planned.append(args) or plan(*args))
+    case = CASES["forward"]
+    report = attempt(tmp_path, case.capacity, case.call, **case.sizes).report
+    assert "GradientCheckpointing(memory_budget=" in report
+    assert len(planned) >= 2
+    assert len(profiled) == 1
 
 
 @pytest.mark.parametrize("name", ["forward", "later_step"])
