@@ -109,6 +109,7 @@ class StepTrace:
         self._forward = step.forward
         self._peak = 0
         self._batch: Any = None
+        self._loss: Tensor | None = None
         self._optimizers: list[Any] = []
 
     def allocated(self) -> int:
@@ -146,6 +147,8 @@ class StepTrace:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
+        # The loss of the step before, which training loops hold until the next one is computed.
+        self._loss = torch.empty(())
         for one in step.optimizers:
             clone = copy_optimizer(one, exchange.known, with_state=False)
             clone.step()
@@ -161,11 +164,13 @@ class StepTrace:
         self.counted.total = self.counted.flops = 0
         with around_forward():
             loss = _scalar(self._forward(self.model, self._batch))
+        self._loss = None
         self.model.zero_grad(set_to_none=True)
         before_backward()
         if loss is not None and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         operations, flops = self.counted.total, self.counted.flops
+        self._loss = None if loss is None else loss.detach()
         del loss
         for one in self._optimizers:
             one.step()
