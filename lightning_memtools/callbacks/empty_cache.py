@@ -96,7 +96,7 @@ class EmptyCache(Callback):
         device = trainer.strategy.root_device
         reader = reader_for(device)
         if reader is None:
-            self._say(f"EmptyCache does nothing: {device} keeps no cache of memory that could be given back.")
+            self._say(f"EmptyCache does nothing: {device} keeps no cache of memory that could be released.")
             return
         on_device = on_device_of(reader, device)
         detector = None

@@ -152,12 +152,16 @@ class MemoryEstimate:
 
         def attempt(size: int) -> TracedSize:
             estimate = self if size == self.batch_size else self._retrace(size)
-            return TracedSize(estimate.fits(capacity), estimate.peak_allocated, estimate._trace)  # noqa: SLF001, of its class
+            return estimate.traced_size(capacity)
 
         def serves(trace: AllocationTrace) -> bool:
             return replay(trace, capacity=limit.usable).completed
 
         return largest_batch(self.batch_size, attempt=attempt, serves=serves, limit=limit.usable)
+
+    def traced_size(self, capacity: str) -> TracedSize:
+        """Return what the search for the largest batch compares: if the steps fit, their peak, and their requests."""
+        return TracedSize(self.fits(capacity), self.peak_allocated, self._trace)
 
     def fitting_gpus(self) -> list[tuple[str, bool]]:
         """Return every known GPU from the smallest on, and whether the steps fit on it."""

@@ -257,3 +257,13 @@ def _not_a_minimum(minimum: object) -> ValueError:
         f"min_reclaimable={minimum!r} is neither a share nor a size. Give a share of the device as a number above 0 "
         'and up to 1 (0.05 is 5%), or a size with a unit, such as "512MiB" or "2GB".'
     )
+
+
+def free_failed_backward() -> None:
+    """Free the tensors that a backward pass still holds after it has raised. Nothing else refers to them.
+
+    Autograd's queue of this thread keeps the nodes that were not run yet, with the tensors they saved, until the next
+    backward pass removes them. So this runs a small one.
+    """
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        torch.ones(1, device="cpu", requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]

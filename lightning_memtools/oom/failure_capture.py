@@ -20,10 +20,10 @@ from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reade
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.failure_facts import (
-    BatchStart,
     FailureFacts,
     FailureMoment,
     KnowsItsComposition,
+    MemoryAtBatchStart,
     MemoryGrowth,
     MemorySplit,
     running_module,
@@ -143,9 +143,9 @@ class FailureCapture:
         self._batch: Any = None
         self._batch_idx: int | None = None
         self._first_batch: Any = None
-        self._before: BatchStart | None = None
+        self._before: MemoryAtBatchStart | None = None
         # The first batch that began with the same owners of memory as the present one, and the number of batches since.
-        self._first_before: BatchStart | None = None
+        self._first_before: MemoryAtBatchStart | None = None
         self._n_since = 0
         self._captured: deque[FailureFacts] = deque(maxlen=_MOST_CAPTURED)
         self._stop_observing = observe(device, self._observe)
@@ -173,7 +173,7 @@ class FailureCapture:
         if self._first_batch is None:
             self._first_batch = sizes_only(batch)
         if self.reader is not None:
-            self._before = before = BatchStart(
+            self._before = before = MemoryAtBatchStart(
                 allocated_bytes(self.reader),
                 had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
                 had_state=any(optimizer.state for optimizer in self._progress().optimizers),

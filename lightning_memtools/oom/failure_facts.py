@@ -55,7 +55,7 @@ class MemorySplit:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchStart:
+class MemoryAtBatchStart:
     """The state when a batch began, which tells what has been allocated since.
 
     Attributes:
@@ -102,7 +102,7 @@ def split_by_walking(
     on_device: OnDevice,
     *,
     batch: Any = None,
-    before: BatchStart | None = None,
+    before: MemoryAtBatchStart | None = None,
 ) -> MemorySplit:
     """Add up what belongs to the model, its optimizers and the batch, and divide the rest by its age.
 
@@ -136,7 +136,7 @@ def split_by_walking(
     )
 
 
-def _older(before: BatchStart, owned: Owned, model: nn.Module, on_device: OnDevice) -> int:
+def _older(before: MemoryAtBatchStart, owned: Owned, model: nn.Module, on_device: OnDevice) -> int:
     """Return the bytes without a known owner that were allocated before the batch."""
     known = owned.by_category
     gradients = 0

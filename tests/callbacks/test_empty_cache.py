@@ -308,7 +308,7 @@ def test_a_device_without_a_cache_is_told_of_once_and_training_goes_on(tmp_path,
         run.fit(model, loader(), loader(16))
         run.test(model, loader(16), verbose=False)
     said = [record.getMessage() for record in caplog.records if "EmptyCache" in record.getMessage()]
-    assert said == ["EmptyCache does nothing: cpu keeps no cache of memory that could be given back."]
+    assert said == ["EmptyCache does nothing: cpu keeps no cache of memory that could be released."]
     assert run.global_step == 4
     assert not [tag for tag in run.logger.curves if tag.startswith("memory")]
 

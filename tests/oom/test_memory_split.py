@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom.failure_facts import CATEGORIES, BatchStart, split_by_device, split_by_walking
+from lightning_memtools.oom.failure_facts import CATEGORIES, MemoryAtBatchStart, split_by_device, split_by_walking
 
 MIB = 2**20
 
@@ -23,7 +23,7 @@ class Watched:
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.leak: list[torch.Tensor] = []
         self.batch: Any = None
-        self.before: BatchStart | None = None
+        self.before: MemoryAtBatchStart | None = None
         self.compared = 0
         for module in self.model:
             module.register_forward_hook(lambda *_: self.compare())
@@ -51,7 +51,7 @@ class Watched:
         self.device.count_batch(self.batch)
         allocated = self.device.stats().allocated
         assert allocated is not None
-        self.before = BatchStart(
+        self.before = MemoryAtBatchStart(
             allocated,
             had_gradients=any(p.grad is not None for p in self.model.parameters()),
             had_state=bool(self.optimizer.state),

@@ -1,1 +1,1 @@
-"""How BatchSizeTuner runs a batch size in a Trainer, puts everything back, and applies what was found."""
+"""Runs a batch size in a Trainer, restores everything, and applies the size that was found."""

@@ -46,7 +46,7 @@ from lightning_memtools.batch_size.trainer.trial_probe import (
     outcome_without_error,
     reading_of,
 )
-from lightning_memtools.memory.failed_backward import free_failed_backward
+from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.oom_errors import error_chain
 from lightning_memtools.memory.peaks import Stage, peak_counter
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.memory.failed_backward import free_failed_backward
+from lightning_memtools.memory.memory_releaser import free_failed_backward
 
 
 def test_a_backward_that_ran_out_of_memory_holds_nothing_any_more():
