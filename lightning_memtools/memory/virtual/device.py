@@ -370,8 +370,8 @@ class VirtualDevice:
 
     def snapshot(self) -> dict[str, Any]:
         """What ``torch.cuda.memory._snapshot`` gives of a GPU: segments, blocks, and the history that is recorded."""
-        self._ledger.settle()
-        return take_snapshot(self._allocator, self._history)
+        with self._ledger.still():
+            return take_snapshot(self._allocator, self._history)
 
     def __getstate__(self) -> dict[str, Any]:
         return self._options

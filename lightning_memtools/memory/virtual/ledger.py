@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -202,6 +205,24 @@ class VirtualLedger:
                 self._settle()
             finally:
                 self._lock.release()
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Within, no thread allocates, and no storage that dies gives its block back before the end.
+
+        So the allocator can be read piece by piece. Python's garbage collector is off meanwhile: a finalizer that made
+        a tensor in this thread would wait for ever.
+        """
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            with self._lock:
+                self._settle()
+                yield
+        finally:
+            if was_on:
+                gc.enable()
+        self._settle_late()
 
     def bytes_now(self) -> list[int]:
         """Allocated bytes per category."""

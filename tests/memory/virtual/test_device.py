@@ -8,6 +8,8 @@ import multiprocessing
 import pickle
 import sys
 import threading
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -329,3 +331,69 @@ def test_nothing_of_the_program_is_kept_alive() -> None:
         del net, optimizer
         gc.collect()
         assert allocated(device) == 0
+
+
+class Cycle:
+    """Holds itself and a tensor: only the garbage collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.tensor = torch.empty(1000)
+
+
+def test_a_snapshot_is_whole_when_the_collector_frees_tensors_meanwhile() -> None:
+    threshold = gc.get_threshold()
+    with VirtualDevice() as device:
+        device.record_history()
+        for _ in range(2000):
+            torch.empty(1000)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(200):
+                Cycle()
+            # So the first collection comes when the snapshot has made 1,000 of its dictionaries.
+            gc.set_threshold(gc.get_count()[0] + 1000, 1, 1)
+            gc.enable()
+            snapshot = device.snapshot()
+        finally:
+            gc.enable()
+            gc.set_threshold(*threshold)
+        blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+        in_use = sum(block["requested_size"] for block in blocks if block["state"] == "active_allocated")
+        actions = snapshot["device_traces"][0]
+        history = Counter[str]()
+        for action in actions:
+            history[action["action"]] += action["size"]
+        # The blocks and the history are of one moment.
+        assert history["alloc"] - history["free_completed"] == in_use
+        assert [action["time_us"] for action in actions] == list(range(len(actions)))
+        assert gc.isenabled()
+
+
+def test_a_snapshot_is_whole_when_another_thread_frees_tensors_meanwhile() -> None:
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            torch.empty(1000)
+
+    with VirtualDevice() as device:
+        device.record_history(20_000)
+        worker = threading.Thread(target=work)
+        worker.start()
+        history = device.history
+        assert history is not None
+        while history.count < 2000:
+            time.sleep(0.001)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            snapshots = [device.snapshot() for _ in range(10)]
+        finally:
+            sys.setswitchinterval(interval)
+            stop.set()
+            worker.join()
+    for snapshot in snapshots:
+        times = [action["time_us"] for action in snapshot["device_traces"][0]]
+        assert times == list(range(times[0], times[0] + len(times)))
