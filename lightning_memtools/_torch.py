@@ -14,6 +14,7 @@ from torch import Tensor, UntypedStorage, _ops, nn
 from torch._subclasses import fake_tensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 from torch.optim import optimizer, swa_utils
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils import _pytree as pytree
@@ -101,6 +102,11 @@ def storage_id(storage: UntypedStorage) -> int:
 def write_count(tensor: Tensor) -> int:
     """Returns how often a tensor was written in place; only autograd's version counter tells, and it is not public."""
     return tensor._version
+
+
+def write_count_or_none(tensor: Tensor) -> int:
+    """Returns the same; -1 for inference tensors and uninitialized parameters, which have no version counter."""
+    return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
 # --- autograd
@@ -209,6 +215,30 @@ DispatchMode = _TorchDispatchMode
 def sparse_values(tensor: Tensor) -> Tensor:
     """Returns a sparse tensor's values; the public `values()` refuses gradients that are not coalesced yet."""
     return tensor._values()
+
+
+def has_readable_values(tensor: Tensor) -> bool:
+    """Returns whether a tensor's own values can be read: some kinds have no memory, and reading them fails or crashes.
+
+    Double backward through abs gives zero tensors, for which `isfinite` ends the process; only a private method tells
+    them. FSDP frees storages and keeps the tensors. The layouts without a strided storage hold theirs elsewhere.
+    """
+    if isinstance(tensor, FakeTensor) or is_lazy(tensor) or tensor.is_meta or tensor._is_zerotensor():
+        return False
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return True
+    try:
+        return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
+    except (RuntimeError, NotImplementedError):
+        return True  # a subclass with values elsewhere
+
+
+def is_in_memory(tensor: Tensor) -> bool:
+    """Returns whether a tensor is strided, and a copy of its own memory is a copy of it."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or not has_readable_values(tensor):
+        return False
+    # A class with a dispatch of its own may keep its values anywhere.
+    return not tensor.is_nested and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:

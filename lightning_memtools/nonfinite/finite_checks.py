@@ -10,27 +10,51 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import l2_norm_of_each, sparse_values, write_count
+from lightning_memtools._torch import has_readable_values, l2_norm_of_each, sparse_values, write_count
 
 
 def floats_of(tensor: Tensor) -> Tensor | None:
-    """Return the floating point numbers that a tensor stores on this rank; None if there are none.
+    """Return the floating point numbers that a tensor stores on this rank; None if there are none that can be read.
 
-    Sparse tensors store their values, distributed tensors their local shard, complex ones pairs of real numbers.
+    Every function here that reads the values of a user's tensor reads these: it is safe for every kind of tensor.
+    Sparse and nested tensors store their values, distributed tensors their local shard, complex ones pairs of real
+    numbers. Zero tensors, meta, fake, quantized and uninitialized tensors, and those whose memory was freed, have none.
     """
-    if type(tensor) is not Tensor and hasattr(tensor, "to_local"):  # a missing attribute is slow to look up
+    if type(tensor) is Tensor and tensor.dtype is torch.float32 and tensor.layout is torch.strided:
+        if tensor.is_nested:
+            tensor = tensor.values()
+        return tensor if has_readable_values(tensor) and tensor.numel() else None
+    try:
+        floats = _stored_floats(tensor)
+        return None if floats is None or floats.numel() == 0 else floats
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+        return None  # a subclass or data type that refuses even to be looked at
+
+
+def _stored_floats(tensor: Tensor) -> Tensor | None:
+    # A missing attribute is slow to look up.
+    if type(tensor) not in {Tensor, Parameter} and hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
+    if not has_readable_values(tensor) or tensor.is_quantized:
+        return None
     if tensor.layout == torch.sparse_coo:
         tensor = sparse_values(tensor)
-    elif tensor.layout != torch.strided:
+    elif tensor.is_mkldnn:
+        tensor = tensor.to_dense()
+    elif tensor.layout != torch.strided or tensor.is_nested:
         tensor = tensor.values()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
+        tensor = torch.view_as_real(tensor.detach().resolve_conj())
+    if not tensor.is_floating_point():
         return None
-    return tensor if tensor.dtype.itemsize > 1 else tensor.float()  # there are no norms of 8-bit floats
+    if tensor.dtype.itemsize == 1:  # there are no norms of 8-bit floats
+        tensor = tensor.detach().float()
+    if type(tensor) not in {Tensor, Parameter}:
+        torch.isfinite(tensor.detach())  # a subclass may refuse; better here than in the middle of a check
+    return tensor
 
 
 def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:

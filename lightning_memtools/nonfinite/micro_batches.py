@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_memtools._torch import write_count
+from lightning_memtools._torch import is_in_memory, write_count_or_none
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of
@@ -208,8 +208,8 @@ def restore_attributes(module: Module, attributes: Attributes) -> None:
 
 
 def versions_of(batch: Any) -> tuple[int, ...]:
-    """Return how often each tensor of a batch was written in place; -1 for inference tensors, which do not count it."""
-    return tuple(-1 if tensor.is_inference() else write_count(tensor) for _, tensor in named_tensors(batch, "batch"))
+    """Return how often each tensor of a batch was written in place; -1 where it is not counted."""
+    return tuple(write_count_or_none(tensor) for _, tensor in named_tensors(batch, "batch"))
 
 
 def changed_in_place(batch: Any, versions: tuple[int, ...]) -> Iterator[str]:
@@ -232,7 +232,7 @@ def move_to_host(micro: MicroBatch) -> None:
 
 def _on_host(tensor: Tensor) -> Tensor:
     device = VirtualDevice.current()
-    if tensor.layout != torch.strided or (tensor.device.type == "cpu" and device is None):
+    if (tensor.device.type == "cpu" and device is None) or not is_in_memory(tensor):
         return tensor  # it is already on the host
     with torch.no_grad(), nullcontext() if device is None else device.host():
         # With its strides: they choose the kernel that computes, and so the last bits.

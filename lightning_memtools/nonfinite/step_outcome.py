@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memtools.nonfinite.finite_checks import find_bad
+from lightning_memtools._torch import is_in_memory
+from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.micro_batches import BatchStart, MicroBatch, changed_in_place, in_batch, simple_items
 
 # The attributes that a step may ask its Trainer for, and that plain values can answer.
@@ -107,11 +108,17 @@ def doubts_about(micro: Sequence[MicroBatch], unrestored: Sequence[str]) -> list
 
 def digest_of(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bits, its dtype and shape."""
-    tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
+        tensor = tensor.detach().coalesce()
         return digest_of(tensor.indices()) + digest_of(tensor.values())
-    bits = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if not is_in_memory(tensor):
+        floats = floats_of(tensor)
+        # A kind of tensor whose values cannot be read differs from others by its kind alone.
+        return sha256(f"{type(tensor)} {tensor.dtype}".encode()).hexdigest() if floats is None else digest_of(floats)
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + bits).hexdigest()
 
 

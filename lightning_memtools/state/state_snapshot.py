@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_memtools._torch import is_in_memory
 from lightning_memtools.state.random_state import RandomState
 
 _IMMUTABLE = (
@@ -106,10 +107,13 @@ class StateSnapshot:
         return self._record_object(value)
 
     def _record_tensor(self, tensor: Tensor) -> list[Any]:
-        if tensor.is_meta or tensor.layout is not torch.strided:
+        if not is_in_memory(tensor):
             return []
         requires_grad, grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
-        copied = _without_expansion(tensor).to("cpu", copy=True)
+        try:
+            copied = _without_expansion(tensor).to("cpu", copy=True)
+        except (RuntimeError, NotImplementedError):
+            return []  # a subclass that refuses to be copied
         shape = tensor.shape
 
         def restore() -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memtools._torch import is_in_memory
+
 _ATOMS = (bool, int, float, str, type(None))
 
 
@@ -32,7 +34,7 @@ def to_plain(value: Any, left_out: list[str], name: str) -> Any:  # noqa: PLR091
     if type(value) in _ATOMS:
         return value
     if isinstance(value, Tensor):
-        return compact(value) if type(value) in {Tensor, torch.nn.Parameter} else _leave_out(value, left_out, name)
+        return compact(value) if _can_be_saved(value) else _leave_out(value, left_out, name)
     if isinstance(value, bytes):
         return {_KIND: "bytes", "tensor": torch.tensor(list(value), dtype=torch.uint8)}
     if isinstance(value, np.generic):
@@ -93,9 +95,15 @@ def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PL
     return made(*items) if kind == "named tuple" else made(items)
 
 
+def _can_be_saved(tensor: Tensor) -> bool:
+    if type(tensor) not in {Tensor, torch.nn.Parameter}:
+        return False
+    return is_in_memory(tensor) or tensor.layout in {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
+
+
 def compact(tensor: Tensor) -> Tensor:
     """Return the tensor with its strides, without the rest of its storage: files hold whole storages."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return tensor
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_memtools._torch import is_in_memory
 from lightning_memtools.nonfinite.cause.bad_value_roots import (
     UNKNOWN,
     BadValueRoot,
@@ -69,7 +70,7 @@ def _traced(rerun: StepRerun) -> tuple[OperationTrace, StepOutcome, BadValueRoot
 @torch.no_grad()
 def _fill_attributes(module: Module) -> None:
     for _, tensor in tensors_in_attributes(module):
-        if tensor.is_floating_point() and tensor.layout == torch.strided:
+        if tensor.is_floating_point() and is_in_memory(tensor):
             tensor.detach().nan_to_num_(0.0, torch.inf, -torch.inf)
 
 

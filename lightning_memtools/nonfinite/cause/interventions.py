@@ -14,7 +14,9 @@ from torch.nn import Module
 from lightning_memtools._torch import (
     DispatchMode,
     autograd_sequence_number,
+    has_readable_values,
     in_backward,
+    is_in_memory,
     node_in_backward,
     operator_schema,
     tree_map_only,
@@ -32,7 +34,7 @@ _NARROWER = {
 
 def n_samples_of(batch: Any) -> int | None:
     """Return the length of dimension 0 that the batch's tensors share; None where they differ or have none."""
-    lengths = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() and tensor.layout == torch.strided}
+    lengths = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() and is_in_memory(tensor)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -45,7 +47,7 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
         return None
 
     def change(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.layout != torch.strided:
+        if not tensor.dim() or not is_in_memory(tensor):
             return tensor
         changed = tensor.detach().clone()
         changed[list(bad)] = changed[good].clone()
@@ -61,7 +63,7 @@ def cleaned(batch: Any) -> tuple[Any, str]:
     """
     bad: set[int] = set()
     for _, tensor in named_tensors(batch, "batch"):
-        if tensor.is_floating_point() and tensor.dim() and tensor.layout == torch.strided and not _is_mask(tensor):
+        if tensor.is_floating_point() and tensor.dim() and is_in_memory(tensor) and not _is_mask(tensor):
             bad.update((~torch.isfinite(tensor)).flatten(1).any(1).nonzero()[:, 0].tolist() if tensor.dim() > 1
                        else (~torch.isfinite(tensor)).nonzero()[:, 0].tolist())  # fmt: skip
     changed = with_other_samples(batch, sorted(bad))
@@ -69,7 +71,7 @@ def cleaned(batch: Any) -> tuple[Any, str]:
         return changed[0], f"with sample {changed[1]} in the place of {list_samples(sorted(bad))}"
 
     def fill(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.layout != torch.strided or _is_mask(tensor):
+        if not tensor.is_floating_point() or not is_in_memory(tensor) or _is_mask(tensor):
             return tensor
         return torch.nan_to_num(tensor.detach(), 0.0, 0.0, 0.0).requires_grad_(tensor.requires_grad)
 
@@ -136,7 +138,7 @@ class _ZeroBadValues(DispatchMode):
         out = func(*args, **(kwargs or {}))
         if self._left == 0 or (self._node is not None and in_backward() and node_in_backward() == self._node):
             for tensor in tensors_in(out):
-                if tensor.is_floating_point() and tensor.layout == torch.strided:
+                if tensor.is_floating_point() and is_in_memory(tensor):
                     tensor.nan_to_num_(0.0, 0.0, 0.0)
         return out
 
@@ -157,7 +159,7 @@ class _WiderDtype(DispatchMode):
 
         def widen(each: Any) -> Any:
             if isinstance(each, Tensor):
-                return each.to(self._dtype) if each.dtype in narrow else each
+                return each.to(self._dtype) if each.dtype in narrow and has_readable_values(each) else each
             return self._dtype if each in narrow else each
 
         names = [argument.name for argument in operator_schema(func).arguments]

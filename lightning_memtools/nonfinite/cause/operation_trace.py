@@ -18,7 +18,9 @@ from lightning_memtools._torch import (
     LOCAL_SCALAR,
     DispatchMode,
     autograd_sequence_number,
+    has_readable_values,
     in_backward,
+    is_in_memory,
     node_in_backward,
     operator_schema,
     sparse_values,
@@ -117,11 +119,13 @@ class StorageKeys:
 
     def key(self, tensor: Tensor) -> int | None:
         """Return the key of a tensor's storage; None for a tensor without one."""
-        if tensor.layout == torch.sparse_coo:
-            tensor = sparse_values(tensor)
-        elif tensor.layout != torch.strided:
-            tensor = tensor.values()
         try:
+            if tensor.layout == torch.sparse_coo:
+                tensor = sparse_values(tensor)
+            elif tensor.layout != torch.strided or tensor.is_nested:
+                tensor = tensor.values()
+            if not has_readable_values(tensor):
+                return None
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         except (RuntimeError, NotImplementedError):
             return None
@@ -177,7 +181,7 @@ class OperationTrace(DispatchMode):
 
     def _copy(self, tensor: Tensor, taken: _TakenArguments) -> Tensor:
         """Return a copy of a tensor that may be overwritten now."""
-        if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
+        if not tensor.is_floating_point() or not is_in_memory(tensor):
             return tensor
         copied = tensor.clone()
         key = self.memory.key(tensor)
@@ -279,13 +283,15 @@ def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
 
     def widen(each: Any) -> Any:
         if isinstance(each, Tensor):
+            if not is_in_memory(each):
+                return each
             return each.double() if each.dtype in narrow else each.clone()
         return torch.float64 if isinstance(each, torch.dtype) and each in narrow else each
 
     try:
         args, kwargs = tree_map_only((Tensor, torch.dtype), widen, (args, kwargs))
         return not any(kinds_of(tensor) for tensor in _tensors(func(*args, **kwargs)))
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_memtools._torch import is_in_memory
 from lightning_memtools.nonfinite.finite_checks import floats_of
 
 _MOST_SAMPLES = 1024
@@ -68,15 +69,16 @@ def values_of(tensor: Tensor) -> TensorFacts | None:
     floats = floats_of(tensor)
     if floats is None:
         return None
+    floats = floats.detach()
     good = torch.isfinite(floats)
     finite = floats[good].double() if floats.device.type != "mps" else floats[good]
     bad, zeros = ~good, floats == 0
     n_bad = int(bad.sum())
     of_interest = bad if n_bad else zeros
-    has_samples = floats.dim() > 0 and tensor.layout == torch.strided and not tensor.is_complex()
+    has_samples = floats.dim() > 0 and is_in_memory(tensor) and not tensor.is_complex()
     samples = of_interest.flatten(1).any(1) if has_samples and floats.dim() > 1 else of_interest
     return TensorFacts(
-        shape=tuple(tensor.shape),
+        shape=tuple(floats.shape if tensor.is_nested else tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         n_elements=floats.numel(),
         n_zeros=int(zeros.sum()),

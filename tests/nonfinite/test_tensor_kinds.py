@@ -1,0 +1,122 @@
+"""Every reader of tensors takes every kind of tensor, and finds NaN wherever it can be read."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+from torch.utils.data import DataLoader
+
+from lightning_memtools import replay
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.capsule.plain_values import from_plain, to_plain
+from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace, StorageKeys
+from lightning_memtools.nonfinite.cause.tensor_facts import NAN, kinds_of, values_of
+from lightning_memtools.nonfinite.evaluation_outputs import OutputWatch
+from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, bad_inputs, move_to_host, versions_of
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.step_outcome import digest_of
+from lightning_memtools.state.state_snapshot import StateSnapshot
+from tests.lightning_models import trainer
+from tests.nonfinite.tensor_kinds import KINDS
+
+# Sparse and nested tensors warn that they are in beta.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nan_is_found_in_every_kind_of_tensor_that_can_be_read(name):
+    make, holds_nan = KINDS[name]
+    tensor = make()
+    assert (NAN in kinds_of(tensor)) == holds_nan
+    assert bool(find_bad([("it", tensor)])) == holds_nan
+    facts = values_of(tensor)
+    assert (facts is not None and facts.n_bad > 0) == holds_nan
+    watch = OutputWatch()
+    watch.check({"it": tensor})
+    assert bool(watch.bad_outputs()) == holds_nan
+    micro = MicroBatch(0, {"it": tensor})
+    assert [bad.name for bad in bad_inputs(micro)] == ['batch["it"]'] * holds_nan
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_tensor_can_be_kept_and_written(name):
+    tensor = KINDS[name][0]()
+    assert len(versions_of([tensor])) == 1
+    StorageKeys().key(tensor)
+    StateSnapshot([[tensor]]).restore()
+    move_to_host(MicroBatch(0, [tensor]))
+    assert digest_of(tensor) == digest_of(tensor)
+    left_out: list[str] = []
+    again = from_plain(to_plain(tensor, left_out, "it"), lambda _: None)
+    if not left_out and floats_of(tensor) is not None:
+        assert digest_of(again) == digest_of(tensor)
+
+
+# Computing with memory that was freed crashes torch itself.
+@pytest.mark.parametrize("name", KINDS.keys() - {"freed storage"})
+def test_operations_on_every_kind_of_tensor_can_be_traced(name):
+    tensor, trace = KINDS[name][0](), OperationTrace(nn.Linear(1, 1))
+    with warnings.catch_warnings(), trace.watching():
+        warnings.simplefilter("ignore")
+        for operation in (torch.clone, torch.neg, lambda each: each.detach(), lambda each: each * torch.nan):
+            try:
+                operation(tensor)
+            except (RuntimeError, ValueError, NotImplementedError):  # torch's own refusal
+                continue
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it differentiates forward
+def test_operations_under_transforms_can_be_traced():
+    trace = OperationTrace(nn.Linear(1, 1))
+    x = torch.tensor([[1.0, 2.0], [0.0, 3.0]])
+    with trace.watching():
+        vmap(lambda row: torch.log(row).sum())(x)
+        grad(lambda row: torch.log(row).sum())(x[0])
+        torch.func.jvp(torch.log, (x,), (torch.ones_like(x),))
+    assert {event.operation for event in trace.events} >= {"aten.log"}
+
+
+class Penalty(L.LightningModule):
+    """A gradient penalty on an L1 loss: its double backward gives a tensor of zeros without memory."""
+
+    def __init__(self, loss: str = "l1") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Any) -> Any:
+        x = batch.clone().requires_grad_()
+        out = self.net(x)
+        loss = nn.functional.l1_loss(out, x[:, :1]) if self.hparams["loss"] == "l1" else out.abs().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        penalty = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+        return loss + penalty + torch.log(batch.abs().sum(1)).mean() * out.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["l1", "abs"])
+def test_a_double_backward_through_abs_is_traced_and_replayed(loss: str, tmp_path: Path) -> None:
+    batches: Any = list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0)))
+    batches[2][3] = 0.0
+    L.seed_everything(0, verbose=False)
+    run = trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "out")), logger=False)
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(Penalty(loss), DataLoader(batches, batch_size=None))
+    assert caught.value.step == 2
+    assert caught.value.explanation is not None
+    assert caught.value.explanation.operation == "aten.log"
+    assert caught.value.explanation.samples == (3,)
+    assert caught.value.capsule_path is not None
+    again = replay(caught.value.capsule_path)
+    assert not again.is_finite
+    assert again.mismatches == ()
