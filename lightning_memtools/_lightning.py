@@ -132,26 +132,61 @@ def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], No
     If `check` raises, nothing is saved. The hook on_save_checkpoint is not called for checkpoints of weights alone; the
     method of the Trainer is replaced until Lightning has a hook that is.
     """
-    save = trainer.save_checkpoint
-    is_active = True
+    guarded = _MethodWithAddition(trainer, "save_checkpoint", before=check)
+    return guarded.undo
 
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        if is_active:
-            check()
-        save(*args, **kwargs)
 
-    def undo() -> None:
-        nonlocal is_active
-        is_active = False
-        # Someone else may have wrapped it since: then ours stays inside theirs and no longer checks.
-        if vars(trainer).get("save_checkpoint") is guarded:
-            if getattr(save, "__self__", None) is trainer:
-                del vars(trainer)["save_checkpoint"]
+def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `before_update` with the optimizer right before each update, and return the function that undoes this.
+
+    By then gradients are clipped and all hooks are over, which no hook of Lightning's is. The precision plugin runs
+    this method for every kind of optimization; it can go when there is a hook after configure_gradient_clipping.
+    """
+    watched = _MethodWithAddition(
+        trainer.precision_plugin, "_after_closure", after=lambda _model, optimizer: before_update(optimizer)
+    )
+    return watched.undo
+
+
+class _MethodWithAddition:
+    """Takes a method's place on one object. A pickled or copied object gets its own method back."""
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[..., None] = lambda *_args, **_options: None,
+    ) -> None:
+        self._owner, self._name, self._before, self._after = owner, name, before, after
+        self._original = getattr(owner, name)
+        self._is_active = True
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_active:
+            return self._original(*args, **kwargs)
+        self._before()
+        result = self._original(*args, **kwargs)
+        self._after(*args, **kwargs)
+        return result
+
+    def undo(self) -> None:
+        """Put the method back; undoing twice does no harm."""
+        self._is_active = False
+        # Someone else may have wrapped it since: then ours stays inside theirs and does nothing of its own.
+        if vars(self._owner).get(self._name) is self:
+            if getattr(self._original, "__self__", None) is self._owner:
+                del vars(self._owner)[self._name]
             else:
-                trainer.save_checkpoint = save  # type: ignore[method-assign]
+                setattr(self._owner, self._name, self._original)
 
-    trainer.save_checkpoint = guarded  # type: ignore[method-assign]
-    return undo
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, self._name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(memo.get(id(self._owner), self._owner), self._name)
 
 
 def write_checkpoint(trainer: Trainer, path: Path) -> None:

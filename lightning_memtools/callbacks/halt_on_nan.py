@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import (
@@ -19,12 +20,13 @@ from lightning_memtools._lightning import (
     training_step,
     turn_back,
     values_logged_in_evaluation,
+    watch_updates,
 )
 from lightning_memtools.callbacks.halt_files import HaltFiles, training_run
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.nonfinite.bad_step import BadStep
 from lightning_memtools.nonfinite.diagnosis import bad_state
-from lightning_memtools.nonfinite.evaluation_outputs import OutputWatch, bad_metrics
+from lightning_memtools.nonfinite.evaluation_outputs import OutputWatch, bad_metrics, is_loss
 from lightning_memtools.nonfinite.halt_report import NonFiniteFinding, evaluation_finding
 from lightning_memtools.nonfinite.halt_session import HaltOptions, HaltSession
 from lightning_memtools.nonfinite.micro_batches import BatchStartRecorder, move_to_host
@@ -67,9 +69,13 @@ class HaltOnNaN(Callback):
     Args:
         max_skips: The number of bad steps that are skipped (logged as `nonfinite/skipped`) before one ends the run. A
             skipped step still counts as a step for schedulers.
-        amp_patience: With 16-mixed: the number of skips in a row that make a step bad.
-        check_outputs: After each validation or test run, also raise if a single number that the step returned or
-            logged is NaN or Inf, or a larger output holds NaN. Read once per run.
+        amp_patience: With 16-mixed: the number of skips in a row that make a step bad. A scaler that starts at 65536
+            takes at most 16 to come down to 1.
+        check_outputs: What of a validation or test run must be finite; read once per run, and never in the sanity
+            check. "losses": a single number that the step returns, and returned or logged numbers whose names contain
+            "loss"; other metrics that are NaN or Inf (a class that is absent, a best value before the first) are
+            named in a report, and training goes on. True: also every other single number that the step returns or
+            logs, and larger outputs must hold no NaN. False: nothing.
         save_last_good: Before raising, write a checkpoint of the state before the bad step.
         explain: Before raising, run the bad step again, with logging off and everything restored afterwards, to name
             the operation that made the first bad value, its module and line, and to test what causes it. This runs the
@@ -81,8 +87,8 @@ class HaltOnNaN(Callback):
             written unless this is set.
 
     Raises:
-        ValueError: `max_skips` is negative, `amp_patience` is below 1, or `max_bytes` is no size; at setup, if the
-            strategy hides the gradients.
+        ValueError: `max_skips` is negative, `amp_patience` is below 1, `check_outputs` is none of its values, or
+            `max_bytes` is no size; at setup, if the strategy hides the gradients.
         NonFiniteError: From the hooks, when a step or an evaluation run is bad.
     """
 
@@ -93,8 +99,8 @@ class HaltOnNaN(Callback):
         self,
         *,
         max_skips: int = 0,
-        amp_patience: int = 10,
-        check_outputs: bool = True,
+        amp_patience: int = 20,
+        check_outputs: bool | Literal["losses"] = "losses",
         save_last_good: bool = True,
         explain: bool = True,
         capsule: bool = True,
@@ -105,6 +111,8 @@ class HaltOnNaN(Callback):
             raise ValueError(f"max_skips={max_skips} is not a number of steps. Use 0 to halt at the first bad step.")
         if amp_patience < 1:
             raise ValueError(f"amp_patience={amp_patience} is not a number of steps. Use 1 to halt at the first skip.")
+        if check_outputs not in {True, False, "losses"}:
+            raise ValueError(f'check_outputs={check_outputs!r} is none of True, False and "losses".')
         parse_size(max_bytes)
         self.max_skips = max_skips
         self.amp_patience = amp_patience
@@ -118,7 +126,9 @@ class HaltOnNaN(Callback):
         self._session: HaltSession | None = None
         self._watch: OutputWatch | None = None
         self._unguard_saving: Callable[[], None] = _do_nothing
+        self._unwatch_updates: Callable[[], None] = _do_nothing
         self._n_logged = 0
+        self._metrics: dict[str, str] = {}
 
     @property
     def state_key(self) -> str:
@@ -145,7 +155,9 @@ class HaltOnNaN(Callback):
             gradients=gradients_under(type(trainer.strategy), world_size=trainer.world_size),
             ranks=files.ranks,
             mark_loop=lambda: partial(turn_back, trainer, mark_loops(trainer)),
-            budget_bytes=int(4 * BATCH_SHARE * sum(p.numel() * p.element_size() for p in pl_module.parameters())),
+            budget_bytes=int(
+                4 * BATCH_SHARE * sum(p.numel() * p.element_size() for p in pl_module.parameters() if not is_lazy(p))
+            ),
             **reruns,
         )
         options = HaltOptions(
@@ -159,6 +171,8 @@ class HaltOnNaN(Callback):
         )
         self._n_logged = 0
         self._unguard_saving = guard_saving(trainer, lambda: self._check_before_saving(trainer))
+        self._unwatch_updates = watch_updates(trainer, guard.before_update)
+        guard.is_told_of_updates = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the batch, and copy the buffers if it begins a step."""
@@ -195,14 +209,20 @@ class HaltOnNaN(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, and start to check outputs."""
         self._read_rest(trainer)
-        self._watch = OutputWatch() if self.check_outputs else None
+        self._start_to_watch(trainer)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any, **kwargs: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Check the outputs on the device."""
         if self._watch is not None:
-            self._watch.check(outputs)
+            self._watch.check(outputs, _place(trainer.num_val_batches, batch_idx, dataloader_idx))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise if outputs or metrics were bad."""
@@ -210,14 +230,20 @@ class HaltOnNaN(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to check outputs."""
-        self._watch = OutputWatch() if self.check_outputs else None
+        self._start_to_watch(trainer)
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any, **kwargs: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Check the outputs on the device."""
         if self._watch is not None:
-            self._watch.check(outputs)
+            self._watch.check(outputs, _place(trainer.num_test_batches, batch_idx, dataloader_idx))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise if outputs or metrics were bad."""
@@ -277,12 +303,37 @@ class HaltOnNaN(Callback):
             self._unguard_saving()
             raise self._error(trainer, finding)
 
+    def _start_to_watch(self, trainer: Trainer) -> None:
+        # The sanity check runs with untrained weights on a few batches, whose metrics mean nothing.
+        is_on = bool(self.check_outputs) and not trainer.sanity_checking
+        self._watch = OutputWatch(only_losses=self.check_outputs == "losses") if is_on else None
+
+    def _note_metrics(self, trainer: Trainer, bad: dict[str, str]) -> None:
+        """Name metrics that are NaN or Inf in a report, each the first time. Collective."""
+        new = {name: text for name, text in bad.items() if name not in self._metrics}
+        if not new:
+            return
+        self._metrics.update(new)
+        if self._session is not None:
+            self._session.metrics[:] = self._metrics.values()
+        text = (
+            f"Metrics that were not finite in evaluation, at first: {'; '.join(self._metrics.values())}.\nTraining "
+            "goes on: a metric may rightly be NaN or Inf. Where it may not, use HaltOnNaN(check_outputs=True).\n"
+        )
+        self._opened().write_report("nonfinite-metrics-report.md", text)
+        log_text(trainer, "memtools/nonfinite_report", text, training_step(trainer))
+
     def _end_evaluation(self, trainer: Trainer, pl_module: LightningModule, stage: HaltStage) -> None:
         watch, self._watch = self._watch, None
         if watch is None:
             return
-        bad = (*watch.bad_outputs(), *bad_metrics(values_logged_in_evaluation(trainer)))
-        everyone = self._opened().ranks.objects(bad)
+        metrics = bad_metrics(values_logged_in_evaluation(trainer))
+        mere = [] if self.check_outputs is True else [each for each in metrics if not is_loss(each.name)]
+        bad = (*watch.bad_outputs(), *(each for each in metrics if each not in mere))
+        step = training_step(trainer)
+        gathered = self._opened().ranks.objects((bad, {each.name: f"{each} ({stage}, step {step})" for each in mere}))
+        everyone = [theirs for theirs, _ in gathered]
+        self._note_metrics(trainer, {name: text for _, theirs in gathered for name, text in theirs.items()})
         if any(everyone):
             weights = bad_state(pl_module)
             finding = evaluation_finding(everyone, stage=stage, step=training_step(trainer), weights=weights)
@@ -296,12 +347,18 @@ class HaltOnNaN(Callback):
 
     def _stop(self) -> None:
         self._unguard_saving()
-        self._unguard_saving = _do_nothing
+        self._unwatch_updates()
+        self._unguard_saving = self._unwatch_updates = _do_nothing
         if self._session is not None:
             self._session.guard.close()
         if self._files is not None:
             self._files.close()
         self._files = self._session = self._watch = None
+
+
+def _place(n_batches: Any, batch_idx: int, loader: int) -> str:
+    """Return the place of an evaluation batch as text, where there are several data loaders; else ""."""
+    return f"batch {batch_idx} of data loader {loader}" if isinstance(n_batches, list) and len(n_batches) > 1 else ""
 
 
 def _do_nothing() -> None:

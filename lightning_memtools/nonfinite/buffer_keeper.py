@@ -70,16 +70,21 @@ class _BufferCopies:
         )
 
     def restore(self) -> None:
-        copy_each([place.tensor for place in self.places], self._views)
-        for place in self.places:
-            buffers_of(place.module)[place.key] = place.tensor  # the step may have put a new tensor there
+        pairs = [(place, view) for place, view in zip(self.places, self._views, strict=True)]
+        writable = [(place.tensor, view) for place, view in pairs if not _repeats(place.tensor)]
+        _write([to for to, _ in writable], [view for _, view in writable])
+        for place, view in pairs:
+            # The step may have put a new tensor there. One made by expand() cannot be written, only replaced.
+            changed = _repeats(place.tensor) and write_count(place.tensor) != place.version
+            buffers_of(place.module)[place.key] = view.clone() if changed else place.tensor
 
     def restore_where(self, flag: Tensor) -> None:
         # Only the device knows the flag, so a new tensor that a module put in a buffer's place has to stay there.
         now = [place.look() for place in self.places]
         chosen = torch.where(self._is_set(flag), self._flat, _side_by_side(now))
         parts = torch.split(chosen, [each.numel() for each in now])
-        copy_each(now, [part.view(each.shape) for part, each in zip(parts, now, strict=True)])
+        pairs = [(each, part.view(each.shape)) for part, each in zip(parts, now, strict=True) if not _repeats(each)]
+        _write([each for each, _ in pairs], [part for _, part in pairs])
 
     def _is_set(self, flag: Tensor) -> Tensor:
         return flag.to(self._flat.device, non_blocking=True) != 0
@@ -96,11 +101,18 @@ class BufferKeeper:
         self._module = module
         self._copies: list[_BufferCopies] | None = None
         self._released: list[_BufferSlot] = []
+        self._owners = [(part, buffers_of(part)) for part in module.modules()]
+        self._entries: list[tuple[dict[str, Tensor | None], dict[str, bool]]] = []
+        self._n_entries = -1
 
     @torch.no_grad()
     def keep(self, unless: Tensor | None = None) -> None:
         """Copy the buffers now. `unless`: a 0-dim tensor on a device; if it is not 0, the earlier copies stay."""
-        if self._copies is None or not all(copies.fits() for copies in self._copies):
+        if self._copies is None or self._has_other_buffers() or not all(copies.fits() for copies in self._copies):
+            self._entries = [
+                (held, {key: each is None for key, each in held.items()}) for _, held in self._owners if held
+            ]
+            self._n_entries = sum(len(held) for _, held in self._owners)
             self._copies = [_BufferCopies(places) for places in _by_kind(_places(self._module))]
             self._released = []
             return
@@ -121,6 +133,27 @@ class BufferKeeper:
                 copies.restore()
             elif copies.fits():
                 copies.restore_where(where)
+        if where is None:
+            self._remove_new()
+
+    def _has_other_buffers(self) -> bool:
+        """Return whether a module has registered a buffer since, or set one that was None."""
+        if sum(len(held) for _, held in self._owners) != self._n_entries:
+            return True
+        return any(
+            held[key] is not None for held, empty in self._entries for key, was_none in empty.items() if was_none
+        )
+
+    def _remove_new(self) -> None:
+        """Remove the buffers that a module registered since, and set those to None that were None."""
+        known = {id(held): empty for held, empty in self._entries}
+        for _, held in self._owners:
+            empty = known.get(id(held), {})
+            for key in [key for key in held if key not in empty]:
+                del held[key]
+            for key, was_none in empty.items():
+                if was_none:
+                    held[key] = None
 
     def unrestored(self) -> list[str]:
         """Return the names of large buffers that were first written since `keep`: they cannot be restored."""
@@ -141,6 +174,16 @@ def _places(module: Module) -> list[_BufferSlot]:
         # Distributed, quantized and not yet initialised buffers are subclasses that cannot be laid side by side.
         if type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
     ]
+
+
+def _write(to: list[Tensor], values: list[Tensor]) -> None:
+    # Through `.data`, which does not count as a write: a graph may still need these buffers for a second backward pass.
+    if to:
+        copy_each([each.data for each in to], values)
+
+
+def _repeats(tensor: Tensor) -> bool:
+    return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _side_by_side(tensors: list[Tensor]) -> Tensor:

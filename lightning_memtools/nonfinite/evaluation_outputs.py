@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
 from lightning_memtools.nonfinite.tensor_names import named_tensors
+from lightning_memtools.reporting.loss_names import likely_losses
 
 _NEVER = 2**31 - 1
 
@@ -23,16 +24,18 @@ class BadOutput:
         name: The place in the outputs, such as ``outputs["loss"]``, or the metric's name.
         batch: The first batch where it was bad, counted over all loaders of the run; None for a metric.
         value: The metric's value; None for an output.
+        place: The batch within its data loader, where there are several; else empty.
     """
 
     name: str
     batch: int | None
     value: float | None
+    place: str = ""
 
     def __str__(self) -> str:
         if self.batch is None:
             return f"metric {self.name} = {self.value}"
-        return f"{self.name} from batch {self.batch} on"
+        return f"{self.name} from batch {self.batch} on{f' ({self.place})' if self.place else ''}"
 
 
 class OutputWatch:
@@ -40,15 +43,24 @@ class OutputWatch:
 
     A single number must be finite. A larger tensor must hold no NaN; infinities are accepted, because logits are
     rightly masked with -inf.
+
+    Args:
+        only_losses: Whether only losses are looked at: a single number that the step returns, and entries whose names
+            say that they are losses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_losses: bool = False) -> None:
+        self._only_losses = only_losses
         self._first: dict[str, Tensor] = {}
+        self._places: list[str] = []
         self._n_batches = 0
 
     @torch.no_grad()
-    def check(self, outputs: Any) -> None:
-        """Check a batch's outputs. Does not wait for the device."""
+    def check(self, outputs: Any, place: str = "") -> None:
+        """Check a batch's outputs. Does not wait for the device. `place`: the batch within its data loader."""
+        if self._only_losses:
+            outputs = _losses_in(outputs)
+        self._places.append(place)
         named = [
             (name, floats)
             for name, tensor in named_tensors(outputs, "outputs")
@@ -64,7 +76,20 @@ class OutputWatch:
     def bad_outputs(self) -> list[BadOutput]:
         """Return the bad outputs. Waits for the device, once per output of the evaluation step."""
         first = {name: int(batch) for name, batch in self._first.items()}
-        return [BadOutput(name, batch, None) for name, batch in first.items() if batch != _NEVER]
+        return [BadOutput(name, batch, None, self._places[batch]) for name, batch in first.items() if batch != _NEVER]
+
+
+def is_loss(name: str) -> bool:
+    """Return whether a name says that its value is a loss. Other metrics may rightly be NaN or Inf."""
+    return bool(likely_losses([name]))
+
+
+def _losses_in(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs if not outputs.is_nested and outputs.numel() == 1 else None
+    if isinstance(outputs, Mapping):
+        return {key: value for key, value in outputs.items() if isinstance(value, Tensor) and is_loss(str(key))}
+    return None
 
 
 def bad_metrics(metrics: Mapping[str, Tensor]) -> list[BadOutput]:

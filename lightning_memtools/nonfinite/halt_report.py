@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from lightning_memtools.nonfinite.bad_step import Evidence, PastStep, growth
@@ -50,6 +51,7 @@ class HaltReport:
         explanation_note: The reason why it was not found.
         again: Says whether the step was the same when it was run again.
         capsule: The step as a file, to run it again.
+        metrics: The metrics of evaluation runs before it that were not finite, as text.
     """
 
     everyone: Sequence[Evidence]
@@ -65,6 +67,7 @@ class HaltReport:
     explanation_note: str = ""
     again: str = ""
     capsule: CapsuleNote = field(default_factory=CapsuleNote)
+    metrics: Sequence[str] = ()
 
     @property
     def culprit(self) -> Evidence:
@@ -149,6 +152,8 @@ class HaltReport:
         if self.skipped:
             steps = ", ".join(str(step) for step, _ in self.skipped)
             facts.append(("Bad steps skipped before", steps))
+        if self.metrics:
+            facts.append(("Metrics that were not finite in evaluation", "; ".join(self.metrics)))
         facts.append(("State", self._state()))
         facts.append(("Last good checkpoint", str(self.checkpoint_path or self.checkpoint_note)))
         facts.append(("The step as a file", " ".join(filter(None, [str(self.capsule.path or ""), self.capsule.note]))))
@@ -180,7 +185,7 @@ class HaltReport:
         if self.capsule.path is None:
             return self.diagnosis.advice
         needs = f" ({self.capsule.needs})" if self.capsule.needs else ""
-        return f"{self.diagnosis.advice} Run the step again: memtools replay {self.capsule.path}{needs}"
+        return f"{self.diagnosis.advice} Run the step again: memtools replay {quote(str(self.capsule.path))}{needs}"
 
     def console(self) -> str:
         """Return the short form for the console; the error that follows says the rest."""
@@ -320,7 +325,7 @@ def evaluation_finding(
         advice = (
             "look at the data of the first bad batch, and for operations outside of their domain (log or division by "
             "0) in the evaluation step and its metrics; if the value may rightly be NaN or Inf, use "
-            "HaltOnNaN(check_outputs=False)."
+            'HaltOnNaN(check_outputs="losses") for a metric and HaltOnNaN(check_outputs=False) for a loss.'
         )
     lines = [
         f"The {stage} run at step {step} gave values that are not finite: {'; '.join(found)}.",

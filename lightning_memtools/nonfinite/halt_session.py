@@ -63,6 +63,9 @@ class HaltSession:
         patient_ranks: Gathers what takes a rerun of the step to find out.
         actions: What is done to files and checkpoints.
         options: What is done at a halt.
+
+    Attributes:
+        metrics: The metrics of evaluation runs that were not finite, as text, for the report.
     """
 
     def __init__(  # noqa: PLR0917, one argument for each part of the run
@@ -79,6 +82,7 @@ class HaltSession:
         self._ranks, self._patient_ranks = ranks, patient_ranks
         self._bad_at_start = {each.name for each in self._bad_now()}
         self._has_warned = False
+        self.metrics: list[str] = []
 
     def halt(self, bad_step: BadStep) -> HaltReport:
         """Undo the step, find its cause, and write the capsule, the last good checkpoint and the report."""
@@ -97,6 +101,7 @@ class HaltSession:
             history=histories[everyone[0].rank if diagnosis.rank is None else diagnosis.rank],
             skipped=guard.skipped,
             n_missing=ranks.world_size - len(everyone),
+            metrics=self.metrics,
         )
         self._run_again(bad_step, evidence, report)
         if any(theirs.parameters for theirs in everyone):

@@ -61,6 +61,7 @@ class StepGuard:
         history: The last steps.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
         saw_losses: Whether there was any loss.
+        is_told_of_updates: Whether `before_update` is called before each update, after clipping and all hooks.
         saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
 
@@ -69,7 +70,7 @@ class StepGuard:
         model: Module,
         *,
         max_skips: int = 0,
-        amp_patience: int = 10,
+        amp_patience: int = 20,
         gradients: Gradients = "whole",
         ranks: RankGather | None = None,
         mark_loop: Callable[[], Callable[[], None]] = lambda: _nothing,
@@ -100,6 +101,8 @@ class StepGuard:
         self._now: tuple[int, MicroBatch] | None = None
         self._n_steps_in_batch = 0
         self._has_warned = False
+        self._held_back: Optimizer | None = None
+        self.is_told_of_updates = False
 
     @property
     def carries_losses(self) -> bool:
@@ -153,6 +156,12 @@ class StepGuard:
             self._n_steps_in_batch += 1
             self._open().restore_loop = None  # to be set when the update has been made
         return bad_step
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Hold the update back if its step is to be skipped. Call it last: clipping by value needs gradients."""
+        if self._held_back is optimizer:
+            hide_gradients(optimizer)
+        self._held_back = None
 
     def drain(self) -> BadStep | None:
         """Wait for the results of all steps that are not decided yet; return the bad step, if there is one."""
@@ -302,7 +311,8 @@ class StepGuard:
             if skips < self._amp_patience and scale >= 1:
                 return None
             reason = (
-                f"the gradient scaler skipped {skips} step{'s' * (skips > 1)} in a row and is at a scale of {scale:g}"
+                f"the gradient scaler skipped {skips} step{'s' * (skips > 1)} in a row and is at a scale of {scale:g} "
+                f"(HaltOnNaN allows {self._amp_patience} in a row above a scale of 1: amp_patience)"
             )
             bad_step = BadStep(
                 bad_step.step, bad_step.losses, bad_step.norm, bad_step.gradients, late=False, scaler=reason
@@ -313,7 +323,9 @@ class StepGuard:
         return None
 
     def _skip(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> None:
-        if scaler is None:
+        if self.is_told_of_updates and (scaler is None or not takes_scaled_gradients(optimizer)):
+            self._held_back = optimizer
+        elif scaler is None:
             hide_gradients(optimizer)
         else:
             # The scaler needs gradients to look at, and skips the update itself if one is not finite. Where it has

@@ -399,7 +399,7 @@ def test_bad_outputs_and_metrics_of_an_evaluation_run_halt(outputs, metric, name
     model = Evaluated()
     model.outputs, model.metric = outputs, metric
     saver = ModelCheckpoint(tmp_path / "best", every_n_epochs=1)
-    run = trainer(tmp_path, HaltOnNaN(), saver, num_sanity_val_steps=0, enable_checkpointing=True)
+    run = trainer(tmp_path, HaltOnNaN(check_outputs=True), saver, num_sanity_val_steps=0, enable_checkpointing=True)
     error = halted(run, model, loader(), loader(n=4))
     assert named in str(error)
     assert error.stage == "val"

@@ -1,0 +1,280 @@
+"""Healthy models and evaluations that look odd: HaltOnNaN neither ends nor changes them, with and without skips."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from shlex import quote
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools import default_callbacks
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from tests.lightning_models import Regression, loader, trainer
+from tests.nonfinite.observe import Observer, differences, state_bits
+
+SKIPS = pytest.mark.parametrize("max_skips", [0, 3])
+
+
+def same_with_and_without(make: Any, tmp_path: Any, *, max_skips: int, **options: Any) -> L.LightningModule:
+    """Train with and without HaltOnNaN; everything must end in the same bits. Returns the module trained with it."""
+    ends, models = [], []
+    for callbacks in ([], [HaltOnNaN(max_skips=max_skips)]):
+        L.seed_everything(0, verbose=False)
+        model = make()
+        run = trainer(tmp_path, *callbacks, logger=False, **options)
+        run.fit(model, loader(64), loader(16, seed=1))
+        ends.append({**state_bits(model, run.optimizers), "random": torch.get_rng_state()})
+        models.append(model)
+    assert differences(*ends) == []
+    return models[1]
+
+
+class Metrics(Regression):
+    """Its metrics are NaN and Inf by design."""
+
+    fused = False
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("recall_of_absent_class", torch.tensor(torch.nan))
+        self.log("best_so_far", torch.tensor(torch.inf))
+        if self.trainer.sanity_checking:
+            self.log("val_loss", torch.tensor(torch.nan))
+        return {"loss": self.loss(batch), "pearson": torch.tensor(torch.nan), "logits": torch.tensor([torch.nan, 0.0])}
+
+    test_step = validation_step
+
+
+@SKIPS
+def test_metrics_that_are_not_finite_by_design_do_not_end_a_run(max_skips: int, tmp_path: Any) -> None:
+    callback = HaltOnNaN(max_skips=max_skips, directory=str(tmp_path / "out"))
+    run = trainer(tmp_path, callback, logger=False, num_sanity_val_steps=2, max_epochs=2)
+    run.fit(Metrics(), loader(), loader())
+    run.test(Metrics(), loader(), verbose=False)
+    assert run.state.finished
+    text = (tmp_path / "out" / "nonfinite-metrics-report.md").read_text()
+    assert "metric recall_of_absent_class = nan" in text
+    assert "metric best_so_far = inf" in text
+
+
+def test_the_default_callbacks_leave_such_a_run_alone(tmp_path: Any) -> None:
+    run = trainer(tmp_path, *default_callbacks(), logger=False)
+    run.fit(Metrics(), loader(), loader())
+    assert run.global_step == 4
+
+
+def test_a_bad_validation_loss_still_halts_and_names_its_loader(tmp_path: Any) -> None:
+    class BadLoss(Regression):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return self.loss(batch) * (torch.nan if (batch_idx, dataloader_idx) == (2, 1) else 1.0)
+
+    with pytest.raises(NonFiniteError, match=r"outputs from batch 6 on \(batch 2 of data loader 1\)"):
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(BadLoss(), loader(), [loader(), loader()])
+
+
+def test_metrics_appear_in_the_report_of_a_later_halt(tmp_path: Any) -> None:
+    class Later(Metrics):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * (torch.nan if self.current_epoch else 1.0)
+
+    with pytest.raises(NonFiniteError, match="Metrics that were not finite in evaluation: metric recall"):
+        trainer(tmp_path, HaltOnNaN(), logger=False, max_epochs=2).fit(Later(), loader(), loader())
+
+
+class Lazy(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(1))
+
+
+class Expanded(Regression):
+    """Buffers that are expanded, None at first, and registered in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1).expand(4))
+        self.register_buffer("centre", None)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        mean = x.detach().mean(0)
+        self.centre = mean if self.centre is None else 0.9 * self.centre + 0.1 * mean
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros(()))
+        self.count += 1
+        loss: Tensor = nn.functional.mse_loss(self.net(x * self.scale - self.centre), y)
+        return loss
+
+
+class OneGraph(Regression):
+    """A GAN that sends one graph backward for two updates, through normalisation in evaluation mode."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.automatic_optimization = False
+        self.other = nn.Sequential(nn.utils.spectral_norm(nn.Linear(1, 4)), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        self.other[1].eval()
+        made = self.net(x)
+        judged = self.other(made)
+        first, second = self.optimizers()
+        gradients = torch.autograd.grad(judged.square().mean(), list(self.other.parameters()), retain_graph=True)
+        for parameter, gradient in zip(self.other.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        self.other[1].momentum = 0.1
+        second.step()
+        first.zero_grad()
+        self.manual_backward(made.square().mean())
+        first.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), lr=1e-3, fused=self.fused) for net in (self.net, self.other)]
+
+
+class BufferInGraph(Regression):
+    """The graph of the first update needs a buffer again for the second."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.automatic_optimization = False
+        self.other = nn.Linear(4, 1)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        shared = (self.net(x) + self.other(x)).mean() + (self.scale * self.other.weight).square().mean()
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(shared, retain_graph=True, inputs=list(self.net.parameters()))
+        first.step()
+        # The second backward reads `scale` and the weights of `other`, neither of which the first update writes.
+        self.manual_backward((self.scale * self.other.weight).square().mean())
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), lr=1e-3, fused=self.fused) for net in (self.net, self.other)]
+
+
+class Shared(BufferInGraph):
+    """As above, with one graph for both updates: nothing may write the buffer in between."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        regular = (self.scale * self.other.weight * self.scale).square().mean() + self.other.bias.square().mean()
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(self.net(x).square().mean())
+        first.step()
+        second.zero_grad()
+        self.manual_backward(regular)
+        second.step()
+
+
+HEALTHY: dict[str, Any] = {
+    "lazy": Lazy,
+    "expanded": Expanded,
+    **{
+        f"{kind.__name__}, fused={fused}": lambda kind=kind, fused=fused: kind(fused=fused)
+        for kind in (OneGraph, BufferInGraph, Shared)
+        for fused in (False, True)
+    },
+}
+
+
+@SKIPS
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized).*")
+def test_a_healthy_model_ends_in_the_same_bits(name: str, max_skips: int, tmp_path: Any) -> None:
+    same_with_and_without(HEALTHY[name], tmp_path, max_skips=max_skips)
+
+
+def spoiled(kind: type[L.LightningModule], bad: int = 5) -> Any:
+    class Spoiled(kind):  # type: ignore[misc,valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * torch.nan if batch_idx == bad else loss
+
+    return Spoiled
+
+
+@pytest.mark.parametrize("algorithm", ["value", "norm"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_is_skipped_under_clipping(algorithm: str, fused: bool, tmp_path: Any) -> None:
+    class Fused(spoiled(Regression)):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=fused)
+
+    model = Fused()
+    options = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm, "logger": False}
+    run = trainer(tmp_path, HaltOnNaN(max_skips=1), **options)
+    run.fit(model, loader(64))
+    assert run.global_step == 8
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+@pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized).*")
+def test_lazy_modules_are_finite_after_a_halt(tmp_path: Any) -> None:
+    model = spoiled(Lazy)()
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(model, loader(64))
+    assert caught.value.step == 5
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def test_odd_buffers_are_restored_at_a_halt(tmp_path: Any) -> None:
+    L.seed_everything(0, verbose=False)
+    observer = Observer()
+    make = spoiled(Expanded)
+    trainer(tmp_path, observer, logger=False).fit(make(), loader(64))
+    L.seed_everything(0, verbose=False)
+    model = make()
+    run = trainer(tmp_path, HaltOnNaN(), logger=False)
+    with pytest.raises(NonFiniteError):
+        run.fit(model, loader(64))
+    assert differences(observer.before, state_bits(model, run.optimizers)) == []
+
+
+def test_buffers_of_the_bad_first_step_are_as_before_it(tmp_path: Any) -> None:
+    model = spoiled(Expanded, bad=0)()
+    with pytest.raises(NonFiniteError):
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(model, loader())
+    assert model.centre is None
+    assert not hasattr(model, "count")
+    assert torch.equal(model.scale, torch.ones(4))
+
+
+class Pickles(L.Callback):
+    n = 0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        again = pickle.loads(pickle.dumps(trainer))  # noqa: S301, our own
+        assert again.precision_plugin._after_closure.__self__ is again.precision_plugin
+        assert again.save_checkpoint.__self__ is again
+        copied = copy.deepcopy(trainer.precision_plugin)
+        assert "_after_closure" not in vars(copied) or copied._after_closure.__self__ is not trainer
+        self.n += 1
+
+
+def test_a_trainer_can_be_pickled_and_copied_during_fit(tmp_path: Any) -> None:
+    probe = Pickles()
+    trainer(tmp_path, HaltOnNaN(), probe, logger=False).fit(Regression(), loader())
+    assert probe.n == 4
+
+
+def test_the_printed_command_can_be_pasted_into_a_shell(tmp_path: Any) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "my run; rm")), logger=False).fit(
+            spoiled(Regression, 1)(), loader()
+        )
+    assert f"memtools replay {quote(str(caught.value.capsule_path))}" in str(caught.value)
+    assert "'" in quote(str(caught.value.capsule_path))
