@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from rich.console import Console
 
 from lightning_memtools._lightning import end_the_call, training_step
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
@@ -19,6 +18,7 @@ from lightning_memtools.batch_size.trainer.trial_isolation import takes_part, wh
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 
@@ -231,7 +231,7 @@ class BatchSizeTuner(Callback):
         log_text(trainer, "memtools/batch_size", self.result.markdown(), training_step(trainer))
         _say(trainer, self.result.summary())
         for note in self.result.notes:
-            Console().print(f"  {note}", markup=False, highlight=False)
+            print_on_console(f"  {note}")
 
 
 def tune_batch_size(
@@ -280,4 +280,4 @@ def tune_batch_size(
 
 def _say(trainer: Trainer, text: str) -> None:
     if trainer.is_global_zero:
-        Console().print(f"BatchSizeTuner: {text}", markup=False, highlight=False)
+        print_on_console(f"BatchSizeTuner: {text}")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
 
 from lightning_memtools._lightning import is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
@@ -18,6 +17,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import StepPlanner
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
@@ -125,7 +125,7 @@ class GradientCheckpointing(Callback):
         assert self.plan is not None
         if measured is not None and trainer.is_global_zero:
             self._write(trainer, self.plan.table(measured))
-            Console().print(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
+            print_on_console(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo the plan."""
@@ -161,21 +161,12 @@ class GradientCheckpointing(Callback):
         Raises:
             ValueError: A pattern matches no module, or no plan fits the budget.
         """
-        made: CheckpointPlan | Exception | None = None
-        if trainer.is_global_zero:
-            step = TracedStep(
-                pl_module,
-                batch,
-                forward_of(trainer, pl_module, batch_idx),
-                tuple(trainer.optimizers),
-                device=device_of(cuda=trainer.strategy.root_device.type == "cuda"),
-            )
-            try:
-                made = StepPlanner(step).plan(self._options)
-            except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
-                made = error.with_traceback(None)
+        mine = self._planned_here(trainer, pl_module, batch, batch_idx) if trainer.is_global_zero else None
         # Failures are broadcast too, so that no rank is left waiting.
-        made = trainer.strategy.broadcast(made)
+        made = trainer.strategy.broadcast(mine)
+        if made is None:
+            # In a trial of BatchSizeTuner, nothing that one rank decides reaches another: each plans for itself.
+            made = self._planned_here(trainer, pl_module, batch, batch_idx)
         if isinstance(made, ValueError):
             raise made
         if isinstance(made, Exception):
@@ -184,17 +175,31 @@ class GradientCheckpointing(Callback):
                 f"{str(made).partition(chr(10))[0]}). plan_checkpoints(module, sample) can plan a part of the model "
                 "that does not read values"
             )
-        assert made is not None
         return made
+
+    def _planned_here(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> CheckpointPlan | Exception:
+        """Returns this rank's plan, or the error that planning raised."""
+        step = TracedStep(
+            pl_module,
+            batch,
+            forward_of(trainer, pl_module, batch_idx),
+            tuple(trainer.optimizers),
+            device=device_of(cuda=trainer.strategy.root_device.type == "cuda"),
+        )
+        try:
+            return StepPlanner(step).plan(self._options)
+        except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
+            return error.with_traceback(None)
 
     def _show(self, trainer: Trainer, plan: CheckpointPlan) -> None:
         self._write(trainer, plan.table())
-        console = Console()
-        console.print(console_table(plan.rows()))
+        print_on_console(console_table(plan.rows()))
         if plan.refused is not None:
-            console.print(f"GradientCheckpointing recomputes nothing. {plan.refused}")
+            print_on_console(f"GradientCheckpointing recomputes nothing. {plan.refused}")
         else:
-            console.print("GradientCheckpointing: " + "; ".join(plan.figures()))
+            print_on_console("GradientCheckpointing: " + "; ".join(plan.figures()))
 
     def _write(self, trainer: Trainer, text: str) -> None:
         write_report_or_warn(self._directory, _REPORT, text)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -32,6 +31,7 @@ from lightning_memtools.nonfinite.halt_session import HaltOptions, HaltSession
 from lightning_memtools.nonfinite.micro_batches import BatchStartRecorder, move_to_host
 from lightning_memtools.nonfinite.nonfinite_error import HaltStage, NonFiniteError
 from lightning_memtools.nonfinite.step_guard import StepGuard, gradients_under
+from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 
 # Of what parameters, gradients and an Adam optimizer take together (4 times the parameters), the share that older
@@ -293,7 +293,7 @@ class HaltOnNaN(Callback):
         report = session.halt(bad_step)
         log_text(trainer, "memtools/nonfinite_report", report.markdown(), bad_step.step.number)
         if trainer.is_global_zero:
-            Console().print(report.console(), soft_wrap=True, markup=False, highlight=False)
+            print_on_console(report.console(), soft_wrap=True)
         raise report.error()
 
     def _check_before_saving(self, trainer: Trainer) -> None:

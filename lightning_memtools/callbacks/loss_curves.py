@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from lightning_memtools._lightning import training_step, values_logged_in_evalua
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, write_layout
 from lightning_memtools.reporting.loss_names import likely_losses, scalars_of
 from lightning_memtools.reporting.mean_curves import MeanCurves
-from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.ranks import PATIENCE_S
 
 
 class LossCurves(Callback):
@@ -33,7 +34,9 @@ class LossCurves(Callback):
 
     The division of gradient accumulation is undone. With several ranks, all are means over all ranks. Every epoch ends
     with a point. Values stay on the device until a point is due and are then copied without waiting. The end of an
-    epoch and of a validation run waits for the copies that have not arrived yet.
+    epoch and of a validation run waits for the copies that have not arrived yet. No rank waits for another one: rank 0
+    writes a point once the values of all ranks have arrived, without those of ranks that have fewer batches or have
+    ended.
 
     Args:
         train: The name of the training loss, or several names, as training_step returns or logs them. None takes the
@@ -79,9 +82,8 @@ class LossCurves(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin a run."""
-        gather = RankGather()
-        for curves in (self._train, self._val, self._norms):
-            curves.begin(gather)
+        for curves in self._all_curves():
+            curves.begin()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout of TensorBoard's custom scalars."""
@@ -110,6 +112,7 @@ class LossCurves(Callback):
             self._train.add(name, loss)
         self._train.write_arrived()
         self._norms.write_arrived()
+        self._val.write_arrived()
         if is_due(trainer, self.every_n_steps):
             self._log_training(trainer, training_step(trainer))
 
@@ -178,12 +181,12 @@ class LossCurves(Callback):
             self._val.warn_of_missing("val", logged)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drop the values that are not logged yet: the device and the other ranks may have failed."""
-        self._clear()
+        """Drop the values that are still on the device, which may have failed, and wait for no rank."""
+        self._finish(patience_s=0.0)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release all tensors at the end of the run."""
-        self._clear()
+        """Write what is left, and release all tensors."""
+        self._finish(patience_s=PATIENCE_S)
 
     def _log_training(self, trainer: Trainer, step: int) -> None:
         self._last_step = step
@@ -207,9 +210,13 @@ class LossCurves(Callback):
         self._other_names.update(candidates)
         return {name: candidates[name] for name in names if name in candidates}
 
-    def _clear(self) -> None:
-        for curves in (self._train, self._val, self._norms):
-            curves.clear()
+    def _all_curves(self) -> tuple[MeanCurves, ...]:
+        return self._train, self._val, self._norms
+
+    def _finish(self, *, patience_s: float) -> None:
+        end = time.monotonic() + patience_s
+        for curves in self._all_curves():
+            curves.finish(patience_s=max(end - time.monotonic(), 0.0))
 
 
 def _names(argument: str, value: str | Sequence[str] | None) -> list[str] | None:

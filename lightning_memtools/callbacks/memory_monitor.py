@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from rich.console import Console
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import training_step
@@ -45,8 +45,8 @@ class MemoryMonitor(Callback):
     spike is never lost between two points. A summary table ends every fit, validate, test and predict call: on the
     console, as the file `<log_dir>/memtools/memory_summary_<call>.md`, and as text in loggers that take text.
 
-    Nothing waits for the device: statistics are host counters. With several ranks, each logging point waits once for
-    the host code of the other ranks.
+    Nothing waits for the device, since statistics are host counters, and no rank waits for another one: rank 0 writes a
+    point once the figures of all ranks have arrived, and leaves out ranks that have fewer batches or have ended.
 
     Args:
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`. Every epoch also
@@ -154,6 +154,7 @@ class MemoryMonitor(Callback):
     ) -> None:
         """Log a point if one is due."""
         self._running().switch_phase(None)
+        self._running().write_arrived()
         if is_due(trainer, self.every_n_steps):
             self._log_training(trainer, training_step(trainer))
 
@@ -207,15 +208,15 @@ class MemoryMonitor(Callback):
         self._end_evaluation(trainer, "predict")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the summary, over all ranks."""
+        """Write the summary, over all ranks whose figures have arrived."""
         if self._run is not None:
-            self._summarize(trainer, self._run, over_all_ranks=True)
+            self._summarize(trainer, self._run, waits_for_ranks=True)
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the summary of this rank: the others may have ended."""
+        """Write the summary without waiting for other ranks: they may have failed too."""
         if self._run is not None:
-            self._summarize(trainer, self._run, over_all_ranks=False)
+            self._summarize(trainer, self._run, waits_for_ranks=False)
         self._stop()
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, stage: Stage) -> None:
@@ -230,26 +231,26 @@ class MemoryMonitor(Callback):
 
     def _end_evaluation(self, trainer: Trainer, stage: Stage) -> None:
         run = self._running()
-        log_scalars(trainer, run.point(stage), training_step(trainer))
+        run.add_point(stage, training_step(trainer), partial(log_scalars, trainer))
         run.leave(stage)
 
     def _log_training(self, trainer: Trainer, step: int) -> None:
-        log_scalars(trainer, self._running().training_point(step), step)
+        self._running().add_training_point(step, partial(log_scalars, trainer))
 
     def _running(self) -> MemoryRun:
         if self._run is None:
             raise RuntimeError("MemoryMonitor's hooks were called without its setup hook.")
         return self._run
 
-    def _summarize(self, trainer: Trainer, run: MemoryRun, *, over_all_ranks: bool) -> None:
-        summary = run.summary(over_all_ranks=over_all_ranks)
+    def _summarize(self, trainer: Trainer, run: MemoryRun, *, waits_for_ranks: bool) -> None:
+        summary = run.summary(waits_for_ranks=waits_for_ranks)
         if not trainer.is_global_zero:
             return
         text = summary.markdown()
         write_report_or_warn(self._directory, f"memory_summary_{run.call}.md", text)
         self._summary_step = max(self._summary_step + 1, training_step(trainer))
         log_text(trainer, "memtools/memory_summary", text, self._summary_step)
-        summary.print(Console())
+        summary.print()
 
     def _stop(self) -> None:
         if self._run is not None:

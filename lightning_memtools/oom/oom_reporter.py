@@ -11,10 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from torch import distributed
-
-from lightning_memtools._torch import default_process_group_store
 from lightning_memtools.memory.allocator import write_snapshot
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -24,7 +20,9 @@ from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureMoment
 from lightning_memtools.oom.report_page import ReportPage
 from lightning_memtools.oom.step_trials import Deadline
+from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, write_report
+from lightning_memtools.reporting.ranks import with_store
 
 # A report may take ten seconds. When this time is over, what is running may still take a backward pass or a plan.
 CHECKS_S = 8.0
@@ -78,7 +76,7 @@ class NoticeBoard:
             except OSError:
                 continue
             break
-        _with_store(lambda store: store.set(self._key, json.dumps(asdict(notice))))
+        with_store(lambda store: store.set(self._key, json.dumps(asdict(notice))))
         return True
 
     def replace(self, notice: OOMNotice) -> None:
@@ -91,7 +89,7 @@ class NoticeBoard:
                     break
             except OSError:
                 continue
-        _with_store(lambda store: store.set(self._key, text))
+        with_store(lambda store: store.set(self._key, text))
 
     def read(self) -> OOMNotice | None:
         """Return the notice; None if no rank has left one."""
@@ -100,7 +98,7 @@ class NoticeBoard:
                 return OOMNotice(**json.loads(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, TypeError):
                 continue
-        text = _with_store(lambda store: store.get(self._key) if store.check([self._key]) else None)
+        text = with_store(lambda store: store.get(self._key) if store.check([self._key]) else None)
         try:
             return None if text is None else OOMNotice(**json.loads(text))
         except (ValueError, TypeError):
@@ -156,7 +154,7 @@ class OOMReporter:
             self.board.replace(replace(notice, report=path))
         exception.add_note(page.note())
         lines = page.console() if is_first else f"{page.headline} {page.file_line()}"
-        Console().print(lines, soft_wrap=True, markup=False, highlight=False)
+        print_on_console(lines, soft_wrap=True)
         return text
 
     def report_other_rank(self, exception: BaseException) -> str | None:
@@ -231,13 +229,3 @@ def _file_name(moment: FailureMoment) -> str:
     stage = moment.stage.replace(" ", "-")
     rank = f"-rank{moment.rank}" if moment.world_size > 1 else ""
     return f"oom-{stage}-step{moment.step}{rank}.md"
-
-
-def _with_store(use: Callable[[Any], Any]) -> Any:
-    """Use the process group's store; None where there is none, or where the process that held it is gone."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    try:
-        return use(default_process_group_store())
-    except Exception:  # noqa: BLE001, the rank that holds it may be the one that died
-        return None

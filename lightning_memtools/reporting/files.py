@@ -78,4 +78,5 @@ def write_report_on_rank_zero(
     if isinstance(directory, NotWritten):
         return directory
     written = write_report(directory, name, text) if ranks.rank == 0 else directory / name
-    return ranks.objects(written)[0]
+    of_rank_zero: Path | NotWritten = ranks.objects(written)[0]
+    return of_rank_zero

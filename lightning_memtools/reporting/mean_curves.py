@@ -5,22 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, distributed
+from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.loss_names import tags_of
-from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.ranks import PATIENCE_S, RankPoints
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingPoint:
     trainer: Trainer
-    tags: Sequence[str]
+    names: Sequence[str]
     step: int
 
 
@@ -29,8 +31,7 @@ class MeanCurves:
 
     Args:
         tag: The tag in the logs.
-        names: The names of the curves. With None, every name that gets a value has a curve. A name that comes after the
-            first point is then left out with several ranks, because all ranks must agree on what they reduce.
+        names: The names of the curves. With None, every name that gets a value on any rank has a curve.
     """
 
     def __init__(self, tag: str, names: Sequence[str] | None) -> None:
@@ -38,22 +39,23 @@ class MeanCurves:
         self.names = names
         self._means = RunningMeans()
         self._arriving: ArrivingValues[_PendingPoint] = ArrivingValues()
-        self._gather: RankGather | None = None
+        self._points: RankPoints | None = None
         self._tag_of: dict[str, str] = {}
         self._ever_seen: set[str] = set()
         self._warned = False
 
     @property
     def has_curves(self) -> bool:
-        """True once a point has been logged in this run."""
-        return bool(self._tag_of)
+        """True once a value has been added in this run."""
+        return bool(self._ever_seen)
 
-    def begin(self, gather: RankGather) -> None:
-        """Begin a run, without any value of an earlier one."""
+    def begin(self) -> None:
+        """Begin a run, without any value of an earlier one. Call it on every rank."""
         self._means.clear()
         self._arriving.clear()
-        self._gather = gather
+        self._points = RankPoints(f"LossCurves ({self.tag})")
         self._tag_of = {}
+        self._ever_seen = set()
         if self.names is not None:
             self.expect(self.names)
 
@@ -76,24 +78,47 @@ class MeanCurves:
         return [name for name in self.names or () if name not in self._means]
 
     def log(self, trainer: Trainer, step: int) -> None:
-        """End a point; it is written once its values have reached the host. Collective with several ranks."""
-        gather = self._gather
-        assert gather is not None
-        if not self._tag_of:
-            self._tag_of = tags_of(self.tag, gather.union(self._means.names))
-        elif self.names is None and gather.world_size == 1:
-            self._tag_of |= {name: f"{self.tag}/{name}" for name in self._means.names if name not in self._tag_of}
-        if not self._tag_of:
-            return
-        means_and_weights = self._means.take(list(self._tag_of), trainer.strategy.root_device)
-        self._arriving.send(means_and_weights, _PendingPoint(trainer, list(self._tag_of.values()), step))
+        """End a point; it is written once the values of all ranks have reached this one's host. Nobody waits."""
+        names = list(dict.fromkeys([*self._tag_of, *self._means.names]))
+        if names:
+            means_and_weights = self._means.take(names, trainer.strategy.root_device)
+            self._arriving.send(means_and_weights, _PendingPoint(trainer, names, step))
         self.write_arrived()
 
     def write_arrived(self, *, wait: bool = False) -> None:
-        """Write the points whose values have reached the host; with `wait`, wait for all of them."""
+        """Write the points whose values have reached the host; with `wait`, wait for all values of this rank."""
+        if self._points is None:
+            return
         for (means, weights), point in self._arriving.receive(wait=wait):
-            known = {tag: mean for tag, mean, weight in zip(point.tags, means, weights, strict=True) if weight > 0}
-            log_scalars(point.trainer, known, point.step)
+            mine = {name: [mean, weight] for name, mean, weight in zip(point.names, means, weights, strict=True)}
+            self._points.add(f"step {point.step}", mine, partial(self._write, point))
+        self._points.write_arrived()
+
+    def finish(self, *, patience_s: float = PATIENCE_S) -> None:
+        """Write the points whose values are on the host, and end the run; rank 0 waits so long for other ranks."""
+        self._means.clear()
+        self._arriving.clear()
+        points, self._points = self._points, None
+        if points is not None:
+            points.finish(patience_s=patience_s)
+
+    def _write(self, point: _PendingPoint, parts: Sequence[Any]) -> None:
+        """Write the weighted means over the parts of all ranks."""
+        known = [part for part in parts if part is not None]
+        names = dict.fromkeys(name for part in known for name in part)
+        if not self._tag_of:
+            self._tag_of = tags_of(self.tag, names)
+        elif self.names is None:
+            self._tag_of |= {name: f"{self.tag}/{name}" for name in names if name not in self._tag_of}
+        scalars: dict[str, float] = {}
+        for name, tag in self._tag_of.items():
+            weighted = [part[name] for part in known if name in part and part[name][1] > 0]
+            if len(weighted) == 1:
+                scalars[tag] = weighted[0][0]
+            elif weighted:
+                total = sum(weight for _, weight in weighted)
+                scalars[tag] = sum(mean * weight for mean, weight in weighted) / total
+        log_scalars(point.trainer, scalars, point.step)
 
     def clear(self) -> None:
         """Drop all values that are not logged yet."""
@@ -146,12 +171,10 @@ class RunningMeans:
         self._weights.clear()
 
     def take(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """Return the means since the last call and their weights, over all ranks, and drop the values.
-
-        Collective when torch.distributed is initialised: every rank must ask for as many names, in the same order.
+        """Return this rank's means since the last call and their weights, and drop the values.
 
         Args:
-            names: The names of the means, at least one. Where no rank has a value, the mean is NaN and the weight 0.
+            names: The names of the means, at least one. Where there is no value, the mean is NaN and the weight 0.
             device: The device of this rank's values.
 
         Returns:
@@ -161,10 +184,6 @@ class RunningMeans:
         # `full` for each and not one `tensor`: a list has to be copied to the device, and that waits for it.
         weights = torch.stack([torch.full((), self._weights.get(name, 0.0), device=device) for name in names])
         self.clear()
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            packed = torch.stack([sums, weights])
-            distributed.all_reduce(packed)
-            sums, weights = packed
         return torch.stack([sums / weights, weights])
 
     def _sum(self, name: str, device: torch.device) -> Tensor:

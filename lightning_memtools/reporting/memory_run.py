@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch.optim import Optimizer
@@ -28,18 +27,21 @@ from lightning_memtools.memory.scalars import (
     device_scalars,
     over_ranks,
     phase_scalars,
-    possible_tags,
 )
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.reporting.loggers import Charts
 from lightning_memtools.reporting.memory_summary import MemorySummary
-from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.ranks import PATIENCE_S, RankPoints
 
 _HOW_TO_SEE_MORE = (
     "No accelerator, so only host memory is known. To see allocated and reserved memory, peaks and composition as on a "
     'GPU, run inside `with lightning_memtools.VirtualDevice("24GiB"):`.'
 )
+
+
+WriteScalars = Callable[[Mapping[str, float], int], None]
+"""Writes scalars, by tag, at a step."""
 
 
 class MemoryRun:
@@ -75,7 +77,7 @@ class MemoryRun:
         self._reader = reader
         self._per_rank = per_rank
         self._has_trained = has_trained or call == "fit"
-        self._gather = RankGather()
+        self._points = RankPoints("MemoryMonitor")
         self._training = False
         self._step_time = Stopwatch()
         self._since = MemoryStats()
@@ -169,30 +171,33 @@ class MemoryRun:
         if self._phase_watch is not None:
             self._phase_watch.switch(self._phase_watch.between)
 
-    def training_point(self, step: int) -> dict[str, float]:
-        """Return the scalars of a training point; collective."""
+    def add_training_point(self, step: int, write: WriteScalars) -> None:
+        """Add a training point, as `add_point` does."""
         elapsed_ms = self._step_time.lap_ms()
         extra = {"time/step_ms": elapsed_ms / (step - self.last_step)} if step > self.last_step else {}
         self.last_step = step
         if self._phase_watch is not None:
             extra |= phase_scalars(self._phase_watch.point())
-        return self.point("train", extra)
+        self.add_point("train", step, write, extra)
 
-    def point(self, stage: Stage, extra: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the scalars of a point, over all ranks; collective."""
+    def add_point(self, stage: Stage, step: int, write: WriteScalars, extra: dict[str, float] | None = None) -> None:
+        """Add a point. On rank 0, `write` gets the scalars over all ranks once those of every rank have arrived."""
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes()), **(extra or {})}
         if self._stage_watch is not None:
             point = self._stage_watch.point(stage)
             scalars |= device_scalars(stage, point, since=self._since)
             if stage == "train" or not self._has_trained:
                 scalars |= composition_scalars(point)
-        if self._gather.world_size == 1:
-            return scalars
-        tags = possible_tags(stage)
-        # NaN stands for a number that this rank does not have: every rank must send equally many.
-        by_rank = self._gather.numbers([scalars.get(tag, float("nan")) for tag in tags])
-        known = [{tag: x for tag, x in zip(tags, row, strict=True) if not math.isnan(x)} for row in by_rank]
-        return over_ranks(known, stage, per_rank=self._per_rank)
+
+        def merge(parts: Sequence[dict[str, float] | None]) -> None:
+            merged = over_ranks([part or {} for part in parts], stage, per_rank=self._per_rank)
+            write(scalars if len(parts) == 1 else merged, step)
+
+        self._points.add(f"{stage} at step {step}", scalars, merge, extra=self._peak_sizes())
+
+    def write_arrived(self) -> None:
+        """Write the points for which all ranks' scalars have arrived since."""
+        self._points.write_arrived()
 
     def batch_point(self, stage: Stage) -> dict[str, float]:
         """Return the scalars of an evaluation batch, of this rank alone.
@@ -206,13 +211,18 @@ class MemoryRun:
         window.restart()
         return batch_scalars(stage, point)
 
-    def summary(self, *, over_all_ranks: bool) -> MemorySummary:
-        """Stop measuring and return the summary of the call; collective if `over_all_ranks`."""
+    def summary(self, *, waits_for_ranks: bool) -> MemorySummary:
+        """Stop measuring, write the points that are left, and return the summary of the call.
+
+        With several ranks, rank 0's has the highest peaks of all of them. A rank whose last figures have not arrived
+        within a few seconds, or at once where `waits_for_ranks` is False, counts with those of its last point.
+        """
         self.close()
+        by_rank = self._points.finish(patience_s=PATIENCE_S if waits_for_ranks else 0.0, extra=self._peak_sizes())
         peaks = self._stage_watch.peaks if self._stage_watch is not None else {}
-        ranks = self._gather.world_size if over_all_ranks else 1
+        ranks = sum(theirs is not None for theirs in by_rank)
         if ranks > 1:
-            peaks = self._highest_peaks(peaks)
+            peaks = _highest_peaks(by_rank)
         now = self._reader.stats() if self._reader is not None else MemoryStats()
         return MemorySummary(
             device=self.device,
@@ -237,17 +247,9 @@ class MemoryRun:
         if self._stage_watch is not None:
             self._stage_watch.close()
 
-    def _highest_peaks(self, peaks: dict[Stage, StagePeak]) -> dict[Stage, StagePeak]:
-        # -1 stands for a peak that is not known, or a stage that this rank did not run. The composition is left out: it
-        # belongs to a single rank.
-        mine = [peaks.get(stage, StagePeak()) for stage in STAGES]
-        numbers = [float(-1 if size is None else size) for peak in mine for size in (peak.allocated, peak.reserved)]
-        highest = [max(column) for column in zip(*self._gather.numbers(numbers), strict=True)]
-        merged: dict[Stage, StagePeak] = {}
-        for stage, allocated, reserved in zip(STAGES, highest[::2], highest[1::2], strict=True):
-            if allocated >= 0:
-                merged[stage] = StagePeak(int(allocated), int(reserved) if reserved >= 0 else None)
-        return merged
+    def _peak_sizes(self) -> dict[str, list[int | None]]:
+        peaks = {} if self._stage_watch is None else self._stage_watch.peaks
+        return {stage: [peak.allocated, peak.reserved] for stage, peak in peaks.items()}
 
     def _other_processes(self) -> Sequence[GpuProcess] | str | None:
         if isinstance(self._reader, CudaReader):
@@ -282,6 +284,17 @@ class Stopwatch:
         if running:
             self.resume()
         return elapsed_ms
+
+
+def _highest_peaks(by_rank: Sequence[Mapping[str, Sequence[int | None]] | None]) -> dict[Stage, StagePeak]:
+    """Return the highest peaks of any rank; without the composition, which belongs to a single rank."""
+    merged: dict[Stage, StagePeak] = {}
+    for stage in STAGES:
+        known = [sizes[stage] for sizes in by_rank if sizes is not None and stage in sizes]
+        allocated, reserved = ([n_bytes for size in known if (n_bytes := size[i]) is not None] for i in (0, 1))
+        if allocated:
+            merged[stage] = StagePeak(max(allocated), max(reserved, default=None))
+    return merged
 
 
 def _count_since(then: int | None, now: int | None) -> int | None:

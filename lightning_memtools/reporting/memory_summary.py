@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
-
 from lightning_memtools.memory.peaks import Stage, StagePeak
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 
 
@@ -96,15 +95,12 @@ class MemorySummary:
             parts.append(f"```\n{self.device_summary.rstrip()}\n```")
         return "\n\n".join(parts) + "\n"
 
-    def print(self, console: Console) -> None:
+    def print(self) -> None:
         """Print the short form."""
-        console.print(self.title(), style="bold", markup=False)
-        if self.peaks:
-            console.print(console_table(self.stage_table()))
-        if composition := self.composition_table():
-            console.print(console_table(composition))
-        for line in self.remarks():
-            console.print(line, markup=False, highlight=False)
+        composition = self.composition_table()
+        tables = [*([self.stage_table()] if self.peaks else []), *([composition] if composition else [])]
+        print_on_console(self.title(), style="bold")
+        print_on_console(*map(console_table, tables), *self.remarks())
 
 
 def _size(n_bytes: int | None) -> str:

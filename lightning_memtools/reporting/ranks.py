@@ -1,77 +1,323 @@
-"""Gathers numbers and Python objects from all ranks over gloo, without waiting for any device."""
+"""Values of all ranks: left in the process group's store and read when they are there, or gathered in lockstep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import pickle
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-import torch
 from torch import distributed
+
+from lightning_memtools._torch import default_process_group_store
 
 T = TypeVar("T")
 
+PATIENCE_S = 5.0
+"""Seconds that rank 0 waits, at the end of a call of the Trainer, for values of ranks that have not ended theirs."""
+
+# The points of a rank that stay in the store. Ranks that train together are at most one logged step apart.
+_KEPT = 16
+
+
+def with_store(use: Callable[[Any], T]) -> T | None:
+    """Use the process group's store; None where there is none, or where the process that held it is gone."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    try:
+        return use(default_process_group_store())
+    except Exception:  # noqa: BLE001, the rank that holds it may be the one that died
+        return None
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _key_of(name: str, rank: int) -> str | None:
+    """Return a key that the ranks' n-th call with this name has in common, or None where there is no store."""
+    n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
+    return None if n is None else f"lightning_memtools/{name}/{n}"
+
+
+class RankPosts:
+    """The latest values of every rank, in the process group's store. Nobody waits for anybody.
+
+    Make it on every rank or on none, and equally often for each name.
+
+    Args:
+        name: Distinguishes the values from those of others.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.rank, self.world_size = _rank_and_world_size()
+        self._values: dict[str, Any] = {}
+        self._has_ended = False
+        self._key = _key_of(name, self.rank) if self.world_size > 1 else None
+        if self._key is None:  # no store: this rank is on its own
+            self.rank, self.world_size = 0, 1
+
+    def post(self, values: Mapping[str, Any]) -> None:
+        """Leave values, which JSON must be able to hold, under their labels; the oldest labels are dropped."""
+        for label, value in values.items():
+            self._values.pop(label, None)
+            self._values[label] = value
+        while len(self._values) > _KEPT:
+            del self._values[next(iter(self._values))]
+        self._send()
+
+    def end(self) -> None:
+        """Say that this rank leaves no more values."""
+        self._has_ended = True
+        self._send()
+
+    def read(self) -> list[PostedByRank]:
+        """Return what every rank has left so far, in the order of ranks."""
+        everyone = [PostedByRank(self._values, has_ended=self._has_ended)] * self.world_size
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                everyone[rank] = self._read_rank(rank)
+        return everyone
+
+    def _send(self) -> None:
+        if self._key is not None:
+            text = json.dumps({"values": self._values, "has_ended": self._has_ended})
+            with_store(lambda store: store.set(f"{self._key}/{self.rank}", text))
+
+    def _read_rank(self, rank: int) -> PostedByRank:
+        text = with_store(partial(_value_of, f"{self._key}/{rank}"))
+        if text is None:  # the process that holds the store is gone: nothing more will come
+            return PostedByRank({}, has_ended=True)
+        return PostedByRank(**json.loads(text)) if text else PostedByRank({})
+
+
+@dataclass(frozen=True, slots=True)
+class PostedByRank:
+    """What one rank has left.
+
+    Attributes:
+        values: Label to value.
+        has_ended: Whether it leaves no more.
+    """
+
+    values: Mapping[str, Any]
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingPoint:
+    label: str
+    mine: Any
+    write: Callable[[list[Any]], None]
+
+
+class RankPoints:
+    """Points of a curve that rank 0 merges and writes once the parts of all ranks have arrived. Nobody waits.
+
+    A rank may be late, have fewer batches, end early or fail. Its part is then left out, and a warning says so once.
+    Make it on every rank or on none, and equally often for each name.
+
+    Args:
+        name: Distinguishes the points from those of others, and names their owner in the warning.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._posts = RankPosts(name)
+        self._waiting: deque[_WaitingPoint] = deque()
+        self._has_warned = False
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._posts.world_size
+
+    def add(self, label: str, mine: Any, write: Callable[[list[Any]], None], extra: Any = None) -> None:
+        """Add this rank's part of a point.
+
+        Args:
+            label: Names the point; the same on every rank.
+            mine: What JSON can hold.
+            write: Called on rank 0 with the parts that have arrived, in the order of ranks, None for each other one.
+            extra: What `latest` returns, besides the points.
+        """
+        if self.world_size == 1:
+            write([mine])
+            return
+        self._posts.post({label: mine} if extra is None else {label: mine, "latest": extra})
+        if self._posts.rank == 0:
+            self._waiting.append(_WaitingPoint(label, mine, write))
+            self.write_arrived()
+
+    def write_arrived(self) -> None:
+        """Write the points that are complete; the oldest one too, where it has waited for many others."""
+        while self._waiting:
+            posted = self._posts.read()
+            is_complete = all(self._waiting[0].label in theirs.values or theirs.has_ended for theirs in posted)
+            if not is_complete and len(self._waiting) <= _KEPT // 2:
+                return
+            self._write_first(posted)
+
+    def finish(self, *, patience_s: float = PATIENCE_S, extra: Any = None) -> list[Any]:
+        """End: rank 0 writes all points and waits for late parts, all points together, no longer than `patience_s`.
+
+        Returns:
+            The last `extra` of each rank, in the order of ranks, None where it has not arrived; only this rank's own on
+            ranks above 0.
+        """
+        if self.world_size == 1:
+            return [extra]
+        if extra is not None:
+            self._posts.post({"latest": extra})
+        self._posts.end()
+        if self._posts.rank > 0:
+            return [extra]
+        end = time.monotonic() + patience_s
+        while not all(theirs.has_ended for theirs in self._posts.read()) and time.monotonic() < end:
+            time.sleep(0.005)
+        posted = self._posts.read()
+        while self._waiting:
+            self._write_first(posted)
+        missing = [rank for rank, theirs in enumerate(posted) if not theirs.has_ended]
+        if missing and patience_s > 0:
+            self._warn(missing, "the end of the run")
+        return [theirs.values.get("latest") for theirs in posted]
+
+    def _write_first(self, posted: Sequence[PostedByRank]) -> None:
+        first = self._waiting.popleft()
+        parts = [theirs.values.get(first.label) for theirs in posted]
+        parts[self._posts.rank] = first.mine
+        missing = [rank for rank, part in enumerate(parts) if part is None]
+        if missing:
+            self._warn(missing, first.label)
+        first.write(parts)
+
+    def _warn(self, missing: Sequence[int], label: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        warnings.warn(
+            f"{self._name}: the values of {ranks} for {label} have not arrived, so what is logged there is that of the "
+            "other ranks alone. Such a rank has fewer batches, has ended, or is slow; training does not wait for it. "
+            "This is said once.",
+            stacklevel=2,
+        )
+
+
+@dataclass(slots=True)
+class _StoreCalls:
+    """The calls of a RankGather that go through the store."""
+
+    key: str
+    n_made: int = 0
+    lost: set[int] = field(default_factory=set)
+
 
 class RankGather:
-    """Gathers small values of the host from all ranks over gloo, so that no GPU stream is waited for.
+    """Gathers small values of the host from all ranks, so that no GPU stream is waited for.
 
     Ranks do wait for each other's host code. Make it, and call its methods, on every rank or on none.
 
     Args:
-        timeout: How long a rank waits for the others. A rank that does not answer in time is given up, and every method
-            returns this rank's own values from then on. With None, a rank that does not answer raises torch's error
-            after the time limit of the training's process group.
+        timeout: How long a rank waits for the others. A rank that does not answer in time is given up, and is not
+            waited for again; it loses nothing by that, and finds the values of the others when it comes. With None,
+            ranks gather over gloo, and one that does not answer raises torch's error after the time limit of the
+            training's process group.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
-        self.rank, self.world_size = 0, 1
-        self._gives_up = timeout is not None
-        self._is_connected = False
-        self._own_group: distributed.ProcessGroup | None = None
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return
-        self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
+        self.rank, self.world_size = _rank_and_world_size()
+        self._timeout = timeout
         self._is_connected = self.world_size > 1
-        # NCCL gathers device tensors only, and reading them would wait for the device. A timeout needs its own group.
-        if self._is_connected and (timeout is not None or distributed.get_backend() != "gloo"):
-            self._own_group = distributed.new_group(backend="gloo", timeout=timeout)
+        self._own_group: distributed.ProcessGroup | None = None
+        self._calls: _StoreCalls | None = None
+        if not self._is_connected:
+            return
+        if timeout is not None:
+            key = _key_of("gather", self.rank)
+            self._calls = None if key is None else _StoreCalls(key)
+        # NCCL gathers device tensors only, and reading them would wait for the device.
+        elif distributed.get_backend() != "gloo":
+            self._own_group = distributed.new_group(backend="gloo")
 
     def numbers(self, mine: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers, in the order of ranks; all ranks must give equally many."""
-        # float64 holds byte counts exactly up to 2**53.
-        sent = torch.tensor(mine, dtype=torch.float64)
-        received = [torch.empty_like(sent) for _ in range(self.world_size)]
-        if not self._answered(lambda: distributed.all_gather(received, sent, group=self._own_group)):
-            return [list(mine)]
-        return [theirs.tolist() for theirs in received]
+        return self._gathered(list(mine))
 
-    def objects(self, mine: T) -> list[T]:
+    def objects(self, mine: Any) -> list[Any]:
         """Return every rank's object, in the order of ranks; a rank that gave None is left out."""
-        received: list[T | None] = [None] * self.world_size
-        if not self._answered(lambda: distributed.all_gather_object(received, mine, group=self._own_group)):
-            return [mine]
-        return [theirs for theirs in received if theirs is not None]
+        return [theirs for theirs in self._gathered(mine) if theirs is not None]
 
     def union(self, names: list[str]) -> list[str]:
         """Return every name that any rank has, each once, in the order of ranks."""
         return list(dict.fromkeys(name for theirs in self.objects(names) for name in theirs))
 
     def close(self) -> None:
-        """Release the group; every method then returns this rank's own values. Closing twice does no harm."""
+        """Leave; the others wait no longer, and every method returns this rank's own values. Closing twice is fine."""
+        if self._calls is not None:
+            key = f"{self._calls.key}/left/{self.rank}"
+            with_store(lambda store: store.set(key, "1"))
         if self._own_group is not None and distributed.is_initialized():
             distributed.destroy_process_group(self._own_group)
-        self._own_group = None
+        self._own_group = self._calls = None
         self._is_connected = False
 
-    def _answered(self, collective: Callable[[], object]) -> bool:
+    def _gathered(self, mine: Any) -> list[Any]:
         if not self._is_connected:
-            return False
-        try:
-            collective()
-        except RuntimeError:  # what gloo raises for a timeout and for a rank that died
-            if not self._gives_up:
-                raise
-            # A group that lost a rank gives no more answers: do not wait for them again.
-            self.close()
-            return False
-        return True
+            return [mine]
+        if self._timeout is None:
+            received: list[Any] = [None] * self.world_size
+            distributed.all_gather_object(received, mine, group=self._own_group)
+            return received
+        calls = self._calls
+        received = [] if calls is None else _through_the_store(calls, mine, self.rank, self.world_size, self._timeout)
+        return received or [mine]
+
+
+def _through_the_store(calls: _StoreCalls, mine: Any, rank: int, world_size: int, timeout: timedelta) -> list[Any]:
+    """Return the objects of the ranks that answer in time, in their order; [] where there is no store any more."""
+    n, calls.n_made = calls.n_made, calls.n_made + 1
+    keys = {other: f"{calls.key}/{n}/{other}" for other in range(world_size)}
+    if with_store(lambda store: store.set(keys[rank], pickle.dumps(mine)) or True) is None:
+        return []
+    if n >= _KEPT:  # a rank that is so far behind has been given up
+        with_store(lambda store: store.delete_key(f"{calls.key}/{n - _KEPT}/{rank}"))
+    received: dict[int, Any] = {rank: mine}
+    end, pause_s = time.monotonic() + timeout.total_seconds(), 0.0005
+    while True:
+        gone = set(calls.lost)
+        for other in [other for other in keys if other not in received]:
+            # In this order: a rank leaves its value before it says that it has left.
+            has_left = with_store(partial(_has_key, f"{calls.key}/left/{other}"))
+            value = with_store(partial(_value_of, keys[other]))
+            if value:
+                received[other] = pickle.loads(value)  # noqa: S301, written by this program's other ranks
+                calls.lost.discard(other)
+            elif has_left or value is None:
+                gone.add(other)
+        if len(received.keys() | gone) == world_size:
+            break
+        if time.monotonic() > end:
+            calls.lost.update(keys.keys() - received.keys())
+            break
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return [received[other] for other in sorted(received)]
+
+
+def _has_key(key: str, store: Any) -> bool:
+    return bool(store.check([key]))
+
+
+def _value_of(key: str, store: Any) -> bytes:
+    """Return the value of a key; b"" where it is not there, because `get` would wait for it."""
+    return store.get(key) if store.check([key]) else b""

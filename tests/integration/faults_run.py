@@ -1,0 +1,218 @@
+"""Runs two ranks into a fault, once without any callback of ours and once with all of them; started by test_faults.py.
+
+python faults_run.py FOLDER FAULT ...
+
+Every rank is a fork of this process, which has imported everything: a run takes a second or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
+
+from lightning_memtools import VirtualDevice, default_callbacks
+from tests.lightning_models import Regression, loader, trainer
+
+LIMIT_S = 45
+"""A rank that runs longer is ended, and counts as hanging."""
+
+SLOW_S = 7.0
+"""Longer than our callbacks ever wait at the end of a run."""
+
+
+class Faulty(Regression):
+    """Calls the fault in each hook of rank 1."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def meet(self, moment: str) -> None:
+        if self.global_rank == 1:
+            self.fault(moment, self.trainer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            self.meet("step")
+        self.log("batch_idx", float(batch_idx))  # so that the logger has something to write without us too
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.meet("validation")
+
+    def on_train_end(self) -> None:
+        self.meet("train_end")
+
+    def on_fit_end(self) -> None:
+        self.meet("fit_end")
+
+    def on_test_end(self) -> None:
+        self.meet("test_end")
+
+
+Fault = Callable[[str, L.Trainer], None]
+
+
+class FaultError(Exception):
+    """Raised by the code of a user."""
+
+
+def at(moment: str, act: Callable[[L.Trainer], object]) -> Fault:
+    return lambda now, trainer: act(trainer) if now == moment else None  # type: ignore[func-returns-value]
+
+
+def fail(trainer: L.Trainer) -> None:
+    raise FaultError("from the user's code")
+
+
+def stop(trainer: L.Trainer) -> None:
+    trainer.should_stop = True
+
+
+def nothing(moment: str, trainer: L.Trainer) -> None:
+    """Meet no fault here; the data or the file system has it."""
+
+
+FAULTS: dict[str, Fault] = {
+    "none": nothing,
+    "fewer_batches": nothing,
+    "fewer_validation_batches": nothing,
+    "ends_early": at("step", stop),
+    "slow_in_validation": at("validation", lambda _: time.sleep(SLOW_S)),
+    "slow_at_train_end": at("train_end", lambda _: time.sleep(SLOW_S)),
+    "slow_at_fit_end": at("fit_end", lambda _: time.sleep(SLOW_S)),
+    "slow_at_test_end": at("test_end", lambda _: time.sleep(SLOW_S)),
+    "raises_in_step": at("step", fail),
+    "raises_in_validation": at("validation", fail),
+    "raises_at_train_end": at("train_end", fail),
+    "raises_at_fit_end": at("fit_end", fail),
+    "raises_at_test_end": at("test_end", fail),
+    "dies_in_step": at("step", lambda _: os.kill(os.getpid(), signal.SIGKILL)),
+    "dies_at_train_end": at("train_end", lambda _: os.kill(os.getpid(), signal.SIGKILL)),
+    "sigterm": at("step", lambda _: os.kill(os.getpid(), signal.SIGTERM)),
+    "ctrl_c": at("step", lambda _: os.kill(os.getpid(), signal.SIGINT)),
+    "disk_full": nothing,
+    "log_directory_gone": nothing,
+}
+
+
+def batches(name: str, rank: int, n: int) -> DataLoader[Any]:
+    return loader(8 * (n - 4 if "fewer" in name and rank == 1 else n), 8, seed=rank)
+
+
+class LosesItsDirectory(L.Callback):
+    """Deletes the log directory, or leaves no room for another file, when the first batch ends on rank 0."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_rank == 0 and args[-1] == 0:
+            if self.name == "log_directory_gone":
+                shutil.rmtree(str(trainer.log_dir))
+            elif self.name == "disk_full":
+                for logger in trainer.loggers:
+                    logger.experiment.flush()  # type: ignore[attr-defined]
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+
+def train(name: str, root: Path, rank: int, *, with_callbacks: bool) -> None:
+    """One fit and one test of one rank."""
+    L.seed_everything(0, verbose=False)
+    model = Faulty(FAULTS[name])
+    ours = default_callbacks() if with_callbacks else []
+    extra = [LosesItsDirectory(name)] if name in {"disk_full", "log_directory_gone"} else []
+    run = trainer(
+        root,
+        *ours,
+        *extra,
+        logger=TensorBoardLogger(root, name="", version="logs"),
+        strategy=DDPStrategy(timeout=timedelta(seconds=20)),
+        devices=2,
+        use_distributed_sampler=False,
+    )
+    uneven_training = "fewer_validation" not in name
+    with VirtualDevice("1GiB"):
+        run.fit(model, batches(name if uneven_training else "", rank, 8), batches(name, rank, 6))
+        run.test(model, batches(name if not uneven_training else "", rank, 6), verbose=False)
+
+
+def rank_process(name: str, root: Path, rank: int, port: int, *, with_callbacks: bool) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (root / f"rank{rank}.txt").open("w", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        code = 1
+        try:
+            train(name, root, rank, with_callbacks=with_callbacks)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:  # noqa: BLE001, the log tells
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+def both_ranks(name: str, root: Path, *, with_callbacks: bool) -> dict[str, Any]:
+    root.mkdir(parents=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids: dict[int, int] = {}
+    for rank in (0, 1):
+        pid = os.fork()
+        if pid == 0:
+            rank_process(name, root, rank, port, with_callbacks=with_callbacks)
+        pids[pid] = rank
+    begin = time.monotonic()
+    seen: dict[str, Any] = {"exit": [None, None], "seconds": [LIMIT_S, LIMIT_S]}
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            rank = pids.pop(pid)
+            seen["exit"][rank] = os.waitstatus_to_exitcode(status)
+            seen["seconds"][rank] = round(time.monotonic() - begin, 1)
+        elif time.monotonic() - begin > LIMIT_S:
+            for late in pids:
+                os.kill(late, signal.SIGKILL)
+                os.waitpid(late, 0)
+            break
+        else:
+            time.sleep(0.02)
+    return seen
+
+
+def main(root: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    seen = {}
+    for name in names:
+        seen[name] = {
+            kind: both_ranks(name, root / name / kind, with_callbacks=kind == "with") for kind in ("without", "with")
+        }
+        print(name, seen[name], flush=True)  # noqa: T201, shown when the test fails
+    (root / "seen.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or [*FAULTS])
