@@ -22,8 +22,8 @@ from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_direct
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
-from lightning_memtools.simulation.fake_training_step import forward_of
 from lightning_memtools.simulation.step_trace import TracedStep, device_of
+from lightning_memtools.simulation.trainer_stand_in import forward_of
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
 _MEASURED_STEP = 3

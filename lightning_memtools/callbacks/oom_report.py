@@ -22,7 +22,7 @@ from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_de
 from lightning_memtools.reporting.files import report_directory
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
-from lightning_memtools.simulation.fake_training_step import forward_of
+from lightning_memtools.simulation.trainer_stand_in import forward_of
 
 
 class OOMReport(Callback):

@@ -21,7 +21,7 @@ from lightning_memtools.estimate.trace_reading import read_estimate
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.simulation.step import Recipe, batch_size_of
-from lightning_memtools.simulation.tracer import Settings, Subject, trace
+from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 
 _SMALL = (4, 16)
 """The batch sizes of the fallback: small, and far enough apart that rounding to 512 bytes matters little."""
@@ -57,7 +57,7 @@ def estimate_on_cpu(
     subject: Subject,
     batch: Any,
     recipe: Recipe,
-    settings: Settings,
+    settings: SimulationSettings,
     obstacle: Obstacle,
     *,
     capacity: str | None,

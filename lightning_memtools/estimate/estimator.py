@@ -15,9 +15,8 @@ from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstim
 from lightning_memtools.estimate.trace_reading import read_estimate
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
-from lightning_memtools.simulation.precision import Precision, PrecisionName
-from lightning_memtools.simulation.step import STEP_NAMES, Recipe, Stage
-from lightning_memtools.simulation.tracer import Settings, Subject, trace
+from lightning_memtools.simulation.step import STEP_NAMES, Precision, PrecisionName, Recipe, Stage
+from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from lightning_memtools.simulation.trainer_stand_in import has_step, is_lightning_module
 
 _EAGER = "torch.compile is left out: these are the figures of the eager step."
@@ -98,13 +97,17 @@ def estimate_memory(
     elif gradient_as_bucket_view and ddp is None:
         raise ValueError("gradient_as_bucket_view belongs to DDP: give the size of its buckets too, ddp_bucket_mb=25.")
     subject = Subject(model=model, step=step, optimizer=optimizer, ddp=ddp)
-    settings = Settings(cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity))
+    settings = SimulationSettings(
+        cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity)
+    )
     estimate = _estimate(subject, batch, recipe, settings, capacity)
     is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())
     return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
 
 
-def _estimate(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, capacity: str | None) -> MemoryEstimate:
+def _estimate(
+    subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings, capacity: str | None
+) -> MemoryEstimate:
     def retrace(size: int) -> MemoryEstimate:
         return _estimate(subject, resized(batch, size), recipe, settings, capacity)
 

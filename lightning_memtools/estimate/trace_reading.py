@@ -12,14 +12,14 @@ from lightning_memtools.estimate.memory_timeline import MemoryTimeline, part_of,
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.simulation.recording import Allocation, AllocationRecorder
 from lightning_memtools.simulation.step import batch_size_of
-from lightning_memtools.simulation.tracer import Settings, Traced
+from lightning_memtools.simulation.tracer import SimulationSettings, Traced
 
 
 def read_estimate(
     traced: Traced,
     model: nn.Module,
     batch: Any,
-    settings: Settings,
+    settings: SimulationSettings,
     *,
     capacity: str | None,
     retrace: Callable[[int], MemoryEstimate],

@@ -20,7 +20,7 @@ from lightning_memtools.oom.recorded_history import (
 )
 from lightning_memtools.oom.report_page import Action, ActionKind
 from lightning_memtools.oom.step_trials import NotFoundError, StepTrials
-from lightning_memtools.simulation.precision import PrecisionName
+from lightning_memtools.simulation.step import PrecisionName
 
 _BF16: PrecisionName = "bf16-mixed"
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}

@@ -24,8 +24,7 @@ from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts
 from lightning_memtools.oom.recorded_history import RecordedHistory
 from lightning_memtools.simulation.fakes import copy_optimizer
-from lightning_memtools.simulation.precision import PrecisionName
-from lightning_memtools.simulation.step import Stage
+from lightning_memtools.simulation.step import PrecisionName, Stage
 from lightning_memtools.simulation.step_trace import Forward, TracedStep
 
 _STAGES: dict[str, Stage] = {

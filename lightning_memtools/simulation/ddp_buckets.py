@@ -1,4 +1,4 @@
-"""The buckets in which DistributedDataParallel sums gradients over ranks."""
+"""The buckets in which DistributedDataParallel sums gradients over ranks, as its reducer allocates them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSettings:
-    """How DDP makes its buckets.
+    """Settings of DDP's buckets.
 
     Attributes:
-        bucket_mb: Their size in MiB.
-        as_view: Gradients are parts of the buckets, not copied into them.
-        are_rebuilt: There is one bucket at first, and those of this size are made in the second forward, in the order
-            in which gradients came in the first backward. So it is unless DDP looks for unused parameters.
+        bucket_mb: The size of a bucket in MiB.
+        as_view: Gradients are views of the buckets, not copied into them.
+        are_rebuilt: DDP begins with one bucket and makes those of this size in the second forward, in the order in
+            which the first backward produced gradients. It does so unless it looks for unused parameters.
     """
 
     bucket_mb: float
@@ -38,7 +38,7 @@ class BucketSettings:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
-        """Those of a DistributedDataParallel; None for any other module."""
+        """Return the settings of a DistributedDataParallel; None for any other module."""
         if not isinstance(model, DistributedDataParallel):
             return None
         return cls(
@@ -49,19 +49,20 @@ class BucketSettings:
 
 
 class Buckets:
-    """The buckets of one rank, from when DDP is made, as torch/csrc/distributed/c10d/reducer.cpp keeps them.
+    """Allocates one rank's buckets from DDP's constructor on, as torch/csrc/distributed/c10d/reducer.cpp does.
 
-    Before, DDP sends its state to the other ranks in pieces (broadcast_coalesced in comm.cpp), two at a time.
+    Before that, the constructor sends the model's state to the other ranks in pieces, two of them at a time
+    (broadcast_coalesced in comm.cpp).
 
-    With ``as_view`` a gradient is moved into its bucket when it is done (mark_variable_ready_dense), so it exists twice
-    for a moment. When buckets are rebuilt it is moved again, so for a moment old and new ones are there. All this was
-    seen in torch 2.11 and 2.13 too: tests/estimate/test_buckets.py compares.
+    With ``as_view`` a gradient is copied into its bucket once it is complete (mark_variable_ready_dense), so it exists
+    twice for a moment. When buckets are rebuilt it is copied again, so old and new buckets exist for a moment. Torch
+    2.11 and 2.13 do the same: tests/estimate/test_buckets.py compares.
 
     Args:
-        model: What DDP is made of.
-        settings: How.
-        count: Told of every bucket that is made.
-        on_host: Whether what DDP keeps in host memory counts, which a CPU's device does not tell apart.
+        model: The module that DDP wraps.
+        settings: The settings of the buckets.
+        count: Called with every bucket that is made.
+        on_host: Count the tensors that DDP keeps in host memory too. A run on the CPU does not tell them apart.
     """
 
     def __init__(
@@ -85,10 +86,10 @@ class Buckets:
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     def begin_forward(self, *, syncs: bool) -> None:
-        """A forward pass begins.
+        """Rebuild the buckets where DDP does so: at the start of the second forward pass.
 
         Args:
-            syncs: Whether its backward sums gradients over ranks: where batches accumulate, only the last one's does.
+            syncs: The backward of this pass sums gradients over ranks. With accumulated batches only the last does.
         """
         self._syncs = syncs
         if self._to_rebuild and self._came:
@@ -124,7 +125,7 @@ class Buckets:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module in a DistributedDataParallel, and in what torch.compile returns; any other module itself."""
+    """Return the module inside DistributedDataParallel and torch.compile's wrapper; any other module itself."""
     inner = model.module if isinstance(model, DistributedDataParallel) else uncompiled(model)
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
@@ -132,19 +133,19 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _broadcast(tensors: Iterable[torch.Tensor]) -> None:
     under_way: list[torch.Tensor] = []
     for group in assigned(tensors, (_BROADCAST_BYTES,)):
-        # The last piece is awaited once the next is on its way.
+        # DDP waits for a piece only after it has sent the next one, so two of them exist at a time.
         under_way[:] = [torch.empty(sum(tensor.numel() for tensor in group), dtype=group[0].dtype)]
 
 
 def assigned(tensors: Iterable[_Tensor], limits: Sequence[int]) -> list[list[_Tensor]]:
-    """The tensors of every bucket.
+    """Return the tensors of every bucket.
 
-    Tensors go into buckets in their order, one kind (dtype) to a bucket; a bucket is closed once it has reached its
-    size. The rule is that of compute_bucket_assignment_by_size in reducer.cpp.
+    Tensors go into buckets in their order; each bucket holds one dtype and is closed once it has reached its size. This
+    is the rule of compute_bucket_assignment_by_size in reducer.cpp.
 
     Args:
-        tensors: For gradients, the parameters in the order in which gradients are expected.
-        limits: The size of the first bucket of each kind, of the second, ..., in bytes; the last is that of all others.
+        tensors: The tensors; for gradients, the parameters in the order in which gradients are expected.
+        limits: The size in bytes of each dtype's first bucket, of its second, and so on; the last holds for all others.
     """
     opened: dict[torch.dtype, list[_Tensor]] = {}
     n_closed: Counter[torch.dtype] = Counter()

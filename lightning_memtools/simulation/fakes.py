@@ -1,8 +1,8 @@
-"""A user's module made to hold fake tensors for a while, and put back exactly as it was.
+"""Replaces the tensors of a user's module with fake tensors for a while, and restores the module exactly.
 
-Nothing is copied: what a module, its submodules and the plain objects and containers they hold refer to is noted, and
-tensors among it are exchanged for fake ones of the same size. Whatever the step then does to those attributes is undone
-by putting the noted references back.
+Nothing is copied. The references that a module, its submodules and the plain objects and containers in them hold are
+saved, and tensors among them are exchanged for fake ones of the same size. Putting the saved references back undoes
+everything that a step did to those attributes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import FakeTensorMode, storage_id
 
-# Objects that are looked at but never into: they belong to the program, not to the model.
+# Objects whose attributes are left alone: they belong to the program, not to the model.
 _OPAQUE = (
     *(str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, torch.Generator),
     *(ModuleType, FunctionType, MethodType, BuiltinFunctionType, threading.Thread, partial),
@@ -33,17 +33,17 @@ MakeTensor = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode in which new tensors are fakes, and so are the real tensors that a step brings along."""
+    """Return a mode in which new tensors are fakes, and in which operators accept the real tensors of a step."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class TensorExchange:
-    """Makes for each tensor one stand-in of the same size, and for tensors that share memory ones that share it too.
+    """Makes one stand-in of the same size for each tensor; the stand-ins of tensors that share memory share it too.
 
-    To be used where new tensors are the wanted kind: under a FakeTensorMode, which makes them without memory.
+    The stand-ins are ordinary new tensors: under a FakeTensorMode they are fakes, which take no memory.
 
     Args:
-        dtype: What floating-point tensors become; None to keep theirs.
+        dtype: The type of the stand-ins of floating-point tensors; None to keep each tensor's own.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -54,11 +54,11 @@ class TensorExchange:
         self._originals: list[torch.Tensor] = []
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The stand-in of a tensor, if it has one."""
+        """Return the stand-in of a tensor; None if it has none yet."""
         return self._made.get(id(tensor))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a tensor, made when it is asked for first."""
+        """Return the stand-in of a tensor, and make it at the first call."""
         made = self._made.get(id(tensor))
         if made is None:
             made = self._made[id(tensor)] = self._make(tensor)
@@ -94,13 +94,15 @@ class TensorExchange:
         if key not in self._bases:
             self._bases[key] = torch.empty(n_elements, dtype=dtype, device="cpu")
         base = self._bases[key]
-        if base.dtype != dtype:  # two views of one storage as different types: rare, and kept apart
+        if (
+            base.dtype != dtype
+        ):  # two views of one storage have different types: this is rare, and they do not share memory here
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class RealExchange(TensorExchange):
-    """As `TensorExchange`, with stand-ins that hold the values of the originals."""
+    """A `TensorExchange` whose stand-ins hold the values of the originals."""
 
     def _data(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
@@ -112,9 +114,9 @@ class RealExchange(TensorExchange):
 
 @contextmanager
 def borrowed(roots: Iterable[Any], exchange: TensorExchange) -> Iterator[None]:
-    """While entered, what the roots hold of tensors are stand-ins; afterwards everything is as it was.
+    """Replace all tensors that the roots hold with stand-ins, and restore everything afterwards.
 
-    Not looked into: closures, objects with ``__slots__`` only, and optimizers (see `copy_optimizer`).
+    The search leaves out closures, objects that only have ``__slots__``, and optimizers (see `copy_optimizer`).
     """
     noted: list[tuple[Any, Any]] = []
     try:
@@ -133,7 +135,7 @@ def copy_optimizer(
     Args:
         optimizer: The optimizer. Its constructor is not called: it may have arguments of its own.
         exchange: Returns the tensor that takes the place of one of the optimizer's; None leaves that one out.
-        with_state: Exchange its state too; else the copy has taken no step yet.
+        with_state: Exchange its state too. Otherwise the copy has no state, as before its first step.
     """
     new: Optimizer = object.__new__(type(optimizer))
     vars(new).update(vars(optimizer))
@@ -152,7 +154,7 @@ def copy_optimizer(
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """How many elements of its storage a tensor reaches over."""
+    """Return the number of elements of its storage that a tensor spans."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -183,7 +185,7 @@ def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tu
 
 
 def _container(thing: Any) -> Any:
-    """What of an object can be noted and put back: its attributes, or itself where it is a container."""
+    """Return the container of an object's references: its attributes, or itself if it is a container; else None."""
     if isinstance(thing, (dict, list, deque, set)):
         return thing
     if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)) or _is_around_the_model(

@@ -1,4 +1,4 @@
-"""Everything that was allocated and freed during a step: what for, by whom, and when."""
+"""Records every allocation of a step with its purpose, its module, and when it was made and freed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER
 
 WORKSPACE = len(Category)
-"""The kind of what libraries take for themselves; all other kinds are a `Category`."""
+"""The kind of a library's workspace; every other kind is a `Category`."""
 
 
 @dataclass(slots=True)
 class Allocation:
-    """One block, from when it was given out until it was freed. Events are counted from 0.
+    """One block, from its allocation until it is freed. Events are numbered from 0.
 
     Attributes:
         size: Its size in bytes, as the allocator rounds it.
-        born: The event that gave it out.
-        step: The step it was made in, from 0; -1 before the first.
-        phase: What the step was doing.
-        operation: The operator that made it; None where none did.
-        kind: A `Category`, or `WORKSPACE`: the last that was known of it.
-        module: The module it is charged to.
-        node_number: Made in backward, the number of the forward operator whose gradient was being computed.
-        died: The event that freed it; None for what was alive at the end.
+        born: The event that allocated it.
+        step: The step that allocated it, from 0; -1 before the first.
+        phase: The phase of the step.
+        operation: The operator that allocated it; None if no operator did.
+        kind: The last known `Category`, or `WORKSPACE`.
+        module: The module that it is charged to.
+        node_number: In backward, the sequence number of the autograd node that was running.
+        died: The event that freed it; None if it was never freed.
     """
 
     size: int
@@ -43,13 +43,13 @@ class Allocation:
 
 
 class AllocationRecorder:
-    """Records what happens on a `VirtualDevice` that it listens to.
+    """Listens to a `VirtualDevice` and records its allocations.
 
     Attributes:
-        step: The step that runs, from 0; -1 before the first.
-        phase: What it is doing.
-        operation: The operator that runs.
-        allocations: All allocations by their number in the allocator.
+        step: The current step, from 0; -1 before the first.
+        phase: The current phase.
+        operation: The current operator.
+        allocations: All allocations, by their number in the allocator.
         allocated: Bytes allocated after each event.
         reserved: Bytes reserved after each event.
         marks: The first event of each phase: (event, step, phase).
@@ -64,12 +64,12 @@ class AllocationRecorder:
         self.reserved: list[int] = []
         self.marks: list[tuple[int, int, str]] = [(0, -1, "setup")]
         self._allocator = allocator
-        # The modules that forward went through, by the number of autograd's next node.
+        # The modules that forward entered, each with the sequence number of the next autograd node at that moment.
         self._numbers: list[int] = []
         self._places: list[str] = []
 
     def begin(self, phase: str, step: int | None = None) -> None:
-        """A phase begins."""
+        """Record that a phase begins."""
         if step is not None:
             self.step = step
         self.phase = phase
@@ -77,11 +77,11 @@ class AllocationRecorder:
         self.marks.append((len(self.allocated), self.step, phase))
 
     def on_operator(self, operator: Any) -> None:
-        """Note the operator that runs."""
+        """Record that an operator runs."""
         self.operation = operator
 
     def on_module(self, place: str) -> None:
-        """From now on operators belong to this module."""
+        """Record that operators belong to this module from now on."""
         number = autograd_sequence_number()
         if self._numbers and self._numbers[-1] == number:
             self._places[-1] = place
@@ -90,14 +90,14 @@ class AllocationRecorder:
             self._places.append(place)
 
     def place_of_node(self, number: int | None) -> str | None:
-        """The module in whose forward an autograd node was made."""
+        """Return the module whose forward created an autograd node; None if it is unknown."""
         if number is None:
             return None
         index = bisect_right(self._numbers, number) - 1
         return self._places[index] if index >= 0 else None
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
-        """Note an allocation."""
+        """Record an allocation."""
         node = current_autograd_node() if self.phase == "backward" else None
         self.allocations[block.id] = Allocation(
             size=block.size,
@@ -112,14 +112,14 @@ class AllocationRecorder:
         self._note()
 
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
-        """Note that a block was freed, and what was known of it last."""
+        """Record that a block was freed, with the last category and module that were known."""
         allocation = self.allocations[block_id]
         allocation.died = len(self.allocated)
         allocation.kind, allocation.module = WORKSPACE if category is None else category, module
         self._note()
 
     def finish(self, device: VirtualDevice) -> None:
-        """Note what all memory is for that is still allocated. The device accounts for nothing afterwards."""
+        """Record the category and module of all memory that is still allocated, and end the device's accounting."""
         for entry in device.freeze():
             allocation = self.allocations[entry.block.id]
             allocation.kind, allocation.module = entry.category, entry.module
@@ -130,8 +130,8 @@ class AllocationRecorder:
 
 
 def is_passing(allocation: Allocation) -> bool:
-    """Whether it is neither kept nor saved: a gradient on its way, or what an optimizer's step needs for a moment."""
+    """Return whether an allocation is temporary: a gradient within backward, or a temporary of clipping or a step."""
     if allocation.kind == Category.ACTIVATION:
         return allocation.module == BACKWARD or allocation.phase in {"clip", "optimizer"}
-    # What a step makes and keeps is its state; what is gone when the step ends is not.
+    # State that the step keeps has been charged to the module of its parameter by the end of the trace.
     return allocation.kind == Category.OPTIMIZER and allocation.module == OPTIMIZER

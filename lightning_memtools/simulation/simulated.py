@@ -1,4 +1,4 @@
-"""Lets the steps of a module run on fake tensors and on a virtual device of their own."""
+"""Runs the steps of a module on fake tensors and on a virtual device of their own."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from torch import nn
 from lightning_memtools._torch import FAKE_TENSOR_LOGGER
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
-from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
+from lightning_memtools.simulation.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
 from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
-from lightning_memtools.simulation.cuda_ops.moves import AlreadyOnCuda
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
 from lightning_memtools.state.random_state import random_streams_restored
 
 
 @contextmanager
 def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool) -> Iterator[None]:
-    """Within, a module's tensors are fakes on a virtual device, and nothing that its steps do is left afterwards.
+    """Make a module's tensors fakes on a virtual device within; afterwards all that its steps changed is restored.
 
     Args:
         model: The module; it is put on the device.
-        device: The device. It takes the place of one that is entered already.
-        exchange: Makes the fakes. With a `RealExchange` they are copies of the real tensors, which are computed on the
-            CPU: then only those of CUDA's ways are taken that exist there, its dropout masks and optimizers.
-        cuda: Operators take CUDA's memory, not that of the CPU.
+        device: The device. A device that is active already is suspended meanwhile.
+        exchange: Makes the fakes. With a `RealExchange` they are copies of the real tensors and the CPU computes with
+            them, so that of CUDA's behaviour only the dropout masks and the optimizers are simulated.
+        cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate.
     """
     values = isinstance(exchange, RealExchange)
     active = VirtualDevice.current()
     with ExitStack() as stack:
         if active is not None:
             stack.enter_context(active.suspended())
-        # Fakes draw no numbers, but a step may seed a generator or draw from one on the host.
+        # Fake tensors draw no random numbers, but a step may seed a generator or draw from one on the host.
         stack.enter_context(random_streams_restored())
         stack.enter_context(_quiet())
         stack.enter_context(torch.enable_grad())
@@ -44,7 +43,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
             if cuda:
                 stack.enter_context(cuda_autocast())
             stack.enter_context(fake_mode())
-            # Real tensors need results of the right values and sizes, which replacements do not give.
+            # Replacements return tensors without values, which would be wrong for real tensors.
             device.replace_operators({**SIZED, **(KERNELS if cuda else {})})
         stack.enter_context(borrowed([model], exchange))
         if not values:
@@ -60,7 +59,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
 
 
 def _skip_checks(model: nn.Module) -> None:
-    """Metrics of torchmetrics look at values before they count; the checks keep nothing. Undone with `borrowed`."""
+    """Switch off the argument checks of torchmetrics, which read values and keep no memory. `borrowed` undoes it."""
     for part in model.modules():
         if vars(part).get("validate_args") is True:
             vars(part)["validate_args"] = False
@@ -72,13 +71,13 @@ def _holds_tensors(model: nn.Module) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # torch logs a traceback of its own for a wrong shape, above the user's error.
+    # For a wrong shape torch logs a traceback of its own above the user's error.
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     was_disabled = logger.disabled
     logger.disabled = True
     try:
         with warnings.catch_warnings():
-            # Advice on how the user trains (a scheduler that steps first, say) belongs into training.
+            # Warnings about how the user trains (a scheduler that steps first, say) are shown in the training itself.
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -1,10 +1,11 @@
-"""One step after the other, as a training loop runs them, and which phase each part belongs to."""
+"""Loops that run training or evaluation steps in every precision, and say when each phase begins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -13,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import unscale_gradients
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.simulation.precision import Precision
 from lightning_memtools.simulation.trainer_stand_in import (
     TrainerStandIn,
     accepted_arguments,
@@ -23,19 +23,73 @@ from lightning_memtools.simulation.trainer_stand_in import (
 
 Stage = Literal["train", "val", "test", "predict"]
 STEP_NAMES = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
+PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A precision by Lightning's name.
+
+    Attributes:
+        dtype: The type of parameters and floating-point inputs; None to leave them as they are.
+        autocast: The type that autocast computes in; None for no autocast.
+        scales: The loss is scaled (16-mixed).
+    """
+
+    dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    scales: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> Precision:
+        """Return the precision with one of Lightning's names.
+
+        Raises:
+            ValueError: The precision cannot be estimated.
+        """
+        if name not in _KNOWN:
+            raise ValueError(f"Unknown precision {name!r}. Accepted are {', '.join(map(repr, _KNOWN))}.")
+        return _KNOWN[name]
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return the context in which forward runs."""
+        if self.dtype is not None:
+            return _default_dtype(self.dtype)
+        # The tensors that stand for CUDA's are on the CPU here (see cuda_ops/autocast.py).
+        return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Give the tensors that a step creates this type too, as Lightning's HalfPrecision.forward_context does."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+_KNOWN = {
+    "32-true": Precision(),
+    "bf16-true": Precision(dtype=torch.bfloat16),
+    "16-true": Precision(dtype=torch.float16),
+    "bf16-mixed": Precision(autocast=torch.bfloat16),
+    "16-mixed": Precision(autocast=torch.float16, scales=True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How steps run.
+    """Settings of the loop that runs the steps.
 
     Attributes:
         stage: train, or a stage without gradients.
-        precision: Of parameters and computation.
-        steps: How many optimizer steps, or batches of another stage.
-        accumulate: How many batches make one optimizer step.
+        precision: The precision of parameters and computation.
+        steps: The number of optimizer steps; in a stage without gradients, the number of batches.
+        accumulate: The number of batches per optimizer step.
         clip: Gradients are clipped to this norm; None for no clipping.
-        zero_grad: Old gradients go before backward, as in Lightning, or when the optimizer's step is done.
+        zero_grad: Gradients are freed before backward, as in Lightning, or after the optimizer's step.
     """
 
     stage: Stage = "train"
@@ -46,18 +100,17 @@ class Recipe:
     zero_grad: Literal["before_backward", "after_step"] = "before_backward"
 
 
-class Watch:
-    """What a loop tells of its course; the real one is `tracing.Tracer`, this one listens to nothing."""
+class LoopHooks(Protocol):
+    """The hooks that the loops of this file call; `tracer.Tracer` implements them."""
 
     def begin(self, phase: str, step: int | None = None) -> None:
-        """A phase begins."""
+        """Called when a phase begins."""
 
-    def fresh_batch(self) -> Any:
-        """The next batch, on the device."""
-        raise NotImplementedError
+    def next_batch(self) -> Any:
+        """Return the next batch, on the device."""
 
-    def seen(self, optimizers: list[Optimizer]) -> None:
-        """These are the optimizers."""
+    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Called once with the optimizers, before the first step."""
 
 
 StepFunction = Callable[[nn.Module, Any], Any]
@@ -65,7 +118,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def run_module(
-    model: nn.Module, step: StepFunction, make_optimizer: MakeOptimizer | None, recipe: Recipe, watch: Watch
+    model: nn.Module, step: StepFunction, make_optimizer: MakeOptimizer | None, recipe: Recipe, hooks: LoopHooks
 ) -> None:
     """Run the steps of any module.
 
@@ -73,38 +126,38 @@ def run_module(
         model: The module.
         step: Computes the loss of a batch; in a stage without gradients its result is dropped.
         make_optimizer: Makes the optimizer of the parameters; None to train without one.
-        recipe: How.
-        watch: Gives batches, and is told the phases.
+        recipe: The settings of the loop.
+        hooks: Give the batches, and are called when a phase begins.
     """
     training = recipe.stage == "train"
     model.train(training)
     optimizers = [make_optimizer(list(model.parameters()))] if training and make_optimizer else []
-    watch.seen(optimizers)
+    hooks.on_optimizers(optimizers)
     if training:
-        _train(model, lambda batch, _index: step(model, batch), optimizers, recipe, watch)
+        _train(model, lambda batch, _index: step(model, batch), optimizers, recipe, hooks)
     else:
-        _evaluate(lambda batch, _index: step(model, batch), recipe, watch)
+        _evaluate(lambda batch, _index: step(model, batch), recipe, hooks)
 
 
 def run_lightning(
-    module: Any, own_step: StepFunction | None, make_optimizer: MakeOptimizer | None, recipe: Recipe, watch: Watch
+    module: Any, own_step: StepFunction | None, make_optimizer: MakeOptimizer | None, recipe: Recipe, hooks: LoopHooks
 ) -> None:
-    """Run the steps of a LightningModule, automatic or manual optimization.
+    """Run the steps of a LightningModule with automatic or manual optimization.
 
     Args:
-        module: The LightningModule; its attributes must be noted, to be put back afterwards.
-        own_step: The user's, in place of the module's; in training it returns the loss.
-        make_optimizer: In place of its own ``configure_optimizers``.
-        recipe: How.
-        watch: Gives batches, and is told the phases.
+        module: The LightningModule. Its attributes change: the caller restores them (see `fakes.borrowed`).
+        own_step: The user's function that replaces the module's step; in training it returns the loss.
+        make_optimizer: Makes the optimizer, in place of ``configure_optimizers``.
+        recipe: The settings of the loop.
+        hooks: Give the batches, and are called when a phase begins.
     """
     training = recipe.stage == "train"
     scaler = _Scaler() if recipe.precision.scales and training else None
 
     def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        watch.begin("backward")
+        hooks.begin("backward")
         (scaler.scale(loss) if scaler else loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        watch.begin("forward")
+        hooks.begin("forward")
 
     trainer = TrainerStandIn(backward=backward, stage=recipe.stage)
     attach(module, trainer)
@@ -114,7 +167,7 @@ def run_lightning(
             ([make_optimizer(list(module.parameters()))], []) if make_optimizer else configured_optimizers(module)
         )
         trainer.use(optimizers, schedulers)
-        watch.seen(optimizers)
+        hooks.on_optimizers(optimizers)
     step = getattr(module, STEP_NAMES[recipe.stage])
 
     def run_step(batch: Any, index: int) -> Any:
@@ -123,11 +176,11 @@ def run_lightning(
         return step(*accepted_arguments(step, batch, index))
 
     if not training:
-        _evaluate(run_step, recipe, watch)
+        _evaluate(run_step, recipe, hooks)
     elif module.automatic_optimization or own_step is not None:
-        _train(module, run_step, optimizers, recipe, watch)
+        _train(module, run_step, optimizers, recipe, hooks)
     else:
-        _train_manually(run_step, optimizers, recipe, watch)
+        _train_manually(run_step, optimizers, recipe, hooks)
 
 
 def _train(
@@ -135,7 +188,7 @@ def _train(
     loss_of: Callable[[Any, int], Any],
     optimizers: list[Optimizer],
     recipe: Recipe,
-    watch: Watch,
+    hooks: LoopHooks,
 ) -> None:
     for optimizer in optimizers:
         _refuse_lbfgs(optimizer)
@@ -143,22 +196,22 @@ def _train(
     index = 0
     for number in range(recipe.steps):
         for part in range(recipe.accumulate):
-            watch.begin("inputs", number)
-            batch = watch.fresh_batch()
-            watch.begin("forward")
+            hooks.begin("inputs", number)
+            batch = hooks.next_batch()
+            hooks.begin("forward")
             with recipe.precision.context():
                 loss = _loss_in(loss_of(batch, index))
             index += 1
-            # Lightning's order, and that of article A: the gradients of the last step are there during forward.
+            # As Lightning does by default: the gradients of the last step still exist during forward.
             if part == 0 and recipe.zero_grad == "before_backward":
                 _zero_grad(model, optimizers)
-            watch.begin("backward")
+            hooks.begin("backward")
             scaled = loss / recipe.accumulate if recipe.accumulate > 1 else loss
             (scaler.scale(scaled) if scaler else scaled).backward()  # type: ignore[no-untyped-call]
             del scaled
             loss = loss.detach()
             del batch
-        _step(model, optimizers, recipe, watch, scaler)
+        _step(model, optimizers, recipe, hooks, scaler)
         if recipe.zero_grad == "after_step":
             _zero_grad(model, optimizers)
 
@@ -170,20 +223,22 @@ def _refuse_lbfgs(optimizer: Optimizer) -> None:
     n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in group["params"])
     history = 2 * group["history_size"]
     raise ValueError(
-        "LBFGS is not estimated: it computes the loss again and again, as often as its values ask for. What it keeps "
-        f"grows up to {history} vectors as large as all its parameters (history_size={group['history_size']}): "
+        "LBFGS is not estimated: its values decide how often it computes the loss. Its history grows to "
+        f"{history} vectors, each as large as all its parameters (history_size={group['history_size']}): "
         f"{format_size(history * n_bytes)}. Estimate the step with torch.optim.SGD, and add that and four vectors more."
     )
 
 
-def _step(model: nn.Module, optimizers: list[Optimizer], recipe: Recipe, watch: Watch, scaler: _Scaler | None) -> None:
+def _step(
+    model: nn.Module, optimizers: list[Optimizer], recipe: Recipe, hooks: LoopHooks, scaler: _Scaler | None
+) -> None:
     if scaler is not None:
-        watch.begin("clip")
+        hooks.begin("clip")
         scaler.unscale(model)
     if recipe.clip is not None:
-        watch.begin("clip")
+        hooks.begin("clip")
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-    watch.begin("optimizer")
+    hooks.begin("optimizer")
     for optimizer in optimizers:
         optimizer.step()
     if scaler is not None:
@@ -191,38 +246,38 @@ def _step(model: nn.Module, optimizers: list[Optimizer], recipe: Recipe, watch: 
 
 
 def _train_manually(
-    run_step: Callable[[Any, int], Any], optimizers: list[Optimizer], recipe: Recipe, watch: Watch
+    run_step: Callable[[Any, int], Any], optimizers: list[Optimizer], recipe: Recipe, hooks: LoopHooks
 ) -> None:
-    hooks = [hook for optimizer in optimizers for hook in _phase_hooks(optimizer, watch)]
+    handles = [handle for optimizer in optimizers for handle in _phase_hooks(optimizer, hooks)]
     try:
         for number in range(recipe.steps):
-            watch.begin("inputs", number)
-            batch = watch.fresh_batch()
-            watch.begin("forward")
+            hooks.begin("inputs", number)
+            batch = hooks.next_batch()
+            hooks.begin("forward")
             with recipe.precision.context():
                 run_step(batch, number)
             del batch
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
-def _phase_hooks(optimizer: Optimizer, watch: Watch) -> Iterator[Any]:
-    yield optimizer.register_step_pre_hook(lambda *_: watch.begin("optimizer"))
-    yield optimizer.register_step_post_hook(lambda *_: watch.begin("forward"))
+def _phase_hooks(optimizer: Optimizer, hooks: LoopHooks) -> Iterator[Any]:
+    yield optimizer.register_step_pre_hook(lambda *_: hooks.begin("optimizer"))
+    yield optimizer.register_step_post_hook(lambda *_: hooks.begin("forward"))
 
 
-def _evaluate(run_step: Callable[[Any, int], Any], recipe: Recipe, watch: Watch) -> None:
+def _evaluate(run_step: Callable[[Any, int], Any], recipe: Recipe, hooks: LoopHooks) -> None:
     # Lightning evaluates in inference mode; the memory is the same, and a dispatch mode sees all operators.
     with torch.no_grad():
         for number in range(recipe.steps):
-            watch.begin("inputs", number)
-            batch = watch.fresh_batch()
-            watch.begin("forward")
+            hooks.begin("inputs", number)
+            batch = hooks.next_batch()
+            hooks.begin("forward")
             with recipe.precision.context():
                 out = run_step(batch, number)
             del batch
-            watch.begin("outputs")
+            hooks.begin("outputs")
             del out
 
 
@@ -235,10 +290,10 @@ def _zero_grad(model: nn.Module, optimizers: list[Optimizer]) -> None:
 
 
 def _loss_in(out: Any) -> torch.Tensor:
-    """The loss in what a step returned.
+    """Return the loss from the result of a step.
 
     Raises:
-        TypeError: There is none.
+        TypeError: The result holds no loss.
     """
     loss = out.get("loss") if isinstance(out, dict) else out
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
@@ -253,7 +308,7 @@ def _loss_in(out: Any) -> torch.Tensor:
 
 
 class _Scaler:
-    """The tensors of torch.amp.GradScaler; its own step reads whether gradients are finite, which fakes cannot say."""
+    """Allocates the tensors of torch.amp.GradScaler, whose own step reads values, which fake tensors do not have."""
 
     def __init__(self) -> None:
         self._scale = torch.full((), 65536.0)
@@ -271,12 +326,12 @@ class _Scaler:
         del inverse
 
     def update(self) -> None:
-        """What says whether gradients are finite is needed until the optimizer's step is done."""
+        """Free the flag for non-finite gradients, which the optimizer's step needs until it is done."""
         self._found = None
 
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None, *, values: bool = False) -> Any:
-    """New tensors of the same sizes, in the precision of the inputs; with the same values, if they are wanted."""
+    """Return a copy of a batch: floating-point tensors have this type, and the same values if ``values`` is set."""
     return map_tensors(batch, lambda tensor: _copy(tensor, dtype, values=values))
 
 
@@ -290,5 +345,5 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None, *, values: bool) -> t
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """The size of the first dimension of the first tensor that has one."""
+    """Return the size of the first dimension of the first tensor that has a dimension."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)

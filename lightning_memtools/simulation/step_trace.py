@@ -1,4 +1,4 @@
-"""Traces one training step on fake tensors: its peak of memory and its operations, for as many plans as wanted."""
+"""Traces a training step on fake tensors and measures its peak memory and its operations, once per plan."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from lightning_memtools.simulation.simulated import simulated
 
 Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]
-"""Runs the forward pass with the model and batch it is given, fake ones, and returns what backward starts from."""
+"""Runs the forward pass of a fake model on a fake batch, and returns the tensors that backward starts from."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """One training step: what is traced.
+    """One training step that can be traced.
 
     Attributes:
-        model: The model, which is not touched.
-        batch: What the forward pass is given, tensors in any nesting; not touched either.
+        model: The model, which is not changed.
+        batch: The input of the forward pass, tensors in any nesting; it is not changed either.
         forward: Runs the forward pass.
-        optimizers: Optimizers whose state takes memory beside the model.
-        device: Whose operators it is traced with: "cpu"; "cuda"; or "cuda-like", those of a
-            `VirtualDevice(cuda_like=True)` over a real run on the CPU, which has CUDA's dropout masks and optimizers.
+        optimizers: The optimizers, whose state takes memory as well.
+        device: The device whose operators are traced: "cpu"; "cuda"; or "cuda-like", a CPU with the dropout masks and
+            optimizers of CUDA, as in a `VirtualDevice(cuda_like=True)`.
     """
 
     model: nn.Module
@@ -45,14 +45,14 @@ class TracedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a traced step needs.
+    """The memory and the operations of a traced step.
 
     Attributes:
-        peak_bytes: The highest that was allocated.
-        static_bytes: What was allocated before the step: parameters, gradients, optimizer state, the batch.
-        operations: Floating-point operations of matrix products and convolutions, and one for each element that any
-            other operator made.
-        flops: The former alone, which is what torch's FlopCounterMode counts.
+        peak_bytes: The peak of allocated memory.
+        static_bytes: The memory that was allocated before the step: parameters, gradients, optimizer state, the batch.
+        operations: The floating-point operations of matrix products and convolutions, plus one for each element that
+            any other operator returned.
+        flops: Those of matrix products and convolutions alone, as torch's FlopCounterMode counts them.
     """
 
     peak_bytes: int
@@ -62,12 +62,12 @@ class StepCost:
 
     @property
     def activation_bytes(self) -> int:
-        """The part of the peak that the step itself made."""
+        """The part of the peak that the step itself allocated."""
         return self.peak_bytes - self.static_bytes
 
 
 class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
-    """Counts operations, and answers where a fake tensor is asked for a number: with 1, so that logging goes on."""
+    """Counts operations. `.item()` of a fake tensor returns 1, so that code which logs values runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ class StepTrace:
     Attributes:
         model: The model.
         device: The device.
-        counted: The operations of the run.
+        counted: Counts the operations of the run.
     """
 
     def __init__(self, step: TracedStep, device: VirtualDevice, counted: OperationCount) -> None:
@@ -125,7 +125,7 @@ class StepTrace:
 
     @contextmanager
     def aside(self) -> Iterator[list[int]]:
-        """What runs within is no part of the step; afterwards the list has the most that it allocated, in bytes."""
+        """Leave the code within out of the step's figures; afterwards the list holds its own peak in bytes."""
         self.peak_since()
         peak, before, counted = self._peak, self.allocated(), (self.counted.total, self.counted.flops)
         found: list[int] = []
@@ -135,7 +135,7 @@ class StepTrace:
         self.counted.total, self.counted.flops = counted
 
     def peak_so_far(self) -> int:
-        """Return the highest allocation since the last call of `peak_since`, without a new beginning."""
+        """Return the highest allocation since the last call of `peak_since`, without resetting the peak."""
         return self.device.stats().peak_allocated or 0
 
     def prepare(self, step: TracedStep, exchange: TensorExchange) -> None:
@@ -147,7 +147,7 @@ class StepTrace:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-        # The loss of the step before, which training loops hold until the next one is computed.
+        # Training loops hold the loss of one step until the next one is computed.
         self._loss = torch.empty(())
         for one in step.optimizers:
             clone = copy_optimizer(one, exchange.known, with_state=False)
@@ -178,7 +178,7 @@ class StepTrace:
         return StepCost(self._peak, static, operations, flops)
 
     def forget(self) -> None:
-        """Forget the batch: hooks make cycles of the trace, which would keep it until these are collected."""
+        """Free the batch now: hooks form reference cycles with the trace, which are collected only later."""
         self._batch = None
         self._forward = lambda _model, _batch: None
 
@@ -187,7 +187,7 @@ class StepTrace:
 def tracing(step: TracedStep) -> Iterator[StepTrace]:
     """Make a step's model hold fake tensors on a device of their own, and yield its trace.
 
-    A plan that is at work in the model is not at work within.
+    A checkpointing plan that is applied to the model is removed within.
     """
     device = VirtualDevice(cuda_like=step.device != "cpu")
     exchange = TensorExchange()
@@ -203,7 +203,7 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
 
 
 def _undo_instance_changes(module: nn.Module) -> None:
-    """Drop what a module leaves out of its own copies, such as the forward of a plan; it is restored afterwards."""
+    """Remove what a module leaves out of its copies, such as a plan's forward; `borrowed` restores it."""
     state_of_copies = vars(module).get("__getstate__")
     if state_of_copies is not None:
         kept = state_of_copies()
@@ -212,7 +212,7 @@ def _undo_instance_changes(module: nn.Module) -> None:
 
 
 def device_of(*, cuda: bool) -> Device:
-    """Whose operators a step is to be traced with: those of the device that it will run on."""
+    """Return the device whose operators are traced: the one that the step will run on."""
     if cuda:
         return "cuda"
     virtual = VirtualDevice.current()
@@ -220,7 +220,7 @@ def device_of(*, cuda: bool) -> Device:
 
 
 def _scalar(value: Any) -> Tensor | None:
-    """What backward can start from: the loss, or the sum of everything a model returned."""
+    """Return the scalar that backward starts from: the loss, or the sum of all that a model returned; None if empty."""
     tensors = [one for one in tensors_in(value) if one.requires_grad]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]

@@ -1,4 +1,4 @@
-"""Running the user's step on fake tensors, on a virtual device, with nothing of the user's changed."""
+"""Runs the user's step on fake tensors and on a virtual device, and leaves the user's objects unchanged."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, co
 from lightning_memtools.simulation.recording import AllocationRecorder
 from lightning_memtools.simulation.simulated import simulated
 from lightning_memtools.simulation.step import (
+    LoopHooks,
     MakeOptimizer,
     Recipe,
     StepFunction,
-    Watch,
     copy_of_batch,
     run_lightning,
     run_module,
@@ -32,13 +32,13 @@ from lightning_memtools.simulation.trainer_stand_in import is_lightning_module
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is estimated, as the user gave it.
+    """The user's objects whose step is traced.
 
     Attributes:
         model: Any module.
-        step: Computes the loss of a batch, for modules that are no LightningModule or instead of its own step.
+        step: Computes the loss of a batch. A LightningModule can do without it: then its own step runs.
         optimizer: An optimizer, its class, a function of the parameters, or None.
-        ddp: DDP's buckets; None without DDP.
+        ddp: The settings of DDP's buckets; None without DDP.
     """
 
     model: nn.Module
@@ -48,11 +48,11 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What is simulated.
+class SimulationSettings:
+    """Settings of the simulated device.
 
     Attributes:
-        cuda: Operators take CUDA's memory, not that of the CPU.
+        cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
         cublas_workspace: The size of a cuBLAS workspace.
     """
@@ -64,15 +64,15 @@ class Settings:
 
 @dataclass(slots=True)
 class Traced:
-    """What a trace leaves.
+    """The result of a trace.
 
     Attributes:
-        device: The device, which accounts for nothing any more.
-        recorder: What was allocated and freed on it.
-        shapes: Forward output shapes by module, of the first step.
-        n_parameters: Elements of the parameters, each counted once.
-        n_gradients: Elements of the parameters that got a gradient.
-        parameter_bytes: Bytes of parameters and buffers.
+        device: The device, whose accounting has ended.
+        recorder: The record of all allocations on it.
+        shapes: The output shapes of each module's first forward.
+        n_parameters: The number of elements of the parameters; shared parameters count once.
+        n_gradients: The number of elements of the parameters that got a gradient.
+        parameter_bytes: The bytes of parameters and buffers.
     """
 
     device: VirtualDevice
@@ -83,8 +83,8 @@ class Traced:
     parameter_bytes: int = 0
 
 
-class Tracer(Watch):
-    """Gives fake batches to the loop, notes phases, and does what DDP does where a forward pass begins."""
+class Tracer:
+    """Gives fake batches to the loop, records its phases, and simulates DDP's work at the start of a forward pass."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class Tracer(Watch):
         self.optimizers: list[Optimizer] = []
 
     def begin(self, phase: str, step: int | None = None) -> None:
-        """A phase begins."""
+        """Record that a phase begins."""
         self._recorder.begin(phase, step)
         if phase == "forward" and self._has_new_batch and self._buckets is not None:
             self._has_new_batch = False
             self._buckets.begin_forward(syncs=self._n_batches % self._accumulate == 0)
 
-    def fresh_batch(self) -> Any:
-        """A batch of the same sizes, put on the device as a copy to a GPU would."""
+    def next_batch(self) -> Any:
+        """Return a batch of the same sizes, which is allocated on the device as a copy to a GPU would be."""
         with self._device.host():
             batch = copy_of_batch(self._batch, self._dtype, values=self._values)
         if next(tensors_in(batch), None) is not None:
@@ -125,24 +125,30 @@ class Tracer(Watch):
         self._has_new_batch = True
         return batch
 
-    def seen(self, optimizers: list[Optimizer]) -> None:
-        """An optimizer that has state already brings it along; all live until it is known what is theirs."""
+    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Put the state that an optimizer has already on the device.
+
+        The optimizers are kept until the trace ends, because the device refers to them weakly and asks them which
+        memory is theirs.
+        """
         self.optimizers = optimizers
         for optimizer in optimizers:
             if optimizer.state:
                 self._device.track(optimizer)
 
 
-def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, values: bool = False) -> Traced:
+def trace(
+    subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings, *, values: bool = False
+) -> Traced:
     """Run the steps on fake tensors; nothing is computed and the user's objects stay as they are.
 
     Args:
-        subject: What to run.
-        batch: What to run it on; only sizes count, but with ``values``.
-        recipe: How to run it.
-        settings: What to simulate.
-        values: Run it on copies of the real tensors instead. They are computed on the CPU, so only those of CUDA's ways
-            are taken that exist there: its dropout masks and optimizers.
+        subject: The model and its step.
+        batch: The batch. Only its sizes matter, unless ``values`` is set.
+        recipe: The settings of the loop.
+        settings: The settings of the device.
+        values: Compute on copies of the real tensors instead. This happens on the CPU, so that of CUDA's behaviour only
+            the dropout masks and the optimizers' implementations are simulated.
     """
     device = VirtualDevice(
         allocator=settings.allocator,
@@ -168,7 +174,7 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
         stack.enter_context(_noted_shapes(model, result.shapes))
         tracer = Tracer(device, recorder, batch, dtype, buckets, accumulate=recipe.accumulate, values=values)
         _run(replace(subject, model=model), _make_optimizer(subject, exchange), recipe, tracer)
-        # The counts of the first tensors found for each parameter: tied ones count once.
+        # `parameters()` yields a shared parameter once.
         parameters = list(model.parameters())
         result.n_parameters = sum(parameter.numel() for parameter in parameters)
         result.n_gradients = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
@@ -177,13 +183,13 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: Settings, *, v
     return result
 
 
-def _run(subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe, watch: Watch) -> None:
+def _run(subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe, hooks: LoopHooks) -> None:
     model, step = subject.model, subject.step
     if is_lightning_module(model):
-        run_lightning(model, step, make_optimizer, recipe, watch)
+        run_lightning(model, step, make_optimizer, recipe, hooks)
     else:
         assert step is not None
-        run_module(model, step, make_optimizer, recipe, watch)
+        run_module(model, step, make_optimizer, recipe, hooks)
 
 
 def _make_optimizer(subject: Subject, exchange: TensorExchange) -> MakeOptimizer | None:

@@ -1,16 +1,20 @@
-"""A stand-in for the Trainer, with which a LightningModule's own step runs without one."""
+"""A stand-in for the Trainer, with which a LightningModule's own step runs on fake tensors or without a Trainer."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from contextlib import AbstractContextManager, contextmanager
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.simulation.fakes import copy_optimizer
 
 ESTIMATE_HAS_NO = (
     "which the stand-in for the Trainer in estimate_memory does not have. Pass step=lambda model, batch: loss to "
@@ -19,20 +23,19 @@ ESTIMATE_HAS_NO = (
 
 
 class TrainerStandIn:
-    """Answers what a LightningModule asks its Trainer while its step runs; an unknown attribute raises with its name.
+    """Takes the Trainer's place while a step of a LightningModule runs; an unknown attribute raises AttributeError.
 
     Args:
         backward: Runs backward of a loss, for ``self.manual_backward``.
         stage: The stage that the Trainer reports: train, val, test or predict.
-        optimizers: What ``self.optimizers()`` returns; see `use`.
-        schedulers: What ``self.lr_schedulers()`` returns.
-        step: Called with an optimizer in place of its step. The schedulers do not move either then. None lets both
-            step.
-        module: The module, for ``optimizer.toggle_model()``; None makes that do nothing.
+        optimizers: The optimizers that ``self.optimizers()`` returns; see `use`.
+        schedulers: The schedulers that ``self.lr_schedulers()`` returns.
+        step: Called with an optimizer in place of its step; schedulers do not step either then. None lets both step.
+        module: The module whose parameters ``optimizer.toggle_model()`` switches; with None it does nothing.
         facts: Attributes that replace the stand-in's own, such as ``{"global_step": 812}``.
-        original: The Trainer itself, if there is one. It answers for its counters, metrics, callbacks and everything
-            that the stand-in does not have.
-        logger: What ``self.logger`` returns.
+        original: The Trainer itself, if there is one. Its counters, metrics, callbacks and everything else that the
+            stand-in does not have are read from it.
+        logger: The logger that ``self.logger`` returns.
         missing: The end of the error message about an attribute that is missing.
     """
 
@@ -76,11 +79,11 @@ class TrainerStandIn:
         """Set the optimizers and schedulers, which a LightningModule may configure after it has its Trainer."""
         self.optimizers = list(optimizers)
         self._wrapped = [OptimizerStandIn(one, self._step, self._module) for one in optimizers]
-        shown = schedulers if self._step is None else [_StandingScheduler(one) for one in schedulers]
+        shown = schedulers if self._step is None else [_IdleScheduler(one) for one in schedulers]
         self.lr_scheduler_configs = [SimpleNamespace(scheduler=one) for one in shown]
 
     def optimizers_of_step(self, use_pl_optimizer: bool = True) -> Any:
-        """Return what ``self.optimizers()`` returns: the only optimizer, or a list of them."""
+        """Return the only optimizer, or a list of them, as ``self.optimizers()`` does."""
         found: list[Any] = [*(self._wrapped if use_pl_optimizer else self.optimizers)]
         return found[0] if len(found) == 1 else found
 
@@ -89,7 +92,7 @@ class TrainerStandIn:
         self._logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def log_dict(self, values: Mapping[str, Any], *_args: Any, **_kwargs: Any) -> None:
-        """Keep all of them."""
+        """Keep all these values, as `log` does."""
         for name, value in values.items():
             self.log(name, value)
 
@@ -118,7 +121,7 @@ def _facts_of_one_process() -> dict[str, Any]:
 
 
 class OptimizerStandIn:
-    """An optimizer as ``self.optimizers()`` returns it; whatever is not defined here is the optimizer's own.
+    """Wraps an optimizer as ``self.optimizers()`` does; everything that is not defined here is the optimizer's own.
 
     Args:
         optimizer: The optimizer.
@@ -141,7 +144,7 @@ class OptimizerStandIn:
 
     @contextmanager
     def toggle_model(self, *_args: Any, **_kwargs: Any) -> Iterator[None]:
-        """Give gradients to this optimizer's parameters alone, as Lightning does."""
+        """Require gradients only of this optimizer's parameters, as Lightning does."""
         if self._module is None:
             yield
             return
@@ -153,8 +156,8 @@ class OptimizerStandIn:
         return getattr(self.optimizer, name)
 
 
-class _StandingScheduler:
-    """A scheduler whose step does nothing."""
+class _IdleScheduler:
+    """Wraps a scheduler so that its step does nothing."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -167,7 +170,7 @@ class _StandingScheduler:
 
 
 class SilentLogger:
-    """A logger, and anything that can be asked of one: accepts every call and keeps nothing."""
+    """Stands for a logger and for its experiment: accepts every call and keeps nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -182,7 +185,7 @@ class SilentLogger:
 def attach(module: nn.Module, trainer: TrainerStandIn) -> None:
     """Give the stand-in to a LightningModule and to those within it.
 
-    This changes their attributes: the caller has to note these before, and to restore them afterwards.
+    This changes their attributes, which the caller has to save before and restore afterwards.
     """
     part: Any
     for part in module.modules():
@@ -196,7 +199,7 @@ def attach(module: nn.Module, trainer: TrainerStandIn) -> None:
 
 
 def accepted_arguments(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
-    """Return as many of the arguments as a function takes by position, as Lightning passes them to hooks."""
+    """Return the first arguments, as many as a function takes by position, as Lightning does for hooks."""
     try:
         kinds = [each.kind for each in inspect.signature(function).parameters.values()]
     except ValueError:  # it is written in C and does not say
@@ -217,7 +220,7 @@ def is_lightning_module(model: object) -> bool:
 
 
 def has_step(module: nn.Module, name: str) -> bool:
-    """Return whether a step is the LightningModule's own; those that it inherits do nothing, but for predict_step."""
+    """Return whether a LightningModule defines this step; of the steps that it inherits only predict_step does work."""
     step = getattr(module, name, None)
     inherited = getattr(step, "__module__", None) in {"lightning.pytorch.core.module", "pytorch_lightning.core.module"}
     return step is not None and (name == "predict_step" or not inherited)
@@ -227,7 +230,7 @@ def configured_optimizers(module: Any) -> tuple[list[Optimizer], list[Any]]:  # 
     """Return the optimizers and schedulers that a LightningModule configures, in any form that Lightning accepts.
 
     Raises:
-        TypeError: ``configure_optimizers`` returned something else.
+        TypeError: ``configure_optimizers`` returned none of these forms.
     """
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
@@ -271,3 +274,61 @@ def _clip_gradients(optimizer: Optimizer, clip_val: float, algorithm: Any = "nor
         torch.nn.utils.clip_grad_value_(parameters, clip_val)
     elif clip_val:
         torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+
+
+def forward_of(trainer: Any, pl_module: Any, batch_idx: int) -> Callable[[nn.Module, Any], Any]:
+    """Return a function that runs the forward pass of a training batch on a module with fake tensors.
+
+    Args:
+        trainer: The Trainer of the run. The step reads its attributes through the stand-in; it is not changed.
+        pl_module: Its LightningModule.
+        batch_idx: The index of the batch.
+    """
+    automatic = pl_module.automatic_optimization
+    names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+    optimizers = list(trainer.optimizers)
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+
+    def forward(model: Any, batch: Any) -> Any:
+        fakes = dict(model.named_parameters())
+        stand_in = TrainerStandIn(
+            backward=_backward,
+            optimizers=[
+                copy_optimizer(one, lambda p: fakes.get(names.get(id(p), "")), with_state=False) for one in optimizers
+            ],
+            schedulers=schedulers,
+            step=_skip_step,  # the caller steps the optimizers once training_step has returned
+            module=model,
+            original=trainer,
+            logger=SilentLogger(),
+        )
+        attach(model, stand_in)
+        for module in model.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                # Each rank traces by itself, so the layer cannot exchange statistics with the other ranks.
+                vars(module)["forward"] = MethodType(nn.BatchNorm1d.forward, module)
+        with _precision_context(trainer):
+            out = model.training_step(*accepted_arguments(model.training_step, batch, batch_idx))
+        if not automatic:
+            return None
+        return out["loss"] if isinstance(out, dict) else out
+
+    return forward
+
+
+def _precision_context(trainer: Any) -> AbstractContextManager[Any]:
+    plugin = copy.copy(trainer.precision_plugin)
+    if isinstance(getattr(plugin, "device", None), str):
+        plugin.device = "cpu"  # the fake tensors are on the CPU, whatever the device of the run is
+    context: AbstractContextManager[Any] = plugin.train_step_context()
+    return context
+
+
+def _backward(loss: Any, *_args: Any, **_kwargs: Any) -> None:
+    for one in tensors_in(loss):
+        if one.requires_grad:
+            one.backward()  # type: ignore[no-untyped-call]
+
+
+def _skip_step(_optimizer: Any) -> None:
+    """Do nothing, in place of an optimizer's step."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.estimate import estimate_memory
-from lightning_memtools.simulation.precision import PrecisionName
+from lightning_memtools.simulation.step import PrecisionName
 from tests.estimate.networks import (
     Checkpointed,
     Classifier,

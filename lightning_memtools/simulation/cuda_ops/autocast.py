@@ -1,4 +1,4 @@
-"""CUDA's lists of operators for autocast, on tensors that stand for CUDA's but are on the CPU."""
+"""CUDA's lists of operators for autocast, applied to the CPU tensors that stand for CUDA's."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ _IN_FLOAT = [
 ]
 # AT_FORALL_FP32_SET_OPT_DTYPE: float32 results, from inputs as they are, unless the caller says a dtype.
 _TO_FLOAT = ["prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"]
-# AT_FORALL_LOWER_PRECISION_FP, as far as the CPU's list has neither them nor the operators they consist of.
+# Operators of AT_FORALL_LOWER_PRECISION_FP that are not on the CPU's list, nor are the operators they consist of.
 _IN_HALF = ["mv", "addmv", "addr"]
 # AT_FORALL_PROMOTE: in the widest type among the inputs.
 _PROMOTED = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add",
              "tensordot", "vdot"]  # fmt: skip
-# On the CPU's list, for the lower precision: what they consist of is on CUDA's.
+# These are on the CPU's list for the lower precision; the operators they consist of are on CUDA's list.
 _SAME = frozenset({
     "aten::_addmm_activation", "aten::_native_multi_head_attention", "aten::mkldnn_rnn_layer",
     "aten::conv1d.padding", "aten::conv2d.padding", "aten::conv3d.padding",
@@ -96,9 +96,10 @@ _KEY = "AutocastCPU"
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """While entered, autocast on CPU tensors keeps to CUDA's lists, and a user's autocast("cuda") acts on them.
+    """Make autocast on CPU tensors follow CUDA's lists, and a user's autocast("cuda") act on CPU tensors, within.
 
-    What is on the CPU's lists only (pooling in three dimensions, quantiles and many more) is left to the operator.
+    Autocast no longer changes operators that are on the CPU's lists only (pooling in three dimensions, quantiles and
+    many more).
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     original = torch.autocast.__init__
@@ -172,7 +173,7 @@ def _to_float(operator: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with without_autocast_on_cpu():
-            # Whoever says a dtype gets it; cross_entropy does, the type of its input.
+            # A dtype that the caller passes decides; cross_entropy passes the type of its input.
             says_dtype = any(isinstance(one, torch.dtype) for one in (*args, kwargs.get("dtype")))
             if isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF and not says_dtype:
                 if len(args) > 2 and args[2] is None:  # noqa: PLR2004, the dtype, where it is given by position

@@ -1,4 +1,4 @@
-"""Functions that choose their kernels by device: while entered they choose as for CUDA."""
+"""Functions of torch that act otherwise on a CUDA device: attention, softmax, recurrent layers and moves to the GPU."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _FLASH_MAX_HEAD = 256
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Attention takes the kernel that CUDA would (compute capability 8.0 or later), recurrent layers take cuDNN's."""
+    """Runs attention with CUDA's choice of kernel (compute capability 8.0 or later), recurrent layers as cuDNN does."""
 
     def __init__(self) -> None:
         super().__init__()
         self._patches = Patches()
 
     def __enter__(self) -> Self:
-        """Also replace attention by its name: torch hides from a mode what its own functions call.
+        """Replace attention by its name too, because torch hides the calls within its own functions from a mode.
 
-        Such a function is multi_head_attention_forward, of nn.MultiheadAttention.
+        One of these functions is multi_head_attention_forward, which nn.MultiheadAttention calls.
         """
-        # In a function of its own: what replaces is given the original's name.
+        # `Patches` gives the replacement the original's name, so it has to be an object of its own.
         self._patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attention))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Put it back."""
+        """Restore attention."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.undo()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or what CUDA calls in its place."""
+        """Call the function, or its replacement for CUDA."""
         replacement = _REPLACEMENTS.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
@@ -57,18 +57,19 @@ def attention_backend(
     is_causal: bool,
     enable_gqa: bool,
 ) -> str:
-    """Which kernel scaled_dot_product_attention takes on CUDA: "flash", "efficient" or "math".
+    """Return the kernel that scaled_dot_product_attention takes on CUDA: "flash", "efficient" or "math".
 
-    The conditions of use_flash_attention and use_mem_efficient_attention in transformers/cuda/sdp_utils.cpp, in their
-    order of priority, with what the user has switched off in torch.backends.cuda. cuDNN's kernel, which newer versions
-    prefer on Hopper, takes the memory of "flash".
+    The conditions are those of use_flash_attention and use_mem_efficient_attention in
+    transformers/cuda/sdp_utils.cpp, in their order of priority; kernels that the user has switched off in
+    torch.backends.cuda are left out. cuDNN's kernel, which newer versions prefer on Hopper, takes as much memory as
+    "flash".
     """
     backends = torch.backends.cuda
     if any(tensor.dim() != 4 for tensor in (query, key, value)):  # noqa: PLR2004, batch, heads, length, head
         return "math"
     same_heads = query.shape[1] == key.shape[1] == value.shape[1]
     same_batch = query.shape[0] == key.shape[0] == value.shape[0]
-    # Causal attention of different lengths aligns its mask otherwise than flash does.
+    # For causal attention of different lengths, torch aligns the mask at another corner than flash does.
     square = not is_causal or query.shape[2] == key.shape[2]
     if (
         backends.flash_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -106,7 +107,7 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention by the kernel that CUDA takes."""
+    """Compute scaled_dot_product_attention with the kernel that CUDA takes."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (
@@ -150,10 +151,11 @@ def _efficient(  # noqa: PLR0917, as torch's
 ) -> torch.Tensor:
     if mask is not None:
         if mask.dtype is torch.bool:
-            # 0 where attended, -inf elsewhere
+            # 0 where a query attends to a key, -inf elsewhere
             mask = torch.where(mask, torch.zeros((), dtype=query.dtype), float("-inf")).to(query.dtype)
         if not _is_aligned(mask, 8):
-            # Kept with rows of a multiple of 8, of which a part is used (pad_bias: 8 more even where none is missing).
+            # The kernel copies the mask into rows whose length is a multiple of 8, and uses a part of them (pad_bias,
+            # which adds 8 elements even where none is missing).
             length = mask.shape[-1]
             mask = F.pad(mask, (0, 8 - length % 8))[..., :length]
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -169,7 +171,7 @@ def _is_aligned(tensor: torch.Tensor, n: int) -> bool:
 
 
 def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:
-    """From float16, and from that alone, CUDA makes float32 without a copy of the input (ATen/native/SoftMax.cpp)."""
+    """Return a softmax from float16 to float32 that makes no copy of its input, as CUDA's (ATen/native/SoftMax.cpp)."""
 
     def softmax(source: torch.Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         if dtype is torch.float32 and source.dtype is torch.float16 and not (args or kwargs):
@@ -189,3 +191,27 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     **{one: _softmax_in_float(one, aten._log_softmax) for one in (torch.log_softmax, torch.Tensor.log_softmax)},
     **RECURRENT,
 }
+
+
+class AlreadyOnCuda(TorchFunctionMode):
+    """Makes `.cuda()`, `.to("cuda")` and `device="cuda"` return the tensors that stand for CUDA's, while entered.
+
+    In an estimate everything is on the device already. These tensors are on the CPU (see `autocast`), and a build of
+    torch without CUDA would refuse to move them.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function with "cpu" in place of every CUDA device."""
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is not torch.device and (_names_cuda(*args) or (kwargs and _names_cuda(kwargs.get("device")))):
+            args = tuple("cpu" if _names_cuda(one) else one for one in args)
+            kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _names_cuda(*things: Any) -> bool:
+    return any(
+        thing.type == "cuda" if isinstance(thing, torch.device) else isinstance(thing, str) and thing[:4] == "cuda"
+        for thing in things
+    )

@@ -1,8 +1,8 @@
-"""What CUDA's kernels allocate where those for the CPU allocate something else.
+"""The allocations of CUDA's kernels, for operators where the CPU's kernels allocate something else.
 
-Each kernel is called in place of its operator. It runs the operator on the fake tensors and adds what CUDA takes for a
-moment (`ledger.work_with`), or replaces results of another size. docs/estimate-memory.md has the table of these with
-their sources; tests/estimate/test_kernels.py checks each on its own.
+Each function here is called in place of its operator. It runs the operator on the fake tensors and allocates CUDA's
+workspace for a moment (`ledger.work_with`), or returns results of CUDA's sizes. docs/estimate-memory.md lists them with
+their sources; the tests check each on its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Workspace(Protocol):
-    """What a kernel needs of the device's ledger."""
+    """The part of the device's ledger that kernels use."""
 
     def work_with(self, n_bytes: int) -> None:
         """Allocate memory that a kernel needs while it runs, and free it."""
@@ -29,7 +29,7 @@ KERNELS: dict[Any, Kernel] = {}
 """The kernel of each operator that differs."""
 
 SIZED: dict[Any, Kernel] = {}
-"""Operators whose results have a size that depends on values, where another argument says it; on the CPU as well."""
+"""Replacements, on the CPU too, of operators whose values decide the result's size, if an argument gives that size."""
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _ROWS_PER_THREAD = 10
@@ -47,7 +47,7 @@ def instead_of(*operators: Any) -> Callable[[Kernel], Kernel]:
 
 
 def _bincount(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Torchmetrics counts classes, and says how many there are."""
+    """Return ``minlength`` counts, as for torchmetrics, which passes the number of classes."""
     minlength = kwargs.get("minlength", args[2] if len(args) > 2 else 0)  # noqa: PLR2004, its third argument
     if minlength == 0:
         return run(func, *args, **kwargs)
@@ -59,12 +59,12 @@ SIZED[aten.bincount.default] = _bincount
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """The bytes of a dense copy of a tensor."""
+    """Return the bytes of a dense copy of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def _copy_if_strided(ledger: Workspace, *tensors: torch.Tensor) -> None:
-    # Kernels that want rows side by side copy what is not, for as long as they run.
+    # Kernels that need contiguous inputs copy all others, and free the copies when they are done.
     for tensor in tensors:
         if not tensor.is_contiguous():
             ledger.work_with(nbytes(tensor))
@@ -134,8 +134,8 @@ def embedding_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, 
     gradient, indices, n_weights = args[0], args[1], args[2]
     n_indices = indices.numel()
     if n_indices > _FEW_INDICES:
-        # Indices sorted, where they came from, and where runs of equal ones begin; three numbers for each run or part
-        # of one; and a row of sums for each part.
+        # The sorted indices, their original positions, and the starts of runs of equal indices; three numbers for each
+        # run or part of a run; and one row of sums for each part.
         n_runs = min(n_indices, n_weights)
         n_parts = n_indices // _ROWS_PER_THREAD + n_runs
         n_numbers = 3 * n_indices + 2 * n_runs + n_parts

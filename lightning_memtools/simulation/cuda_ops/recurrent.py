@@ -1,7 +1,8 @@
-"""Recurrent layers as cuDNN runs them: all time steps in one kernel, with one space that backward needs.
+"""Recurrent layers as cuDNN runs them: all time steps in one kernel, with one reserve space for backward.
 
-The size of that space is cuDNN's own affair (cudnnGetRNNTempSpaceSizes). Here it is what an LSTM, a GRU or a plain
-layer has to keep for its gradients, per time step: the activated gates and the states. This was not checked on a GPU.
+Only cuDNN knows the size of that space (cudnnGetRNNTempSpaceSizes). Here it is the size of the values that an LSTM, a
+GRU or a plain layer needs for its gradients at each time step: the activated gates and the states. This was not checked
+on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _KEPT_PER_UNIT = {"lstm": 6, "gru": 4, "rnn": 1}
 
 
 class _CudnnRnn(torch.autograd.Function):
-    """Allocates what a recurrent layer takes in cuDNN; without values, so for fake tensors only."""
+    """Allocates the memory of a recurrent layer in cuDNN. It computes no values, so it serves fake tensors only."""
 
     @staticmethod
     def forward(  # noqa: PLR0917, autograd gives all by position
@@ -51,7 +52,7 @@ class _CudnnRnn(torch.autograd.Function):
         saved = ctx.saved_tensors
         source, hx, cx = ctx.shapes
         weights = saved[len(saved) - 2 - ctx.n_weights : -2]
-        # cuDNN writes the gradients of all weights into one space, of which they are parts.
+        # cuDNN writes the gradients of all weights into one tensor, of which they are views.
         flat = source.new_empty(sum(weight.numel() for weight in weights))
         parts, offset = [], 0
         for weight in weights:
@@ -80,9 +81,10 @@ def _other(kind: str) -> Callable[..., Any]:
 
 
 def _without_batch_sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments after the input. A packed sequence has the batch size of each time step there, and no batch first.
+    """Return the arguments after the input, in the form that torch uses for input that is not packed.
 
-    It holds the rows of all time steps one below the other, so that nothing else differs.
+    For a packed sequence torch passes the batch sizes of the time steps first, and no ``batch_first``. Its data are the
+    rows of all time steps one below the other, so nothing else differs.
     """
     is_packed = isinstance(args[2], (list, tuple))  # the weights, otherwise the second of them
     return (*args[1:], False) if is_packed else args
@@ -121,4 +123,4 @@ RECURRENT: dict[Any, Callable[..., Any]] = {
     torch.rnn_tanh: _other("rnn"),
     torch.rnn_relu: _other("rnn"),
 }
-"""What stands for each of torch's recurrent functions."""
+"""The replacement of each of torch's recurrent functions."""
