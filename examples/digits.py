@@ -105,7 +105,7 @@ def main() -> float:
         accuracy = float(trainer.test(model, test)[0]["test_accuracy"])
     print(f"\nAccuracy on {len(test.dataset)} test digits: {100 * accuracy:.1f}%")  # type: ignore[arg-type]
     print(f"Logs and reports: {trainer.log_dir}")
-    print(f"To look at them:  tensorboard --logdir {args.logs}   then open http://localhost:6006/#custom_scalars")
+    print(f"To look at them:  tensorboard --logdir {args.logs}   then open http://localhost:6006/#lightning_memtools")
     return accuracy
 
 

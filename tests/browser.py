@@ -21,9 +21,10 @@ from selenium.webdriver.chrome.service import Service
 
 
 @contextlib.contextmanager
-def tensorboard(log_dir: Path, output: Path) -> Iterator[str]:
+def tensorboard(log_dir: Path, output: Path, *options: str) -> Iterator[str]:
     """The address of a server over `log_dir`, on a free loopback port; ended by its process id."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(log_dir), "--port", "0", "--host", "127.0.0.1"]
+    command += options
     with output.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as server:
         try:
             yield _address(server, output)

@@ -1,0 +1,190 @@
+"""The Memory tab as TensorBoard's plugin: its routes, and where they read from."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend import http_util
+from tensorboard.plugins import base_plugin
+from werkzeug import wrappers
+
+from lightning_memtools.tensorboard_plugin.event_files import (
+    PREFIXES,
+    Curve,
+    EventDirectory,
+    LoggedRun,
+    LoggedText,
+)
+from lightning_memtools.tensorboard_plugin.run_views import DEFAULT_BUCKETS, reports_of, run_view, summary_of
+
+STATIC = Path(__file__).parent / "static"
+_TYPES = {".js": "text/javascript", ".css": "text/css"}
+# As many as TensorBoard keeps by default; only asked for where the event files cannot be read.
+_SAMPLE = 1000
+_MAX_COMPARED = 200
+_PATIENCE_S = 0.5
+
+Application = Callable[[Any, Any], Iterable[bytes]]
+
+
+class NotThereError(Exception):
+    """The request names something that does not exist; the message is shown to the user."""
+
+
+class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # TensorBoard has no types
+    """TensorBoard's plugin.
+
+    Args:
+        context: TensorBoard's own; `logdir` and `data_provider` are used.
+    """
+
+    plugin_name = "lightning_memtools"
+
+    def __init__(self, context: base_plugin.TBContext) -> None:
+        self._provider = context.data_provider
+        log_dir = context.logdir or ""
+        local = log_dir and "://" not in log_dir and Path(log_dir).expanduser().is_dir()
+        self._directory = EventDirectory(Path(log_dir).expanduser()) if local else None
+        self._first_read: threading.Thread | None = None
+        self._start = threading.Lock()
+
+    def get_plugin_apps(self) -> dict[str, Application]:
+        """Return path to application."""
+        apps = {f"/{path.name}": self._static(path) for path in STATIC.iterdir() if path.suffix in _TYPES}
+        return apps | {
+            "/runs": self._answer(self._runs),
+            "/run": self._answer(self._run),
+            "/reports": self._answer(self._reports),
+        }
+
+    def is_active(self) -> bool:
+        """Return True where a run has points or texts of this library. Waits for the event files once, and not long."""
+        if self._directory is not None:
+            self._read_in_background()
+            if self._directory.has_runs:
+                return True
+        try:
+            listed = self._provider.list_scalars(experiment_id="", plugin_name="scalars")
+            return any(tag.startswith(PREFIXES) for tags in listed.values() for tag in tags)
+        except Exception:  # noqa: BLE001, providers raise what they like, and the tab must not harm TensorBoard
+            return False
+
+    def frontend_metadata(self) -> base_plugin.FrontendMetadata:
+        """Return the tab's name and its module."""
+        return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Memory")
+
+    def _read_in_background(self) -> None:
+        with self._start:
+            if self._first_read is None and self._directory is not None:
+                # So that the curves are there when the tab is opened.
+                self._first_read = threading.Thread(target=self._directory.refresh, daemon=True)
+                self._first_read.start()
+                # Small log directories are read by then, so that the tab is there at once.
+                self._first_read.join(_PATIENCE_S)
+
+    def _all_runs(self, request: wrappers.Request) -> Mapping[str, LoggedRun]:
+        if self._directory is not None:
+            self._directory.refresh()
+            return self._directory.runs()
+        return _sampled_runs(self._provider, request)
+
+    def _runs(self, request: wrappers.Request) -> Any:
+        runs = self._all_runs(request)
+        return {"runs": [summary_of(run) for run in list(runs.values())[:_MAX_COMPARED]], "n_runs": len(runs)}
+
+    def _run(self, request: wrappers.Request) -> Any:
+        return run_view(
+            self._named(request),
+            first=_number(request, "first"),
+            last=_number(request, "last"),
+            buckets=int(_number(request, "buckets") or DEFAULT_BUCKETS),
+        )
+
+    def _reports(self, request: wrappers.Request) -> Any:
+        return reports_of(self._named(request))
+
+    def _named(self, request: wrappers.Request) -> LoggedRun:
+        name = request.args.get("run", "")
+        # A name is only looked up and never made into a path.
+        run = self._all_runs(request).get(name)
+        if run is None:
+            raise NotThereError(f"No run {name[:200]!r} with points of lightning_memtools in this log directory.")
+        return run
+
+    def _answer(self, view: Callable[[wrappers.Request], Any]) -> Application:
+        @wrappers.Request.application
+        def application(request: wrappers.Request) -> wrappers.Response:
+            try:
+                content = json.dumps(view(request), allow_nan=False)
+            except NotThereError as error:
+                return _respond(request, str(error), "text/plain", 404)
+            except BadQueryError as error:
+                return _respond(request, str(error), "text/plain", 400)
+            return _respond(request, content, "application/json", 200)
+
+        return application
+
+    @staticmethod
+    def _static(path: Path) -> Application:
+        @wrappers.Request.application
+        def application(request: wrappers.Request) -> wrappers.Response:
+            return _respond(request, path.read_bytes(), _TYPES[path.suffix], 200)
+
+        return application
+
+
+class BadQueryError(Exception):
+    """A value of the query is not what it has to be; the message is shown to the user."""
+
+
+def _respond(request: wrappers.Request, content: str | bytes, content_type: str, code: int) -> wrappers.Response:
+    response: wrappers.Response = http_util.Respond(request, content, content_type, code=code)
+    return response
+
+
+def _number(request: wrappers.Request, name: str) -> float | None:
+    text = request.args.get(name)
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not abs(number) < 1e18:  # noqa: PLR2004, NaN and infinity are refused too
+        raise BadQueryError(f"{name}={text[:50]!r} is not a number.")
+    return number
+
+
+def _sampled_runs(provider: Any, request: wrappers.Request) -> dict[str, LoggedRun]:
+    """Return the runs as TensorBoard's data provider gives them: a sample of the points. For remote log directories."""
+    from tensorboard import plugin_util  # noqa: PLC0415, for remote log directories only
+
+    where = {
+        "ctx": plugin_util.context(request.environ),
+        "experiment_id": plugin_util.experiment_id(request.environ),
+    }
+    runs: dict[str, LoggedRun] = {}
+    scalars = provider.read_scalars(**where, plugin_name="scalars", downsample=_SAMPLE)
+    for name, tags in scalars.items():
+        for tag, points in tags.items():
+            if tag.startswith(PREFIXES):
+                run = runs.setdefault(name, LoggedRun(name, sampled=True))
+                curve = run.curves.setdefault(tag, Curve())
+                for point in sorted(points, key=lambda point: point.step):
+                    curve.add(point.step, point.wall_time, point.value)
+    texts = provider.read_tensors(**where, plugin_name="text", downsample=_SAMPLE)
+    for name, tags in texts.items():
+        for tag, entries in tags.items():
+            if tag.startswith("memtools/"):
+                run = runs.setdefault(name, LoggedRun(name, sampled=True))
+                for entry in entries:
+                    for text in entry.numpy.reshape(-1).tolist():
+                        words = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+                        run.texts.append(
+                            LoggedText(tag.removesuffix("/text_summary"), entry.step, entry.wall_time, words)
+                        )
+    return dict(sorted(runs.items()))

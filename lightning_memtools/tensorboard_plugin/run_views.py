@@ -1,0 +1,237 @@
+"""The figures and curves of a run, as plain values for JSON; curves are thinned so that every peak stays."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning_memtools.tensorboard_plugin.event_files import Curve, LoggedRun, LoggedText
+
+STAGES = ("train", "val", "test", "predict")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
+DEFAULT_BUCKETS = 400
+MAX_BUCKETS = 4000
+
+# A figure that never changes needs no curve, and the counts are shown as marks.
+_COUNTS = {
+    "memory/alloc_retries": ("retry", "allocation retries"),
+    "memory/ooms": ("oom", "out-of-memory errors"),
+    "memory/oom_recoveries": ("oom", "recoveries from running out of memory"),
+    "nonfinite/skipped": ("nonfinite", "steps skipped because of NaN or Inf"),
+}
+_MAX_MARKS = 500
+_DIGITS = 7
+
+
+def run_view(
+    run: LoggedRun, *, first: float | None = None, last: float | None = None, buckets: int = DEFAULT_BUCKETS
+) -> dict[str, Any]:
+    """Return everything that the tab draws of a run.
+
+    Args:
+        run: The run.
+        first: The first step to show; None for the run's first.
+        last: The last step to show; None for the run's last.
+        buckets: Steps are divided into this many buckets at most. Of each bucket the point with the highest value of
+            each curve is kept, and for curves that can fall also the lowest.
+    """
+    groups = [
+        _group(family, curves, first, last, max(1, min(buckets, MAX_BUCKETS)))
+        for family, curves in _curves_that_belong_together(run)
+    ]
+    n_all = sum(group["n_points"] for group in groups)
+    n_shown = sum(len(group["steps"]) for group in groups)
+    return {
+        "run": run.name,
+        "groups": [group for group in groups if group["steps"]],
+        "merged": {"points": n_all, "shown": n_shown} if n_shown < n_all else None,
+        "thinned": any(curve.thinned for curve in run.curves.values()),
+        "sampled": run.sampled,
+        "marks": marks_of(run),
+        "evaluations": evaluations_of(run),
+        "summary": summary_of(run),
+        "notes": list(run.notes),
+        "n_reports": len(run.texts),
+    }
+
+
+def _curves_that_belong_together(run: LoggedRun) -> Iterator[tuple[str, dict[str, Curve]]]:
+    """Yield curves that have the same meaning and the same steps, so that each of their points can stay whole."""
+    groups: dict[tuple[str, bytes], dict[str, Curve]] = defaultdict(dict)
+    for tag, curve in sorted(run.curves.items()):
+        if "/batch_" not in tag:  # those count batches, not training steps
+            groups[_family(tag), curve.steps.tobytes()][tag] = curve
+    for (family, _), curves in groups.items():
+        yield family, curves
+
+
+def _family(tag: str) -> str:
+    parts = tag.split("/")
+    return "/".join(parts[:2]) if len(parts) > 2 or parts[0] in {"loss", "grad"} else parts[0]  # noqa: PLR2004
+
+
+def _group(
+    family: str, curves: Mapping[str, Curve], first: float | None, last: float | None, buckets: int
+) -> dict[str, Any]:
+    some = next(iter(curves.values()))
+    low = 0 if first is None else bisect_left(some.steps, first)
+    high = len(some.steps) if last is None else bisect_right(some.steps, last)
+    # One point more on either side, so that lines run to the edges.
+    low, high = max(0, low - 1), min(len(some.steps), high + 1)
+    if high - low <= 2 * buckets:
+        kept: Sequence[int] = range(low, high)
+    else:
+        kept = _kept(family, curves, low, high, buckets)
+    return {
+        "family": family,
+        "steps": [some.steps[at] for at in kept],
+        "times": [round(some.times[at], 3) for at in kept],
+        "series": {tag: [_json(curve.values[at]) for at in kept] for tag, curve in curves.items()},
+        "n_points": high - low,
+    }
+
+
+def _kept(family: str, curves: Mapping[str, Curve], low: int, high: int, buckets: int) -> list[int]:
+    if family == "memory/composition":
+        # The parts belong together: a point is as high as their sum.
+        drivers = [[sum(row) for row in zip(*(curve.values for curve in curves.values()), strict=True)]]
+    else:
+        drivers = [curve.values for curve in curves.values() if len(set(curve.values[low:high])) > 1]  # type: ignore[misc]
+    steps = next(iter(curves.values())).steps
+    width = (steps[high - 1] - steps[low] + 1) / buckets
+    kept = {low, high - 1}
+    begin = low
+    for bucket in range(1, buckets + 1):
+        end = bisect_left(steps, steps[low] + bucket * width, begin, high) if bucket < buckets else high
+        if end > begin:
+            span = range(begin, end)
+            for values in drivers:
+                kept.add(max(span, key=lambda at: _order(values[at])))
+                if family != "memory/composition":
+                    kept.add(min(span, key=lambda at: _order(values[at])))
+            begin = end
+    return sorted(kept)
+
+
+def _order(value: float) -> float:
+    return math.inf if math.isnan(value) else value  # NaN must not be lost, and compares with nothing
+
+
+def _json(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
+    """Return the events of a run by step: caches emptied, retries, out-of-memory errors, steps skipped, NaN losses."""
+    marks: list[dict[str, Any]] = []
+    freed, took = (run.curves.get(f"memory/cache/{name}", Curve()) for name in ("freed_gib", "ms"))
+    ms_at = dict(zip(took.steps, took.values, strict=True))
+    for step, gib in zip(freed.steps, freed.values, strict=True):
+        if gib > 0:
+            marks.append({"step": step, "kind": "cache", "gib": _json(gib), "ms": _json(ms_at.get(step, math.nan))})
+    for tag, (kind, words) in _COUNTS.items():
+        before = 0.0
+        curve = run.curves.get(tag, Curve())
+        for step, count in zip(curve.steps, curve.values, strict=True):
+            if count > before:
+                marks.append({"step": step, "kind": kind, "count": int(count - before), "words": words})
+            before = count
+    for tag, curve in run.curves.items():
+        if tag.startswith("loss/"):
+            bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
+            marks.extend(
+                {"step": step, "kind": "nonfinite", "count": 1, "words": f"value of {tag} is no number"} for step in bad
+            )
+    return sorted(marks, key=lambda mark: mark["step"])[:_MAX_MARKS]
+
+
+def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
+    """Return the evaluations within the run: stage, training step, the time of their end and, if logged, seconds."""
+    found = []
+    for stage in STAGES[1:]:
+        curve = _first_curve(run, f"memory/{stage}/peak_allocated_gib", f"memory/{stage}/allocated_gib")
+        if curve is None and stage == "val":
+            curve = next((curve for tag, curve in sorted(run.curves.items()) if tag.startswith("loss/val")), None)
+        if curve is not None:
+            found += [
+                {"stage": stage, "step": step, "end": end} for step, end in zip(curve.steps, curve.times, strict=True)
+            ]
+    return sorted(found, key=lambda evaluation: (evaluation["step"], evaluation["end"]))[-5 * _MAX_MARKS :]
+
+
+def _first_curve(run: LoggedRun, *tags: str) -> Curve | None:
+    return next((run.curves[tag] for tag in tags if tag in run.curves), None)
+
+
+def summary_of(run: LoggedRun) -> dict[str, Any]:
+    """Return the figures of a whole run: peaks of each stage, capacity, time per step, losses, counts."""
+    stages: dict[str, dict[str, Any]] = {}
+    for stage in STAGES:
+        for name in ("peak_allocated", "peak_reserved"):
+            curve = _first_curve(run, f"memory/{stage}/{name}_gib")
+            if curve is not None and (highest := _highest(curve)) is not None:
+                stages.setdefault(stage, {})[name] = highest
+    capacity = _first_curve(run, "memory/capacity_gib")
+    return {
+        "run": run.name,
+        "stages": stages,
+        "capacity_gib": _last(capacity),
+        "host_gib": _highest_value(_first_curve(run, "memory/host_rss_gib")),
+        "step_ms": _median(_first_curve(run, "time/step_ms")),
+        "loss_train": _last(next(iter(_with_prefix(run, "loss/train")), None)),
+        "loss_val": _last(next(iter(_with_prefix(run, "loss/val")), None)),
+        "retries": _highest_value(_first_curve(run, "memory/alloc_retries")),
+        "ooms": _highest_value(_first_curve(run, "memory/ooms")),
+        "last_step": max((curve.steps[-1] for tag, curve in run.curves.items() if "/batch_" not in tag), default=None),
+        "batch_size": _headline(run, "memtools/batch_size"),
+        "checkpoint_plan": _headline(run, "memtools/checkpoint_plan"),
+    }
+
+
+def _with_prefix(run: LoggedRun, prefix: str) -> Iterable[Curve]:
+    return (curve for tag, curve in sorted(run.curves.items()) if tag.startswith(prefix))
+
+
+def _highest(curve: Curve) -> dict[str, Any] | None:
+    finite = [at for at, value in enumerate(curve.values) if math.isfinite(value)]
+    if not finite:
+        return None
+    at = max(finite, key=curve.values.__getitem__)
+    return {"gib": _json(curve.values[at]), "step": curve.steps[at]}
+
+
+def _highest_value(curve: Curve | None) -> float | None:
+    return None if curve is None else _json(max(curve.values))
+
+
+def _last(curve: Curve | None) -> float | None:
+    return None if curve is None else _json(curve.values[-1])
+
+
+def _median(curve: Curve | None) -> float | None:
+    if curve is None:
+        return None
+    # The first point of a run contains what happens once: compilation, the choice of convolution algorithms.
+    values = curve.values[1:] or curve.values
+    return _json(statistics.median(values))
+
+
+def _headline(run: LoggedRun, tag: str) -> str | None:
+    """Return the first sentence of the latest report of a kind."""
+    texts = [text.text for text in run.texts if text.tag == tag]
+    lines = [line for line in (texts[-1].splitlines() if texts else []) if line.strip("#* ")]
+    # The first sentence; the heading only repeats the kind of report.
+    lines.sort(key=lambda line: line.startswith("#"))
+    return lines[0].strip("#* ")[:200] if lines else None
+
+
+def reports_of(run: LoggedRun) -> list[dict[str, Any]]:
+    """Return the reports, newest first. The text is markdown and may hold anything: show it as text."""
+    newest_first: Sequence[LoggedText] = sorted(run.texts, key=lambda text: text.time, reverse=True)
+    return [{"tag": text.tag, "step": text.step, "time": text.time, "text": text.text} for text in newest_first]

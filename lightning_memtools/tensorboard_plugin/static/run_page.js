@@ -1,0 +1,209 @@
+// One run: memory against the device's capacity, and below it losses, step time and gradient norm on the same steps.
+
+import { LinkedCharts, StepChart, column } from "./charts.js";
+import { clear, h } from "./dom.js";
+import { bytesOf, milliseconds, number, percent, size, threeDigits, whole } from "./format.js";
+import { colours } from "./theme.js";
+
+const STAGE_NAMES = { train: "training", val: "validation", test: "test", predict: "prediction" };
+const EVALUATION = ["val", "test", "predict"];
+const PARTS = ["parameters", "gradients", "optimizer", "activations", "inputs", "other"];
+const PART_NAMES = { optimizer: "optimizer state" };
+// Below this share of the device the line of the capacity would press the curves to the floor.
+const SHOW_CAPACITY_FROM = 0.2;
+
+const groupWith = (view, tag) => view.groups.find((group) => tag in group.series);
+const data = (view, tag, change) => {
+  const group = groupWith(view, tag);
+  return group ? column(group, tag, change) : [[], []];
+};
+const has = (view, tag) => groupWith(view, tag) !== undefined;
+const highest = (values) => values.reduce((top, value) => (value !== null && value > top ? value : top), 0);
+
+export function cards(summary) {
+  const stages = Object.entries(summary.stages);
+  const top = (name) => stages.filter(([, peaks]) => peaks[name]).sort((a, b) => b[1][name].gib - a[1][name].gib)[0];
+  const capacity = bytesOf(summary.capacity_gib);
+  const found = [];
+  const card = (label, value, remark) => found.push(h("div", { class: "card figure" }, h("div", { class: "label" }, label), h("div", { class: "number" }, value), h("div", { class: "remark" }, remark)));
+  const allocated = top("peak_allocated");
+  if (allocated) {
+    const [stage, peaks] = allocated;
+    card("Peak allocated", size(bytesOf(peaks.peak_allocated.gib)), `${STAGE_NAMES[stage]}, step ${whole(peaks.peak_allocated.step)}`);
+  }
+  const reserved = top("peak_reserved");
+  if (reserved) {
+    const bytes = bytesOf(reserved[1].peak_reserved.gib);
+    card("Peak reserved", size(bytes), capacity ? `${percent(bytes / capacity)} of the device` : STAGE_NAMES[reserved[0]]);
+    if (capacity) card("Left on the device", size(Math.max(0, capacity - bytes)), `of ${size(capacity)}`);
+  }
+  if (!allocated && summary.host_gib !== null) card("Host memory", size(bytesOf(summary.host_gib)), "of this process, at most");
+  if (summary.step_ms !== null) card("Time per step", milliseconds(summary.step_ms), "median");
+  if (summary.loss_train !== null) card("Training loss", threeDigits(summary.loss_train), summary.loss_val === null ? "last" : `last; validation ${threeDigits(summary.loss_val)}`);
+  if (summary.retries || summary.ooms) card("Memory pressure", `${whole(summary.retries)} retries`, `${whole(summary.ooms)} out-of-memory errors`);
+  return h("div", { class: "figures" }, found);
+}
+
+function memoryChart(linked, view) {
+  const paint = colours();
+  const series = memorySeries(view);
+  if (!series.length) return null;
+  const capacity = bytesOf(view.summary.capacity_gib);
+  const top = highest(series.flatMap((one) => one.data[1]));
+  const limit = capacity && series.push({ label: "capacity", colour: paint.capacity, style: "limit", data: capacityData(view, capacity), hidden: top < SHOW_CAPACITY_FROM * capacity });
+  const bands = [];
+  const at = (label) => series.findIndex((one) => one.label === label) + 1;
+  if (at("peak reserved") && at("reserved now")) bands.push({ series: [at("peak reserved"), at("reserved now")], fill: `${paint.reserved}30` });
+  if (at("peak allocated") && at("allocated now")) bands.push({ series: [at("peak allocated"), at("allocated now")], fill: `${paint.allocated}38` });
+  const stages = EVALUATION.filter((stage) => view.evaluations.some((one) => one.stage === stage));
+  const note = h("div", { class: "note" },
+    stages.map((stage) => h("span", { class: "shade", style: `--c:${paint.stages[stage]}` }, STAGE_NAMES[stage])),
+    limit && top < SHOW_CAPACITY_FROM * capacity ? h("span", {}, `The device has ${size(capacity)}: the peak is ${percent(top / capacity)} of it. Choose “capacity” to see the line.`) : null);
+  return new StepChart(linked, {
+    title: "Memory", height: 320, series, bands, format: size, isSize: true, shading: view.evaluations, marks: view.marks, note,
+    describe: `Highest value ${size(top)}${capacity ? ` of ${size(capacity)}` : ""}. Peaks are the highest since the point before.`,
+  });
+}
+
+function capacityData(view, capacity) {
+  const steps = view.groups.flatMap((group) => (group.steps.length ? [group.steps[0], group.steps.at(-1)] : []));
+  const [first, last] = [Math.min(...steps), Math.max(...steps)];
+  return first === last ? [[first], [capacity]] : [[first, last], [capacity, capacity]];
+}
+
+function memorySeries(view) {
+  const paint = colours();
+  const series = [];
+  const add = (tag, label, colour, style, more = {}) => {
+    if (has(view, tag)) series.push({ label, colour, style, data: data(view, tag, bytesOf), ...more });
+  };
+  add("memory/train/peak_reserved_gib", "peak reserved", paint.reserved, "peak");
+  add("memory/train/reserved_gib", "reserved now", paint.reserved, "faint");
+  add("memory/train/peak_allocated_gib", "peak allocated", paint.allocated, "peak");
+  add("memory/train/allocated_gib", "allocated now", paint.allocated, "faint");
+  for (const stage of EVALUATION) add(`memory/${stage}/peak_allocated_gib`, `${STAGE_NAMES[stage]} peak`, paint.stages[stage], "points");
+  if (!series.length) add("memory/host_rss_gib", "host memory of the process", paint.rss, "line");
+  return series;
+}
+
+function matching(view, prefix) {
+  return view.groups.flatMap((group) => Object.keys(group.series)).filter((tag) => tag === prefix || tag.startsWith(`${prefix}/`)).sort();
+}
+
+function lossSeries(view) {
+  const paint = colours();
+  const tags = [...matching(view, "loss/train"), ...matching(view, "loss/val")];
+  return tags.map((tag) => ({ label: tag.replace("loss/train", "training").replace("loss/val", "validation"), colour: tag.startsWith("loss/val") ? paint.val : paint.train, style: "line", data: data(view, tag) }));
+}
+
+const timeSeries = (view) => (has(view, "time/step_ms") ? [{ label: "per step", colour: colours().time, style: "line", data: data(view, "time/step_ms") }] : []);
+const normSeries = (view) => matching(view, "grad/norm").map((tag) => ({ label: tag.replace("grad/", ""), colour: colours().norm, style: "line", data: data(view, tag) }));
+
+function compositionSeries(view) {
+  const group = groupWith(view, "memory/composition/parameters_gib");
+  if (!group) return [];
+  const parts = PARTS.map((name) => [name, group.series[`memory/composition/${name}_gib`]]).filter(([, values]) => values?.some((value) => value > 0));
+  const totals = group.steps.map(() => 0);
+  const stacked = parts.map(([name, values]) => {
+    const own = new Map(group.steps.map((step, i) => [step, bytesOf(values[i])]));
+    const ceiling = values.map((value, i) => (totals[i] += bytesOf(value ?? 0)));
+    const colour = colours().parts[name];
+    return { label: PART_NAMES[name] ?? name, colour, fill: colour, style: "area", data: column({ steps: group.steps, series: { x: ceiling } }, "x"), part: (step) => own.get(step) ?? null };
+  });
+  return stacked.reverse(); // the highest stack first: each area is filled down to the floor and covered by the next
+}
+
+function eventsTable(view) {
+  if (!view.marks.length) return null;
+  const words = (mark) => {
+    if (mark.kind === "cache") return `Cache emptied: ${size(bytesOf(mark.gib))} released${mark.ms === null ? "" : ` in ${milliseconds(mark.ms)}`}.`;
+    return `${mark.count} ${mark.words}.`;
+  };
+  const rows = view.marks.map((mark) => h("tr", {}, h("td", { class: "right" }, whole(mark.step)), h("td", {}, h("span", { class: "dot", style: `--c:${colours().marks[mark.kind]}`, "aria-hidden": "true" }), words(mark))));
+  return h("details", { class: "card events" }, h("summary", {}, `Events (${view.marks.length})`),
+    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "right" }, "step"), h("th", { scope: "col" }, "what happened"))), h("tbody", {}, rows))));
+}
+
+function wordsOnPoints(view) {
+  const words = [];
+  if (view.sampled) words.push("The event files are not on this machine's disk, so these are 1,000 random points of each curve as TensorBoard keeps them: short peaks may be missing.");
+  if (view.merged) words.push(`${whole(view.merged.points)} points are drawn as ${whole(view.merged.shown)}: of neighbouring steps the highest and lowest stay, so no peak is lost. Zoom in to see every point.`);
+  if (view.thinned) words.push("A curve has more than 400,000 points: of neighbours only the higher one is kept.");
+  return [...words, ...view.notes].map((text) => h("p", { class: "remark" }, text));
+}
+
+// Shows a run, and asks the source for more points when the shown steps change.
+export class RunPage {
+  constructor(source, container, kind) {
+    this.source = source;
+    this.kind = kind;
+    this.words = h("div", { class: "words" });
+    this.container = container;
+  }
+
+  show(view) {
+    this.linked?.destroy();
+    const range = this.linked?.range ?? null;
+    this.linked = new LinkedCharts((shown) => this.refine(shown));
+    const steps = view.groups.flatMap((group) => [group.steps[0], group.steps.at(-1)]);
+    if (steps.length) this.linked.setFull(Math.min(...steps), Math.max(...steps));
+    this.run = view.run;
+    this.merged = view.merged;
+    this.linked.range = range && this.shownRun === view.run ? range : null;
+    this.shownRun = view.run;
+    this.parts = this.kind === "composition" ? this.compositionParts(view) : this.runParts(view);
+    clear(this.words, wordsOnPoints(view));
+    const all = h("button", { type: "button", class: "plain", onclick: () => this.linked.reset() }, "Show all steps");
+    clear(this.container, this.kind === "run" ? cards(view.summary) : null,
+      h("div", { class: "bar" }, h("span", { class: "remark" }, "Drag over a chart to zoom; double-click for all steps."), all),
+      this.parts.map((part) => part.chart.element), this.words, this.kind === "run" ? eventsTable(view) : null,
+      this.parts.length ? null : h("p", { class: "card empty" }, this.kind === "run" ? "This run has reports, but no curves." : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* where the device can tell, such as inside VirtualDevice."));
+    requestAnimationFrame(() => { this.linked.charts.forEach((chart) => chart.fit()); this.linked.draw(); });
+    if (this.linked.range) this.refine(this.linked.range);
+  }
+
+  runParts(view) {
+    const parts = [];
+    const memory = memoryChart(this.linked, view);
+    if (memory) {
+      const series = (fresh) => {
+        const capacity = bytesOf(fresh.summary.capacity_gib);
+        return [...memorySeries(fresh), ...(capacity ? [{ data: memory.series.at(-1).data }] : [])];
+      };
+      parts.push({ chart: memory, series });
+    }
+    const add = (title, describe, series, format) => {
+      const found = series(view);
+      if (found.length) parts.push({ chart: new StepChart(this.linked, { title, describe, series: found, height: 190, format, shading: view.evaluations, marks: [] }), series });
+    };
+    add("Loss", "Training and validation loss.", lossSeries, number);
+    add("Step time", "Host time per training step.", timeSeries, milliseconds);
+    add("Gradient norm", "Before clipping.", normSeries, number);
+    return parts;
+  }
+
+  compositionParts(view) {
+    const series = compositionSeries(view);
+    if (!series.length) return [];
+    const chart = new StepChart(this.linked, {
+      title: "Composition at the peak", describe: "Stacked areas; together they are the peak of allocated memory since the point before.",
+      series, height: 420, format: size, isSize: true, shading: [], marks: view.marks,
+    });
+    return [{ chart, series: compositionSeries }];
+  }
+
+  refine(shown) {
+    clearTimeout(this.timer);
+    if (!this.merged) return;
+    const run = this.run;
+    this.timer = setTimeout(async () => {
+      const view = await this.source.run(run, shown);
+      if (this.run !== run || String(this.linked.range) !== String(shown)) return;
+      this.parts.forEach(({ chart, series }) => {
+        const fresh = series(view);
+        if (fresh.length === chart.series.length) chart.setSeries(fresh);
+      });
+      clear(this.words, wordsOnPoints(view));
+    }, 120);
+  }
+}

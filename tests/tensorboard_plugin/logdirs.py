@@ -1,0 +1,42 @@
+"""Log directories for the Memory tab's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+SPIKES = (7_123, 25_001, 49_998)
+N_LONG = 50_000
+ATTACK = '<img src=x onerror="window.attacked = 1"><script>window.attacked = 1</script>'
+
+
+def write_long_run(directory: Path, n_points: int = N_LONG) -> None:
+    """A run of one point per step, with peaks of 3 GiB at the steps of SPIKES and 1 GiB elsewhere."""
+    with SummaryWriter(str(directory)) as writer:
+        for step in range(n_points):
+            spike = 2.0 if step in SPIKES else 0.0
+            writer.add_scalar("memory/train/peak_allocated_gib", 1.0 + spike + 0.01 * (step % 7), step)
+            writer.add_scalar("memory/train/allocated_gib", 0.5, step)
+            writer.add_scalar("memory/train/peak_reserved_gib", 3.5, step)
+            writer.add_scalar("memory/train/reserved_gib", 3.5, step)
+            writer.add_scalar("loss/train", 2.0 / (1 + step / 1000), step)
+        writer.add_scalar("memory/capacity_gib", 8.0, 0)
+
+
+def write_small_run(directory: Path, *, text: str = "", tag: str = "memtools/memory_summary") -> None:
+    """A run of ten points with one validation run."""
+    with SummaryWriter(str(directory)) as writer:
+        for step in range(10):
+            writer.add_scalar("memory/train/peak_allocated_gib", 1.0 + 0.1 * step, step)
+            writer.add_scalar("memory/train/allocated_gib", 0.5, step)
+            writer.add_scalar("memory/train/peak_reserved_gib", 2.0, step)
+            writer.add_scalar("memory/train/reserved_gib", 2.0, step)
+            writer.add_scalar("memory/capacity_gib", 4.0, step)
+            writer.add_scalar("memory/alloc_retries", 0.0 if step < 6 else 2.0, step)
+            writer.add_scalar("time/step_ms", 500.0 if step == 0 else 20.0, step)
+            writer.add_scalar("loss/train", 1.0 - 0.05 * step, step)
+        writer.add_scalar("memory/val/peak_allocated_gib", 1.25, 9)
+        writer.add_scalar("loss/val", 0.7, 9)
+        if text:
+            writer.add_text(tag, text, 9)

@@ -1,0 +1,122 @@
+"""Event files, read by the Memory tab: every point, as they grow, and when they are damaged."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from lightning_memtools.tensorboard_plugin import event_files
+from lightning_memtools.tensorboard_plugin.event_files import Curve, EventDirectory
+from tests.event_files import scalars
+from tests.tensorboard_plugin.logdirs import write_small_run
+
+
+def read(log_dir):
+    directory = EventDirectory(log_dir)
+    directory.refresh()
+    return directory.runs()
+
+
+def test_every_point_is_read_as_tensorboard_reads_it(tmp_path):
+    write_small_run(tmp_path / "run", text="a report")
+    (run,) = read(tmp_path).values()
+    ours = {tag: list(zip(curve.steps, curve.values, strict=True)) for tag, curve in run.curves.items()}
+    assert ours == scalars(tmp_path / "run")
+    (text,) = run.texts
+    assert (text.tag, text.step, text.text) == ("memtools/memory_summary", 9, "a report")
+
+
+def test_tags_of_others_are_left_out(tmp_path):
+    with SummaryWriter(str(tmp_path / "other")) as writer:
+        writer.add_scalar("accuracy", 1.0, 0)
+    assert read(tmp_path) == {}
+
+
+def test_a_logger_s_prefix_is_taken_off(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("mine-memory/train/allocated_gib", 1.0, 0)
+    assert list(read(tmp_path)["."].curves) == ["memory/train/allocated_gib"]
+
+
+def test_new_style_scalars_are_numbers_too(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("loss/train", 0.25, 3, new_style=True)
+    assert list(read(tmp_path)["."].curves["loss/train"].values) == [0.25]
+
+
+def test_what_is_written_later_is_read_later(tmp_path):
+    directory = EventDirectory(tmp_path)
+    with SummaryWriter(str(tmp_path / "run")) as writer:
+        writer.add_scalar("loss/train", 1.0, 0)
+        writer.flush()
+        directory.refresh()
+        assert list(directory.runs()["run"].curves["loss/train"].steps) == [0]
+        writer.add_scalar("loss/train", 0.5, 1)
+        writer.flush()
+        directory.refresh()
+    assert list(directory.runs()["run"].curves["loss/train"].steps) == [0, 1]
+
+
+def test_a_record_that_is_half_written_is_read_once_it_is_whole(tmp_path):
+    write_small_run(tmp_path / "whole")
+    (source,) = (tmp_path / "whole").iterdir()
+    content = source.read_bytes()
+    growing = tmp_path / "growing" / source.name
+    growing.parent.mkdir()
+    growing.write_bytes(content[:-20])
+    directory = EventDirectory(growing.parent)
+    directory.refresh()
+    assert "loss/val" not in directory.runs()["."].curves
+    growing.write_bytes(content)
+    directory.refresh()
+    run = directory.runs()["."]
+    assert list(run.curves["loss/val"].values) == pytest.approx([0.7])
+    assert run.notes == []
+
+
+def test_a_damaged_file_is_named_and_what_comes_before_is_kept(tmp_path):
+    write_small_run(tmp_path / "run")
+    (file,) = (tmp_path / "run").iterdir()
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle:] = os.urandom(len(content) - middle)
+    file.write_bytes(content)
+    (run,) = read(tmp_path).values()
+    assert 0 < len(run.curves["loss/train"].steps) < 10
+    (note,) = run.notes
+    assert file.name in note
+    assert "damaged" in note
+
+
+def test_a_file_of_garbage_does_no_harm(tmp_path):
+    write_small_run(tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "events.out.tfevents.1").write_bytes(os.urandom(5000))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "events.out.tfevents.1").write_bytes(b"")
+    assert list(read(tmp_path)) == ["good"]
+
+
+def test_a_loop_of_links_ends(tmp_path):
+    write_small_run(tmp_path / "run")
+    (tmp_path / "run" / "loop").symlink_to(tmp_path, target_is_directory=True)
+    assert list(read(tmp_path)) == ["run"]
+
+
+def test_points_of_an_abandoned_continuation_are_dropped():
+    curve = Curve()
+    for step in (0, 1, 2, 3, 2, 3, 4):
+        curve.add(step, 0.0, float(len(curve.values)))
+    assert list(curve.steps) == [0, 1, 2, 3, 4]
+
+
+def test_a_huge_curve_is_thinned_and_keeps_its_peak(monkeypatch):
+    monkeypatch.setattr(event_files, "MAX_POINTS", 100)
+    curve = Curve()
+    for step in range(1000):
+        curve.add(step, 0.0, 9.0 if step == 333 else 1.0)
+    assert len(curve.steps) <= 100
+    assert curve.thinned
+    assert (333, 9.0) in zip(curve.steps, curve.values, strict=True)

@@ -1,0 +1,129 @@
+"""The Memory tab's routes on a real TensorBoard server, and what the plugin costs at start-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from tests.browser import get, tensorboard, wait_until
+from tests.tensorboard_plugin.logdirs import ATTACK, SPIKES, write_long_run, write_small_run
+
+PLUGIN = "plugin/lightning_memtools"
+
+
+@pytest.fixture(scope="module")
+def log_dir(tmp_path_factory):
+    logs = tmp_path_factory.mktemp("routes") / "logs"
+    write_small_run(logs / "small", text=ATTACK)
+    write_long_run(logs / "long", 8_000)
+    (logs / "bad").mkdir()
+    (logs / "bad" / "events.out.tfevents.1").write_bytes(os.urandom(2000))
+    (logs.parent / "secret.txt").write_text("secret")
+    return logs
+
+
+@pytest.fixture(scope="module", params=["fast", "slow"])
+def board(request, log_dir, tmp_path_factory):
+    options = [] if request.param == "fast" else ["--load_fast=false"]
+    with tensorboard(log_dir, tmp_path_factory.mktemp("server") / "output", *options) as address:
+        yield address
+
+
+def refused(address, path, **query):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{address}/data/{path}?{urllib.parse.urlencode(query)}")  # noqa: S310, our own server
+    return caught.value.code, caught.value.headers["Content-Type"], caught.value.read().decode()
+
+
+def test_the_tab_is_listed_and_active(board):
+    assert wait_until(lambda: get(board, "plugins_listing")["lightning_memtools"]["enabled"])
+    listed = get(board, "plugins_listing")["lightning_memtools"]
+    assert listed["tab_name"] == "Memory"
+    assert "index.js" in json.dumps(listed)
+
+
+def test_runs_are_listed_with_their_figures(board):
+    runs = {run["run"]: run for run in get(board, f"{PLUGIN}/runs")["runs"]}
+    assert list(runs) == ["long", "small"]
+    assert runs["small"]["stages"]["train"]["peak_allocated"] == {"gib": 1.9, "step": 9}
+    assert runs["small"]["step_ms"] == 20.0
+
+
+def test_a_one_step_peak_that_tensorboard_loses_is_served(board):
+    view = get(board, f"{PLUGIN}/run", run="long", buckets="200")
+    (group,) = (g for g in view["groups"] if "memory/train/peak_allocated_gib" in g["series"])
+    values = group["series"]["memory/train/peak_allocated_gib"]
+    assert len(values) < 1000
+    assert max(values) >= 3.0
+    assert group["steps"][values.index(max(values))] == SPIKES[0]
+
+
+@pytest.mark.parametrize("run", ["nosuchrun", "../secret.txt", "/etc/passwd", "..", ATTACK, "x" * 7000, "\x00", ""])
+@pytest.mark.parametrize("route", ["run", "reports"])
+def test_an_unknown_run_is_a_404_with_a_plain_message(board, route, run):
+    code, kind, text = refused(board, f"{PLUGIN}/{route}", run=run)
+    assert code == 404
+    assert kind.startswith("text/plain")
+    assert "No run" in text
+    assert len(text) < 500
+
+
+@pytest.mark.parametrize(
+    "path", ["../memory_tab.py", "..%2fmemory_tab.py", "%2e%2e/memory_tab.py", "uPlot.LICENSE/..", "x.js"]
+)
+def test_only_the_tab_s_own_files_are_served(board, path):
+    code, _, text = refused(board, f"{PLUGIN}/{path}")
+    assert code == 404
+    assert "MemoryTab" not in text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e400", "x", ATTACK, "9" * 5000])
+@pytest.mark.parametrize("name", ["first", "last", "buckets"])
+def test_a_number_that_is_none_is_refused(board, name, value):
+    code, kind, text = refused(board, f"{PLUGIN}/run", run="small", **{name: value})
+    assert code == 400
+    assert kind.startswith("text/plain")
+    assert name in text
+
+
+@pytest.mark.parametrize(
+    "query", [{"buckets": "-5"}, {"buckets": "1e15"}, {"first": "9", "last": "0"}, {"first": "1e17"}]
+)
+def test_numbers_that_make_no_sense_do_no_harm(board, query):
+    view = get(board, f"{PLUGIN}/run", run="long", **query)
+    assert view["run"] == "long"
+    assert sum(len(group["steps"]) for group in view["groups"]) < 20_000
+
+
+def test_script_in_a_report_is_sent_as_json_and_not_as_a_page(board):
+    with urllib.request.urlopen(f"{board}/data/{PLUGIN}/reports?run=small") as answer:  # noqa: S310, our own server
+        assert answer.headers["Content-Type"].startswith("application/json")
+        assert json.load(answer)[0]["text"] == ATTACK
+
+
+def test_loading_the_plugin_imports_neither_torch_nor_lightning_nor_protobuf_messages():
+    code = (
+        "import sys, tensorboard.plugins.base_plugin, tensorboard.backend.http_util; before = set(sys.modules)\n"
+        "import lightning_memtools.tensorboard_plugin.memory_tab\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(new & {'torch', 'lightning', 'numpy', 'google', 'rich', 'psutil'}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+def test_a_directory_without_our_tags_leaves_the_tab_inactive(tmp_path):
+    with SummaryWriter(str(tmp_path / "logs")) as writer:
+        writer.add_scalar("accuracy", 1.0, 0)
+    with tensorboard(tmp_path / "logs", tmp_path / "output") as address:
+        get(address, "plugin/scalars/tags")
+        assert not get(address, "plugins_listing")["lightning_memtools"]["enabled"]
+        assert get(address, f"{PLUGIN}/runs") == {"runs": [], "n_runs": 0}

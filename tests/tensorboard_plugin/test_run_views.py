@@ -1,0 +1,110 @@
+"""The views of a run: thinned without losing a peak, marks, figures."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from lightning_memtools.tensorboard_plugin.event_files import Curve, LoggedRun, LoggedText
+from lightning_memtools.tensorboard_plugin.run_views import evaluations_of, marks_of, reports_of, run_view, summary_of
+
+
+def run_with(**curves):
+    run = LoggedRun("run")
+    for tag, points in curves.items():
+        curve = run.curves.setdefault(tag, Curve())
+        for step, value in points:
+            curve.add(step, 100.0 + step, value)
+    return run
+
+
+def series(view, tag):
+    (group,) = (group for group in view["groups"] if tag in group["series"])
+    return dict(zip(group["steps"], group["series"][tag], strict=True))
+
+
+@pytest.mark.parametrize("spikes", [(7_123, 25_001, 49_998), (0, 1, 49_999), (30_000, 30_002, 30_004)])
+def test_one_step_peaks_survive_among_50000_points(spikes):
+    tag = "memory/train/peak_allocated_gib"
+    run = run_with(**{tag: [(step, 3.0 + step / 1e6 if step in spikes else 1.0) for step in range(50_000)]})
+    shown = series(run_view(run, buckets=400), tag)
+    assert len(shown) < 1500
+    width = 50_000 / 400
+    for spike in spikes:
+        assert max(value for step, value in shown.items() if abs(step - spike) <= width) >= 3.0
+    assert max(shown.values()) == pytest.approx(3.0 + max(spikes) / 1e6)
+    # Peaks in one bucket are all there once it is zoomed in.
+    zoomed = series(run_view(run, first=spikes[0] - 20, last=spikes[0] + 20, buckets=400), tag)
+    assert spikes[0] in zoomed
+
+
+def test_points_that_were_merged_are_counted():
+    run = run_with(**{"loss/train": [(step, float(step % 17)) for step in range(10_000)]})
+    view = run_view(run, buckets=100)
+    assert view["merged"]["points"] == 10_000
+    assert view["merged"]["shown"] == len(series(view, "loss/train")) < 400
+    assert run_view(run, first=0, last=150, buckets=100)["merged"] is None
+
+
+def test_the_curves_of_a_stage_keep_whole_points():
+    tags = ("memory/train/allocated_gib", "memory/train/peak_allocated_gib")
+    run = run_with(**{tag: [(s, (s * (i + 3)) % 101 / 101) for s in range(5000)] for i, tag in enumerate(tags)})
+    view = run_view(run, buckets=50)
+    for i, tag in enumerate(tags):
+        assert all(
+            value == pytest.approx((s * (i + 3)) % 101 / 101, rel=1e-6) for s, value in series(view, tag).items()
+        )
+
+
+def test_nan_and_infinity_can_be_sent_and_are_marked():
+    run = run_with(**{"loss/train": [(0, 1.0), (1, math.nan), (2, math.inf)]})
+    view = json.loads(json.dumps(run_view(run), allow_nan=False))
+    assert series(view, "loss/train") == {0: 1.0, 1: None, 2: None}
+    assert [(mark["step"], mark["kind"]) for mark in view["marks"]] == [(1, "nonfinite"), (2, "nonfinite")]
+
+
+def test_a_nan_loss_survives_thinning():
+    run = run_with(**{"loss/train": [(s, math.nan if s == 4321 else 1.0 + s % 3) for s in range(20_000)]})
+    assert series(run_view(run, buckets=50), "loss/train")[4321] is None
+
+
+def test_marks_say_what_happened():
+    run = run_with(**{
+        "memory/cache/freed_gib": [(10, 1.5), (20, 0.0)],
+        "memory/cache/ms": [(10, 3.0), (20, 1.0)],
+        "memory/alloc_retries": [(0, 0.0), (5, 2.0), (6, 2.0), (7, 3.0)],
+        "memory/ooms": [(0, 0.0), (9, 1.0)],
+    })  # fmt: skip
+    found = [(mark["step"], mark["kind"], mark.get("count"), mark.get("gib")) for mark in marks_of(run)]
+    assert found == [(5, "retry", 2, None), (7, "retry", 1, None), (9, "oom", 1, None), (10, "cache", None, 1.5)]
+
+
+def test_evaluations_are_found_at_their_training_step():
+    run = run_with(
+        **{"memory/val/peak_allocated_gib": [(9, 1.0), (19, 1.0)], "memory/test/peak_allocated_gib": [(20, 1.0)]}
+    )
+    assert [(one["stage"], one["step"]) for one in evaluations_of(run)] == [("val", 9), ("val", 19), ("test", 20)]
+
+
+def test_the_figures_of_a_run():
+    run = run_with(**{
+        "memory/train/peak_allocated_gib": [(0, 1.0), (1, 3.0), (2, 2.0)],
+        "memory/capacity_gib": [(0, 8.0)],
+        "time/step_ms": [(0, 900.0), (1, 10.0), (2, 12.0), (3, 11.0)],
+        "loss/train": [(0, 2.0), (3, 0.5)],
+    })  # fmt: skip
+    run.texts.append(LoggedText("memtools/batch_size", 0, 1.0, "# Batch size\n\n96 samples fit.\n\nmore"))
+    summary = summary_of(run)
+    assert summary["stages"]["train"]["peak_allocated"] == {"gib": 3.0, "step": 1}
+    assert (summary["capacity_gib"], summary["step_ms"], summary["loss_train"]) == (8.0, 11.0, 0.5)
+    assert summary["batch_size"] == "96 samples fit."
+    assert summary["last_step"] == 3
+
+
+def test_reports_come_newest_first():
+    run = LoggedRun(
+        "run", texts=[LoggedText("memtools/doctor", 0, 1.0, "old"), LoggedText("memtools/doctor", 5, 2.0, "new")]
+    )
+    assert [report["text"] for report in reports_of(run)] == ["new", "old"]
