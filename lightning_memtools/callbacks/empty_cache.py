@@ -52,13 +52,16 @@ class EmptyCache(Callback):
         collect_garbage: Whether unreachable objects are collected first. Without it, tensors in reference cycles stay
             until Python collects them, and the ledger may count them.
         min_reclaimable: The least memory that is worth releasing: a share of the device (of the reserved memory, where
-            the capacity is not known), or a size such as "512MiB".
+            the capacity is not known), or a size such as "512MiB". With 0, all that can be released is.
+        always: Whether garbage is collected and the cache emptied at every boundary, however long it takes and however
+            little it brings, as with a call of `torch.cuda.empty_cache()` there. `min_reclaimable` then has no effect.
         ledger: Whether to log the retained memory and to warn of growth.
         warn_after: The number of epochs of growth in a row before the warning. Where the run has fewer epochs,
             evaluations are counted instead.
 
     Raises:
-        ValueError: A stage is unknown, `min_reclaimable` is out of range, or `warn_after` is below 1.
+        ValueError: A stage is unknown, `min_reclaimable` is out of range, `always` is not a bool, or
+            `warn_after` is below 1.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class EmptyCache(Callback):
         stages: Sequence[Evaluation] = _STAGES,
         collect_garbage: bool = True,
         min_reclaimable: float | str = 0.05,
+        always: bool = False,
         ledger: bool = True,
         warn_after: int = 3,
     ) -> None:
@@ -75,6 +79,7 @@ class EmptyCache(Callback):
         self.min_reclaimable = min_reclaimable
         self.ledger = ledger
         self.warn_after = _checked_count(warn_after)
+        self.always = _checked_switch(always)
         ReleaseThreshold(min_reclaimable)
         self._carried = CarriedDevice()
         self._releaser: MemoryReleaser | None = None
@@ -107,6 +112,7 @@ class EmptyCache(Callback):
             on_device,
             threshold=ReleaseThreshold(self.min_reclaimable),
             collect_garbage=self.collect_garbage,
+            always=self.always,
             leak_detector=detector,
         )
 
@@ -282,6 +288,12 @@ def _checked_stages(stages: Sequence[str]) -> tuple[str, ...]:
             'stages=["val", "test"]. The end of fit always counts.'
         )
     return tuple(stages)
+
+
+def _checked_switch(always: bool) -> bool:
+    if not isinstance(always, bool):
+        raise ValueError(f"always={always!r} is neither True nor False.")  # noqa: TRY004, as of every bad argument
+    return always
 
 
 def _checked_count(warn_after: int) -> int:

@@ -41,7 +41,7 @@ class ReleaseThreshold:
     """Decides whether emptying the cache pays: released memory has to be requested again by whatever comes next.
 
     Args:
-        minimum: A share in (0, 1] of the device's capacity (of the reserved memory, where the capacity is not known),
+        minimum: A share in [0, 1] of the device's capacity (of the reserved memory, where the capacity is not known),
             or a size such as ``"512MiB"``.
 
     Raises:
@@ -52,7 +52,7 @@ class ReleaseThreshold:
         self._share = self._bytes = None
         if isinstance(minimum, str):
             self._bytes = _checked_size(minimum)
-        elif not isinstance(minimum, (int, float)) or isinstance(minimum, bool) or not 0 < minimum <= 1:
+        elif not isinstance(minimum, (int, float)) or isinstance(minimum, bool) or not 0 <= minimum <= 1:
             raise _not_a_minimum(minimum)
         else:
             self._share = minimum
@@ -125,6 +125,7 @@ class MemoryReleaser:
         on_device: Tells which tensors are on the device.
         threshold: Decides when the cache is emptied.
         collect_garbage: Whether to collect garbage at all.
+        always: Whether to collect and to empty the cache at every boundary, however little it brings.
         leak_detector: Gets the readings of `find_leak`.
 
     Attributes:
@@ -138,6 +139,7 @@ class MemoryReleaser:
         *,
         threshold: ReleaseThreshold,
         collect_garbage: bool = True,
+        always: bool = False,
         leak_detector: LeakDetector | None = None,
     ) -> None:
         self.reader = reader
@@ -146,6 +148,7 @@ class MemoryReleaser:
         self._on_device = on_device
         self._threshold = threshold
         self._collect_garbage = collect_garbage
+        self._always = always
         self._unaccounted_after_collection = 0
         # The time of the last collection; before the first an estimate.
         self._collection_s = SECONDS_PER_BLOCK * blocks_to_walk()
@@ -163,6 +166,8 @@ class MemoryReleaser:
             exact: Whether the figure must leave out garbage that is too small to be worth releasing.
         """
         owned = owned_by(model, optimizers, self._on_device, inputs=inputs)
+        if self._always:
+            return self.collect_now(owned)
         stats = self.reader.stats()
         retained = _retained(stats, owned)
         growth = retained.unaccounted - self._unaccounted_after_collection
@@ -191,7 +196,7 @@ class MemoryReleaser:
         begin = time.perf_counter()
         retained = self.collect(model, optimizers, inputs=inputs, exact=exact)
         freed_bytes = 0
-        if not self.cannot_empty and self._threshold.is_reached(self.reader.stats()):
+        if not self.cannot_empty and (self._always or self._threshold.is_reached(self.reader.stats())):
             freed_bytes = self._empty_cache()
         return ReleasedMemory(freed_bytes, 1000 * (time.perf_counter() - begin)), retained
 
@@ -254,8 +259,8 @@ def _checked_size(text: str) -> int:
 
 def _not_a_minimum(minimum: object) -> ValueError:
     return ValueError(
-        f"min_reclaimable={minimum!r} is neither a share nor a size. Give a share of the device as a number above 0 "
-        'and up to 1 (0.05 is 5%), or a size with a unit, such as "512MiB" or "2GB".'
+        f"min_reclaimable={minimum!r} is neither a share nor a size. Give a share of the device as a number from 0 "
+        'to 1 (0.05 is 5%), or a size with a unit, such as "512MiB" or "2GB".'
     )
 
 

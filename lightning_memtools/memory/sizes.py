@@ -25,6 +25,7 @@ _BYTES_PER_UNIT = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_LETTERS = {"K", "M", "G", "T"}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", re.IGNORECASE | re.ASCII)
 
 # For GPUs whose driver's figure is not known. Of the known figures, the smallest share of the marketing size is 0.977
@@ -36,20 +37,33 @@ _USABLE_SHARE_WITH_INLINE_ECC = 0.91
 _MAKERS = re.compile(r"nvidia|geforce|tesla|[\s_\-]+", re.IGNORECASE)
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str | int) -> int:
     """Turn a size such as ``"24GiB"``, ``"512 MB"`` or ``"1.5GiB"`` into bytes, rounded to the nearest byte.
 
+    Of numbers, 0 is a size in any unit, and is accepted.
+
     Raises:
-        ValueError: The text has no unit or an unknown one: a bare number never means bytes.
+        ValueError: The text has no unit or an unknown one, or is another number: it never means bytes.
     """
-    match = _SIZE.fullmatch(text)
+    if text == 0 and isinstance(text, int) and not isinstance(text, bool):
+        return 0
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     unit = match[2].lower() if match else ""
     if match is None or unit not in _BYTES_PER_UNIT:
         raise ValueError(
-            f"Not a size: {text!r}. Write a number with one of the units B, KB, MB, GB, TB (powers of 1000) "
-            'or KiB, MiB, GiB, TiB (powers of 1024), such as "24GiB" or "512MB".'
+            f"Not a size: {text!r}.{_suggested_units(text)} Write a number with one of the units B, KB, MB, GB, TB "
+            '(powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as "24GiB" or "512MB".'
         )
     return round(float(match[1]) * _BYTES_PER_UNIT[unit])
+
+
+def _suggested_units(text: object) -> str:
+    """Return a question that names the units of a size whose unit is one letter, as in "1G"; "" for all else."""
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    letter = match[2].upper() if match else ""
+    if match is None or letter not in _LETTERS:
+        return ""
+    return f" Did you mean '{match[1]}{letter}iB' or '{match[1]}{letter}B'?"
 
 
 def format_size(n_bytes: int) -> str:
@@ -94,31 +108,45 @@ class Gpu:
     multiprocessors: int
 
 
-def parse_capacity(text: str) -> int:
+def parse_capacity(text: str | int) -> int:
     """Turn a size such as ``"24GiB"`` or a GPU's name such as ``"RTX 4090"`` or ``"H100 80GB"`` into bytes.
+
+    A number is the capacity in bytes, as drivers report it. It has to be at least 1 MiB: a small number is more likely
+    to be meant in another unit.
 
     A GPU's capacity is the total that its driver reports to a process, which is less than the vendor's figure. Where it
     is not known, it is estimated from the vendor's figure, read as GiB: 95% of it, 91% with error correction in memory.
 
     Raises:
-        ValueError: The text is neither, or names a GPU that comes with different sizes.
+        ValueError: It is neither, or names a GPU that comes with different sizes, or is a number that is no capacity.
     """
+    if not isinstance(text, str):
+        return _capacity_in_bytes(text)
     gpu = find_gpu(text)
     if gpu is not None:
         return gpu.usable_bytes
     try:
         size = parse_size(text)
     except ValueError as error:
-        raise ValueError(
-            f"Not a capacity: {text!r}.{_suggestion(text)} A capacity is a GPU's name or a size. {error}"
-        ) from None
+        # A size with half a unit ("1G") resembles the names of GPUs.
+        nearest = "" if _suggested_units(text) else _suggestion(text)
+        raise ValueError(f"Not a capacity: {text!r}.{nearest} A capacity is a GPU's name or a size. {error}") from None
     if size <= 0:
         raise ValueError(f"Not a capacity: {text!r}. A device has more than zero bytes.")
     return size
 
 
-def find_gpu(text: str) -> Gpu | None:
-    """Return the GPU of a name; None where the text is not the name of a known GPU.
+def _capacity_in_bytes(number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < MIB:
+        raise ValueError(
+            f'Not a capacity: {number!r}. Give a size with a unit such as "24GiB", a GPU\'s name such as '
+            '"RTX 4090", or a whole number of bytes, at least 1048576 (1 MiB).'
+        )
+    return number
+
+
+def find_gpu(text: object) -> Gpu | None:
+    """Return the GPU of a name; None where this is not the name of a known GPU.
 
     Case, spaces, hyphens and the words NVIDIA, GeForce and Tesla make no difference. The size may be left out where a
     GPU comes with only one.
@@ -126,7 +154,7 @@ def find_gpu(text: str) -> Gpu | None:
     Raises:
         ValueError: The GPU comes with different sizes, and the text gives none.
     """
-    matches = _gpus().get(_key(text), [])
+    matches = _gpus().get(_key(text), []) if isinstance(text, str) else []
     if len(matches) > 1:
         names = " or ".join(repr(gpu.name) for gpu in matches)
         raise ValueError(f"{text!r} comes with different sizes: write {names}.")

@@ -146,6 +146,27 @@ def test_less_than_the_minimum_stays(tmp_path):
     assert [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("arguments", [{"always": True}, {"min_reclaimable": 0}])
+def test_everything_is_released_at_every_boundary_on_request(arguments, tmp_path):
+    model = Wide(train=[[10]], val=[[12]])
+    with VirtualDevice("1GiB") as device:
+        run = quiet(tmp_path, EmptyCache(**arguments), num_sanity_val_steps=0)
+        run.fit(model, loader(8, 8), loader(8, 8))
+        assert device.stats().reserved == 2 * MIB
+    assert [mib for _, mib in in_mib(run.logger.curves, "memory/cache/freed_gib")] == [
+        10,
+        12,
+        0,
+    ]  # by default, less than 51 MiB stays
+
+
+@pytest.mark.parametrize("always", ["yes", 1, None])
+def test_always_is_true_or_false(always):
+    with pytest.raises(ValueError, match="neither True nor False") as error:
+        EmptyCache(always=always)
+    assert f"always={always!r}" in str(error.value)
+
+
 def test_without_a_capacity_the_share_is_of_what_is_reserved(tmp_path):
     def freed(share):
         model = Wide(train=[[30]], val=[[30]])
@@ -351,9 +372,9 @@ def test_an_unknown_stage_is_refused_with_those_that_exist(stages, what):
     assert str(error.value).startswith(f"stages={stages!r} {what}.")
 
 
-@pytest.mark.parametrize("minimum", [1.5, 0, -0.1, "half", "512", None, True])
+@pytest.mark.parametrize("minimum", [1.5, -0.1, "half", "512", None, True])
 def test_a_minimum_out_of_range_is_refused(minimum):
-    with pytest.raises(ValueError, match=r"above 0 and up to 1.*512MiB") as error:
+    with pytest.raises(ValueError, match=r"from 0 to 1.*512MiB") as error:
         EmptyCache(min_reclaimable=minimum)
     assert str(error.value).startswith(f"min_reclaimable={minimum!r} is neither a share nor a size.")
 

@@ -243,3 +243,15 @@ def test_the_failure_of_a_kernel_is_not_hidden(device):
     work = MemoryReleaser(reader, device.holds, threshold=ReleaseThreshold("2MiB"))
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         work.release(nn.Linear(2, 2), [])
+
+
+def test_on_request_garbage_is_collected_and_the_cache_emptied_every_time(device, collections):
+    model = nn.Linear(2, 2, bias=False)
+    on_device = on_device_of(device, torch.device("cpu"))
+    work = MemoryReleaser(device, on_device, threshold=ReleaseThreshold("500MiB"), always=True)
+    released = []
+    for _ in range(3):
+        Cycle(4)
+        released.append(work.release(model, [])[0].freed_bytes)
+    assert released == [20 * MIB] * 3
+    assert len(collections) == 3

@@ -63,14 +63,21 @@ def test_just_below_the_minimum_is_not_worth_it():
     assert not share.is_reached(MemoryStats(allocated=GIB + 1, reserved=2 * GIB))
 
 
+def test_with_a_minimum_of_nothing_all_that_can_be_released_is_worth_it():
+    for minimum in (0, 0.0, "0MiB"):
+        threshold = ReleaseThreshold(minimum)
+        assert threshold.is_reached(MemoryStats(allocated=GIB, reserved=GIB + 1, capacity=20 * GIB))
+        assert not threshold.is_reached(MemoryStats(allocated=GIB, reserved=GIB, capacity=20 * GIB))
+
+
 def test_nothing_is_never_worth_it():
     assert not ReleaseThreshold("0MiB").is_reached(MemoryStats(allocated=0, reserved=0))
     assert not ReleaseThreshold(0.05).is_reached(MemoryStats(allocated=0, reserved=0))
 
 
-@pytest.mark.parametrize("minimum", [0, 0.0, -0.1, 1.5, 2, True, float("nan"), "512", "lots", "-1MiB", ""])
+@pytest.mark.parametrize("minimum", [-0.1, 1.5, 2, True, float("nan"), "512", "lots", "-1MiB", ""])
 def test_anything_else_is_refused_with_what_is_accepted(minimum):
-    with pytest.raises(ValueError, match=r"neither a share nor a size.*above 0 and up to 1.*\"512MiB\"") as error:
+    with pytest.raises(ValueError, match=r"neither a share nor a size.*from 0 to 1.*\"512MiB\"") as error:
         ReleaseThreshold(minimum)
     assert repr(minimum) in str(error.value)
 

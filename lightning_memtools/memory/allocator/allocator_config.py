@@ -10,6 +10,9 @@ from typing import Any
 from lightning_memtools.memory.allocator.block_rounding import LARGE_SEGMENT, ROUNDUP_INTERVALS, WHOLE_SEGMENT_FROM
 from lightning_memtools.memory.sizes import MIB, format_size
 
+# CUDAAllocatorConfig::pinned_max_register_threads
+_MOST_REGISTER_THREADS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class AllocatorConfig:
@@ -71,23 +74,28 @@ class AllocatorConfig:
     def parse(cls, text: str) -> AllocatorConfig:
         """Read a string such as ``"expandable_segments:True,max_split_size_mb:64"``, as in PYTORCH_ALLOC_CONF.
 
-        Settings that torch knows but that do not change where device memory goes are accepted and ignored.
+        Settings that torch 2.13 knows but that do not change where device memory goes are checked, and then ignored.
 
         Raises:
             ValueError: A key or a value is not accepted; the message quotes it and lists the accepted keys.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"allocator={text!r} is not a text with settings. {_accepted()}")  # noqa: TRY004, as of every bad setting
         settings: dict[str, Any] = {}
         for key, value in _pairs(text):
-            if key in _WITHOUT_EFFECT or _ONLY.get(key) == value:
+            if _ONLY.get(key) == value:
                 continue
             if key in _ONLY:
                 raise ValueError(
                     f"{f'{key}:{value}'!r} in {text!r} is not simulated, only {f'{key}:{_ONLY[key]}'!r} is."
                 )
-            if key not in _FIELDS:
+            if key not in _FIELDS and key not in _WITHOUT_EFFECT:
                 raise ValueError(f"Unknown allocator setting {key!r} in {text!r}. {_accepted()}")
-            field, read = _FIELDS[key]
             try:
+                if key in _WITHOUT_EFFECT:
+                    _WITHOUT_EFFECT[key](value)
+                    continue
+                field, read = _FIELDS[key]
                 settings[field] = read(value)
                 cls(**settings)
             except ValueError as error:
@@ -145,6 +153,20 @@ def _whole_number(value: str) -> int:
     return int(value)
 
 
+def _positive(value: str) -> int:
+    number = _whole_number(value)
+    if number == 0:
+        raise ValueError("it must be greater than 0.")
+    return number
+
+
+def _register_threads(value: str) -> int:
+    number = _power_of_two(value)
+    if number > _MOST_REGISTER_THREADS:
+        raise ValueError(f"it must be at most {_MOST_REGISTER_THREADS}.")
+    return number
+
+
 def _mebibytes(value: str) -> int:
     return _whole_number(value) * MIB
 
@@ -196,17 +218,20 @@ _FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "per_process_memory_fraction": ("per_process_memory_fraction", _number),
     "large_segment_size_mb": ("large_segment_size", _mebibytes),
 }
-_WITHOUT_EFFECT = frozenset(
-    {
-        "release_lock_on_cudamalloc",
-        "pinned_use_cuda_host_register",
-        "pinned_num_register_threads",
-        "pinned_use_background_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_free_catch_all",
-        "graph_capture_record_stream_reuse",
-    }
-)
+# Read, so that a value that torch refuses is refused here too, and then ignored.
+_WITHOUT_EFFECT: dict[str, Callable[[str], Any]] = {
+    "release_lock_on_cudamalloc": _bool,
+    "release_lock_on_hipmalloc": _bool,
+    "pinned_use_cuda_host_register": _bool,
+    "pinned_use_hip_host_register": _bool,
+    "pinned_num_register_threads": _register_threads,
+    "pinned_use_background_threads": _bool,
+    "pinned_reserve_segment_size_mb": _positive,
+    "pinned_free_catch_all": _bool,
+    "pinned_max_round_threshold_mb": _whole_number,
+    "pinned_max_cached_size_mb": _whole_number,
+    "graph_capture_record_stream_reuse": _bool,
+}
 # Settings of which only one value is simulated.
 _ONLY = {"backend": "native", "throw_on_cudamalloc_oom": "False"}
 

@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_memtools._torch import FakeTensor, OperatorMode, in_backward, own_tensors, storage_id
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.oom_errors import bytes_refused_by_host
 from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.cuda_texts import ONE_EXABYTE, too_large_error
 from lightning_memtools.memory.virtual.ledger import LedgerEntry, VirtualLedger
 from lightning_memtools.memory.virtual.module_scopes import (
     OUTSIDE,
@@ -23,6 +25,7 @@ from lightning_memtools.memory.virtual.module_scopes import (
 )
 from lightning_memtools.memory.virtual.operators import (
     OperatorKind,
+    bytes_to_make,
     compose,
     is_gradient_sum,
     is_matmul,
@@ -92,7 +95,7 @@ class AccountingMode(OperatorMode):
             return func(*args, **kwargs)
         if kind is not OperatorKind.FRESH or self.silent:
             return self._run_rare(kind, func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = self._run_or_refuse(func, args, kwargs)
         for tensor in (out,) if isinstance(out, torch.Tensor) else flat(out):
             self._enter(tensor, args, kwargs)
         if self._cublas_workspace and is_matmul(func):
@@ -213,6 +216,31 @@ class AccountingMode(OperatorMode):
 
     # --- what operators do
 
+    def _run_or_refuse(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; where the host has no memory for it, the simulated device's refusal comes first.
+
+        A tensor that could never fit on the device is not made at all: the host may have no room for it either, and
+        would end the process when it is filled.
+        """
+        n_bytes = bytes_to_make(func, args, kwargs)
+        if n_bytes and self._ledger.exceeds_free(n_bytes):
+            self._ask_instead_of_host(n_bytes)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            refused = bytes_refused_by_host(error)
+            if refused is None:
+                raise
+            host_error = error.with_traceback(None)
+        self._ask_instead_of_host(refused)
+        raise host_error
+
+    def _ask_instead_of_host(self, n_bytes: int) -> None:
+        """Raise the simulated error, in place of the host's, if the device has no room for these bytes either."""
+        if n_bytes >= ONE_EXABYTE:
+            raise too_large_error()
+        self._ask(self._ledger.work_with, n_bytes)
+
     def _enter(self, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
         try:
             storage = tensor.untyped_storage()
@@ -261,7 +289,7 @@ class AccountingMode(OperatorMode):
         written = [args[0]] if kind is OperatorKind.RESIZED else [*flat(tuple(kwargs.values()))]
         source = args[1] if kind is OperatorKind.RESIZED and len(args) > 1 else None
         before = [_storage_state(tensor) for tensor in written]
-        out = func(*args, **kwargs)
+        out = self._run_or_refuse(func, args, kwargs)
         for tensor, state in zip(written, before, strict=True):
             after = _storage_state(tensor)
             # A tensor that was given another tensor's storage shares its fate, on the device or not.

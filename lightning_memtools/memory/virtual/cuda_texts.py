@@ -9,6 +9,7 @@ import torch
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
 from lightning_memtools.memory.sizes import GIB, KIB, MIB
 
+ONE_EXABYTE = 2**60
 MARK = "(simulated by lightning_memtools.VirtualDevice)"
 
 
@@ -39,6 +40,11 @@ def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMem
         f" {MARK}",
     ]
     return torch.OutOfMemoryError("".join(pieces))
+
+
+def too_large_error() -> torch.OutOfMemoryError:
+    """Return the error for `ONE_EXABYTE` or more, which CUDACachingAllocator.cpp refuses before it looks for memory."""
+    return torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate more than 1EB memory. {MARK}")
 
 
 def cuda_size(n_bytes: int) -> str:

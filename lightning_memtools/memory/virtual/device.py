@@ -59,8 +59,8 @@ class VirtualDevice:
     Only one can be entered at a time in a process. It can be pickled: its options travel, its accounting does not.
 
     Args:
-        capacity: What the device has: a size such as ``"24GiB"``, or a GPU's name such as ``"RTX 4090"``, which means
-            the bytes usable on it less the context. None for no limit.
+        capacity: What the device has: a size such as ``"24GiB"``, a number of bytes, or a GPU's name such as
+            ``"RTX 4090"``, which means the bytes usable on it less the context. None for no limit.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF: ``"expandable_segments:True"``.
         context: What the CUDA context takes of the capacity. By default 500 MiB of a GPU given by its name, and
             nothing of a capacity given as a size.
@@ -77,12 +77,12 @@ class VirtualDevice:
 
     def __init__(
         self,
-        capacity: str | None = None,
+        capacity: str | int | None = None,
         *,
         allocator: str = "",
-        context: str | None = None,
-        used_by_others: str = "0MiB",
-        cublas_workspace: str = "0MiB",
+        context: str | int | None = None,
+        used_by_others: str | int = "0MiB",
+        cublas_workspace: str | int = "0MiB",
         cuda_like: bool = False,
         record: bool = False,
     ) -> None:
@@ -100,27 +100,30 @@ class VirtualDevice:
     def _set_up(
         self,
         *,
-        capacity: str | None,
+        capacity: str | int | None,
         allocator: str,
-        context: str | None,
-        used_by_others: str,
-        cublas_workspace: str,
+        context: str | int | None,
+        used_by_others: str | int,
+        cublas_workspace: str | int,
         cuda_like: bool,
         record: bool,
     ) -> None:
         """Become a device that was never entered."""
         self._capacity = None if capacity is None else parse_capacity(capacity)
-        self._context = parse_size(context) if context is not None else _default_context(capacity)
-        self._cublas_workspace = parse_size(cublas_workspace)
-        self._cuda_like = cuda_like
-        others = self._context + parse_size(used_by_others)
+        self._context = _size_of("context", context) if context is not None else _default_context(capacity)
+        self._cublas_workspace = _size_of("cublas_workspace", cublas_workspace)
+        self._cuda_like = _checked_switch("cuda_like", cuda_like)
+        others = self._context + _size_of("used_by_others", used_by_others)
         if self._capacity is not None and others >= self._capacity:
             raise ValueError(
                 f"Nothing is left of the capacity {capacity!r} ({format_size(self._capacity)}): the context and other "
                 f"processes take {format_size(others)}. Raise capacity, or lower context or used_by_others."
             )
         self._allocator = CachingAllocator(
-            AllocatorConfig.parse(allocator), capacity=self._capacity, used_by_others=others, record=record
+            AllocatorConfig.parse(allocator),
+            capacity=self._capacity,
+            used_by_others=others,
+            record=_checked_switch("record", record),
         )
         self._history: AllocatorHistory | None = None
         self._ledger = VirtualLedger(self._allocator)
@@ -299,7 +302,8 @@ class VirtualDevice:
     def name(self) -> str:
         """What a person calls it, such as ``"virtual device (24GiB, simulated)"``."""
         capacity = self._options["capacity"]
-        return f"virtual device ({'no limit' if capacity is None else capacity}, simulated)"
+        size = format_size(capacity) if isinstance(capacity, int) else capacity
+        return f"virtual device ({'no limit' if size is None else size}, simulated)"
 
     @property
     def simulated(self) -> bool:
@@ -456,9 +460,21 @@ def _mode_here() -> AccountingMode | None:
     return getattr(_here, "mode", None)
 
 
-def _default_context(capacity: str | None) -> int:
-    by_name = capacity is not None and find_gpu(capacity) is not None
-    return parse_size(DEFAULT_CONTEXT) if by_name else 0
+def _default_context(capacity: str | int | None) -> int:
+    return 0 if find_gpu(capacity) is None else parse_size(DEFAULT_CONTEXT)
+
+
+def _size_of(option: str, size: str | int) -> int:
+    try:
+        return parse_size(size)
+    except ValueError as error:
+        raise ValueError(f"{option}={size!r}: {error}") from None
+
+
+def _checked_switch(option: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{option}={value!r} is neither True nor False.")  # noqa: TRY004, as of every bad option
+    return value
 
 
 def _fall_silent_in_fork() -> None:

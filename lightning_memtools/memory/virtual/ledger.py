@@ -15,6 +15,7 @@ import torch
 from lightning_memtools._torch import storage_id
 from lightning_memtools.memory.allocator import Block, CachingAllocator
 from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.cuda_texts import ONE_EXABYTE
 
 
 class LedgerEntry(weakref.ref[Any]):
@@ -127,6 +128,14 @@ class VirtualLedger:
             block = self.allocator.malloc(n_bytes, label="workspace")
             self._count(block, Category.OTHER)
             self.held += block.size
+
+    def exceeds_free(self, n_bytes: int) -> bool:
+        """Return whether so much does not fit beside what tensors hold, even if nothing were cached or in pieces."""
+        capacity = self.allocator.capacity
+        if capacity is None:
+            return n_bytes >= ONE_EXABYTE
+        self.settle()
+        return n_bytes > capacity - self.allocator.used_by_others - self.allocator.allocated
 
     def work_with(self, n_bytes: int) -> None:
         """Take a block and give it back at once, as a kernel does with its workspace.

@@ -8,6 +8,7 @@ sums; the condition is that of ``can_accumulate_inplace`` in torch/csrc/autograd
 
 from __future__ import annotations
 
+import math
 import sys
 from enum import Enum, auto
 from functools import cache
@@ -75,6 +76,27 @@ def kind_of(func: Any) -> OperatorKind:
 def is_matmul(func: Any) -> bool:
     """Whether cuBLAS computes this operator on a GPU."""
     return isinstance(func, OpOverload) and operator_schema(func).name in _MATMULS
+
+
+@cache
+def _from_sizes() -> frozenset[Any]:
+    """Return the operators whose first argument is the list of sizes, and whose data type no other argument changes."""
+    aten = torch.ops.aten
+    return frozenset({
+        aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default,
+        aten.rand.default, aten.randn.default,
+    })  # fmt: skip
+
+
+def bytes_to_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the bytes of the tensor that an operator makes from its sizes alone; 0 for any other operator."""
+    if not args or func not in _from_sizes() or kwargs.get("layout") not in {None, torch.strided}:
+        return 0
+    if str(kwargs.get("device") or "cpu") != "cpu" or not all(isinstance(size, int) for size in args[0]):
+        return 0
+    dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    n_bytes: int = math.prod(args[0]) * dtype.itemsize
+    return n_bytes
 
 
 def compose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -111,3 +111,45 @@ def test_what_torch_knows_but_is_not_simulated_says_so(text: str) -> None:
 def test_values_out_of_range_are_refused_by_the_class_too(arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         AllocatorConfig(**arguments)  # type: ignore[arg-type]
+
+
+# PyTorch 2.13's CUDA build gives these verdicts (torch._C._accelerator_setAllocatorSettings, on the null device).
+@pytest.mark.parametrize(
+    "text",
+    [
+        "release_lock_on_cudamalloc:True",
+        "release_lock_on_hipmalloc:True",
+        "pinned_use_hip_host_register:True",
+        "pinned_num_register_threads:4",
+        "pinned_num_register_threads:128",
+        "pinned_reserve_segment_size_mb:5",
+        "pinned_max_round_threshold_mb:5",
+        "pinned_max_round_threshold_mb:0",
+        "pinned_max_cached_size_mb:3",
+        "pinned_max_cached_size_mb:0",
+    ],
+)
+def test_settings_of_host_memory_that_torch_accepts_are_accepted(text: str) -> None:
+    assert AllocatorConfig.parse(text) == AllocatorConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("release_lock_on_cudamalloc:1", "must be True or False"),
+        ("release_lock_on_hipmalloc:5", "must be True or False"),
+        ("pinned_use_cuda_host_register:x", "must be True or False"),
+        ("pinned_num_register_threads:3", "'3' is not a power of two"),
+        ("pinned_num_register_threads:0", "'0' is not a power of two"),
+        ("pinned_num_register_threads:256", "at most 128"),
+        ("pinned_reserve_segment_size_mb:0", "greater than 0"),
+        ("pinned_reserve_segment_size_mb:x", "'x' is not a whole number"),
+        ("pinned_max_cached_size_mb:x", "'x' is not a whole number"),
+        ("pinned_free_catch_all:yes", "must be True or False"),
+        ("graph_capture_record_stream_reuse:2", "must be True or False"),
+        ("pinned_use_background_threads:true", "must be True or False"),
+    ],
+)
+def test_values_of_ignored_settings_that_torch_refuses_are_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' in .*{why}"):
+        AllocatorConfig.parse(text)

@@ -119,12 +119,33 @@ def test_record_keeps_a_trace() -> None:
         ({"context": "many"}, "many"),
         ({"used_by_others": "3"}, "3"),
         ({"cublas_workspace": "x"}, "x"),
+        ({"capacity": 24}, "Not a capacity: 24.*whole number of bytes, at least 1048576"),
+        ({"capacity": True}, "Not a capacity: True"),
+        ({"capacity": 2.0**30}, "Not a capacity: 1073741824.0"),
+        ({"capacity": "1G"}, r"Not a capacity: '1G'\. A capacity.*Did you mean '1GiB' or '1GB'\?"),
+        ({"context": 1}, "context=1: Not a size: 1"),
+        ({"used_by_others": 1}, "used_by_others=1: Not a size: 1"),
+        ({"used_by_others": None}, "used_by_others=None: Not a size: None"),
+        ({"cublas_workspace": 8.5}, "cublas_workspace=8.5: Not a size: 8.5"),
+        ({"allocator": None}, "allocator=None is not a text"),
+        ({"allocator": {"expandable_segments": True}}, "allocator={'expandable_segments': True} is not a text"),
+        ({"cuda_like": "yes"}, "cuda_like='yes' is neither True nor False"),
+        ({"record": 1}, "record=1 is neither True nor False"),
         ({"capacity": "1GiB", "used_by_others": "2GiB"}, r"Nothing is left of the capacity '1GiB' \(1.00 GiB\)"),
     ],
 )
 def test_bad_options_are_named_with_what_is_accepted(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VirtualDevice(**options)
+
+
+def test_numbers_are_accepted_where_they_can_only_mean_bytes() -> None:
+    device = VirtualDevice(2**30, context=0, used_by_others=0, cublas_workspace=0)
+    assert device.stats().capacity == 2**30
+    assert device.context_bytes == 0
+    assert device.name == "virtual device (1.00 GiB, simulated)"
+    assert VirtualDevice("RTX 4090", context=0).context_bytes == 0
+    assert pickle.loads(pickle.dumps(device)).stats().capacity == 2**30  # noqa: S301, our own
 
 
 def test_only_one_can_be_entered_at_a_time() -> None:

@@ -216,3 +216,70 @@ def test_observer_that_fails_does_not_hide_the_error() -> None:
             torch.ones(10 * MIB)
         assert caught.value.__notes__ == ["An observer of this error failed: KeyError('broken')"]
         assert is_oom_error(caught.value)
+
+
+TEBIBYTE = 2**40
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: torch.empty(100 * TEBIBYTE, dtype=torch.uint8),
+        lambda: torch.zeros(100 * TEBIBYTE // 4),
+        lambda: torch.full((100 * TEBIBYTE // 4,), 1.0),
+        lambda: torch.ones(1024).repeat(100 * TEBIBYTE // 4096),
+        lambda: torch.ones(1).resize_(100 * TEBIBYTE // 4),
+    ],
+)
+def test_the_device_is_asked_before_the_host_for_more_than_the_host_has(ask: Callable[[], torch.Tensor]) -> None:
+    with VirtualDevice("1GiB") as device:
+        kept = torch.ones(MIB)
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"Tried to allocate 102400.00 GiB. GPU 0 has a total"
+        ) as caught:
+            ask()
+        assert "DefaultCPUAllocator" not in "".join(traceback.format_exception(caught.value))
+        traceback.clear_frames(caught.tb)  # they hold what the operator worked on
+        assert device.stats().ooms == 1
+        assert allocated(device) == kept.nbytes
+
+
+def test_what_only_the_host_refuses_is_the_hosts_error() -> None:
+    with VirtualDevice() as device, pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
+        torch.empty(100 * TEBIBYTE, dtype=torch.uint8)
+    assert device.stats().ooms == 0
+
+
+@pytest.mark.parametrize("capacity", ["1GiB", None])
+def test_an_exabyte_or_more_is_refused_in_cudas_words(capacity: str | None) -> None:
+    with VirtualDevice(capacity) as device, pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert str(caught.value) == (
+        "CUDA out of memory. Tried to allocate more than 1EB memory. (simulated by lightning_memtools.VirtualDevice)"
+    )
+    assert device.stats().ooms == 0  # torch counts none: it refuses before it looks for memory
+
+
+def test_a_tensor_that_cannot_fit_is_refused_before_the_host_fills_it() -> None:
+    """The host would end the process that fills more than it has; here a counter sees that nothing is made."""
+    made = []
+
+    def count(*args: Any) -> None:
+        made.append(args)
+
+    with VirtualDevice("64MiB") as device:
+        device.record_history()
+        handle = device.observe_oom(count)
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 128\.00 MiB"):
+            torch.ones(32 * MIB)
+        handle.remove()
+        assert [action["action"] for action in device.snapshot()["device_traces"][0]] == ["oom"]
+    assert len(made) == 1
+
+
+def test_what_takes_little_memory_for_its_sizes_is_not_refused() -> None:
+    with VirtualDevice("64MiB") as device:
+        sparse = torch.zeros(2**20, 2**20, layout=torch.sparse_coo)
+        meta = torch.empty(2**40, device="meta")
+        assert (sparse.shape, meta.shape) == ((2**20, 2**20), (2**40,))
+        assert device.stats().ooms == 0
