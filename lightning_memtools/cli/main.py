@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_memtools.cli import dry_run, estimate, replay
+from lightning_memtools.cli import dry_run, estimate, replay, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     estimate.add_to(commands)
     replay.add_to(commands)
     dry_run.add_to(commands)
+    report.add_to(commands)
     chosen = parser.parse_args(arguments)
     try:
         return chosen.run(chosen) or 0

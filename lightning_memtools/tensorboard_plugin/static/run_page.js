@@ -124,10 +124,10 @@ function eventsTable(view) {
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "right" }, "step"), h("th", { scope: "col" }, "what happened"))), h("tbody", {}, rows))));
 }
 
-function wordsOnPoints(view) {
+function wordsOnPoints(view, grows) {
   const words = [];
   if (view.sampled) words.push("The event files are not on this machine's disk, so these are 1,000 random points of each curve as TensorBoard keeps them: short peaks may be missing.");
-  if (view.merged) words.push(`${whole(view.merged.points)} points are drawn as ${whole(view.merged.shown)}: of neighbouring steps the highest and lowest stay, so no peak is lost. Zoom in to see every point.`);
+  if (view.merged) words.push(`${whole(view.merged.points)} points are drawn as ${whole(view.merged.shown)}: of neighbouring steps the highest and lowest stay, so no peak is lost.${grows ? " Zoom in to see every point." : ""}`);
   if (view.thinned) words.push("A curve has more than 400,000 points: of neighbours only the higher one is kept.");
   return [...words, ...view.notes].map((text) => h("p", { class: "remark" }, text));
 }
@@ -152,7 +152,7 @@ export class RunPage {
     this.linked.range = range && this.shownRun === view.run ? range : null;
     this.shownRun = view.run;
     this.parts = this.kind === "composition" ? this.compositionParts(view) : this.runParts(view);
-    clear(this.words, wordsOnPoints(view));
+    clear(this.words, wordsOnPoints(view, this.source.grows));
     const all = h("button", { type: "button", class: "plain", onclick: () => this.linked.reset() }, "Show all steps");
     clear(this.container, this.kind === "run" ? cards(view.summary) : null,
       h("div", { class: "bar" }, h("span", { class: "remark" }, "Drag over a chart to zoom; double-click for all steps."), all),
@@ -194,7 +194,7 @@ export class RunPage {
 
   refine(shown) {
     clearTimeout(this.timer);
-    if (!this.merged) return;
+    if (!this.merged || !this.source.grows) return;
     const run = this.run;
     this.timer = setTimeout(async () => {
       const view = await this.source.run(run, shown);
@@ -203,7 +203,7 @@ export class RunPage {
         const fresh = series(view);
         if (fresh.length === chart.series.length) chart.setSeries(fresh);
       });
-      clear(this.words, wordsOnPoints(view));
+      clear(this.words, wordsOnPoints(view, this.source.grows));
     }, 120);
   }
 }

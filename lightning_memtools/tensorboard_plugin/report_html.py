@@ -1,0 +1,67 @@
+"""The Memory tab as one HTML file that needs no server and loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+
+from lightning_memtools.tensorboard_plugin.event_files import LoggedRun
+from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, summary_of
+
+_STATIC = Path(__file__).parent / "static"
+_STYLES = ("uPlot.min.css", "memory_tab.css")
+_IMPORT = re.compile(r'from "\./([\w.]+\.js)"')
+# More than the tab asks for, because zooming cannot bring more points.
+_BUCKETS = 1500
+# The page may run only what it brings along, and cannot send anything anywhere.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+
+_START = """
+import { start } from "memtools/app.js";
+const held = JSON.parse(document.getElementById("held").textContent);
+const source = {
+  grows: false,
+  runs: async () => ({ runs: held.runs }),
+  run: async (run) => held.views[run],
+  reports: async (run) => held.reports[run],
+};
+start(document.getElementById("memtools"), source);
+"""
+
+
+def report_html(runs: Mapping[str, LoggedRun], title: str) -> str:
+    """Return the page.
+
+    Args:
+        runs: The runs to show, by name.
+        title: The title of the page.
+    """
+    held = {
+        "runs": [summary_of(run) for run in runs.values()],
+        "views": {name: run_view(run, buckets=_BUCKETS) for name, run in runs.items()},
+        "reports": {name: reports_of(run) for name, run in runs.items()},
+    }
+    # "<" ends a script element if "/script>" follows, whatever it is part of.
+    data = json.dumps(held, allow_nan=False).replace("<", "\\u003c")
+    styles = "\n".join((_STATIC / name).read_text(encoding="utf-8") for name in _STYLES)
+    return (
+        '<!doctype html>\n<html lang="en" data-page="report">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{styles}\n</style>\n"
+        f'<script type="importmap">{json.dumps({"imports": dict(_modules())})}</script>\n</head>\n'
+        f'<body>\n<div id="memtools"></div>\n<script type="application/json" id="held">{data}</script>\n'
+        f'<script type="module">{_START}</script>\n</body>\n</html>\n'
+    )
+
+
+def _modules() -> Iterator[tuple[str, str]]:
+    """Yield each module's name and its source as a URL; a module in a URL can import by name only."""
+    for path in sorted(_STATIC.glob("*.js")):
+        source = _IMPORT.sub(r'from "memtools/\1"', path.read_text(encoding="utf-8"))
+        encoded = base64.b64encode(source.encode()).decode()
+        yield f"memtools/{path.name}", f"data:text/javascript;base64,{encoded}"

@@ -1,0 +1,51 @@
+"""`memtools report`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_memtools.cli.main import main
+from tests.browser import chromium, wait_until
+from tests.tensorboard_plugin.logdirs import ATTACK, write_small_run
+
+
+def test_the_file_shows_the_curves_without_a_server(tmp_path, capsys):
+    write_small_run(tmp_path / "logs" / "run </script><script>window.attacked=1", text=ATTACK)
+    output = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "logs"), "-o", str(output)]) == 0
+    assert str(output) in capsys.readouterr().out
+    page = output.read_text()
+    # Nothing is loaded: the only addresses are a comment's and namespaces'.
+    assert re.findall(r'(?:src|href)="', page) == []
+    with chromium() as window:
+        window.get(output.as_uri())
+        ready = "return document.documentElement.dataset.ready === 'true'"
+        assert wait_until(lambda: window.execute_script(ready), 30), window.get_log("browser")
+        text = window.execute_script("return document.querySelector('#memtools').innerText")
+        assert "Peak allocated" in text
+        assert "1.90 GiB" in text
+        assert window.execute_script("return document.querySelectorAll('#memtools canvas').length") == 3
+        window.execute_script("document.getElementById('tab-reports').click()")
+        reports = "return document.querySelector('#view').innerText"
+        assert wait_until(lambda: ATTACK in window.execute_script(reports), 10)
+        assert window.execute_script("return window.attacked") is None
+        assert [line for line in window.get_log("browser") if line["level"] == "SEVERE"] == []
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty"])
+def test_nothing_to_show_is_an_error_with_the_next_step(kind, tmp_path, capsys):
+    directory = tmp_path / "logs"
+    if kind == "empty":
+        directory.mkdir()
+    assert main(["report", str(directory), "-o", str(tmp_path / "x.html")]) == 1
+    error = capsys.readouterr().err
+    assert str(directory) in error
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path, capsys):
+    write_small_run(tmp_path / "logs")
+    assert main(["report", str(tmp_path / "logs"), "-o", str(tmp_path / "no" / "x.html")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
