@@ -247,9 +247,10 @@ class MemoryMonitor(Callback):
         if not trainer.is_global_zero:
             return
         text = summary.markdown()
-        write_report_or_warn(self._directory, f"memory_summary_{run.call}.md", text)
+        name = f"memory_summary_{run.call}.md"
+        write_report_or_warn(self._directory, name, text)
         self._summary_step = max(self._summary_step + 1, training_step(trainer))
-        log_text(trainer, "memtools/memory_summary", text, self._summary_step)
+        log_text(trainer, "memtools/memory_summary", text, self._summary_step, file=f"memtools/{name}")
         summary.print()
 
     def _stop(self) -> None:

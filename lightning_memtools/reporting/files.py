@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+import weakref
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 
 from lightning_memtools.reporting.ranks import RankGather
 
@@ -31,10 +35,11 @@ NO_RUN = NotWritten("not written: no run has begun")
 def report_directory(trainer: Trainer, directory: str | None = None) -> Path | NotWritten:
     """Return the directory for this run's reports, or the reason why the run keeps no files.
 
-    Call it on every rank or on none: `Trainer.log_dir` is a broadcast from rank 0.
+    It is the directory of the first logger that has one, else a folder for this run below `default_root_dir`, where
+    ModelCheckpoint saves too. Call it on every rank or on none: rank 0's is broadcast.
 
     Args:
-        trainer: Its `log_dir` is the parent of the directory "memtools".
+        trainer: The Trainer.
         directory: The callback's own argument, which takes precedence and is used as it is.
     """
     if directory is not None:
@@ -42,10 +47,34 @@ def report_directory(trainer: Trainer, directory: str | None = None) -> Path | N
     if not trainer.loggers:
         # Trainer.log_dir is the working directory then, and nobody asked for files there.
         return NotWritten("not written: this run keeps no files (logger=False)")
-    log_dir = trainer.log_dir
-    if log_dir is None or getattr(trainer, "fast_dev_run", False):
+    if getattr(trainer, "fast_dev_run", False):
         return NotWritten("not written: this run keeps no files (fast_dev_run)")
-    return Path(log_dir) / "memtools"
+    mine = _run_directory(trainer) if trainer.is_global_zero else ""  # rank 0 knows the version of the run
+    return Path(trainer.strategy.broadcast(mine)) / "memtools"
+
+
+# A Trainer whose logger gives its runs no version: the name of its folder, the same for fit and test.
+_NAMES: weakref.WeakKeyDictionary[Trainer, str] = weakref.WeakKeyDictionary()
+
+
+def _run_directory(trainer: Trainer) -> str:
+    for logger in trainer.loggers:
+        log_dir = getattr(logger, "log_dir", None)  # TensorBoardLogger, CSVLogger: a folder for each run
+        if log_dir is not None:
+            return str(log_dir)
+        if logger.save_dir is not None:  # one for all runs
+            return str(Path(logger.save_dir) / _run_of(trainer, logger))
+    return str(Path(trainer.default_root_dir) / _run_of(trainer, trainer.loggers[0]))
+
+
+def _run_of(trainer: Trainer, logger: Logger) -> Path:
+    """Return the logger's name and its run, as ModelCheckpoint puts them into a path."""
+    version = logger.version
+    if version is None or not str(version):
+        version = _NAMES.setdefault(trainer, f"{datetime.now(UTC):run_%Y-%m-%d_%H-%M-%S}_{os.getpid()}_{id(trainer):x}")
+    elif isinstance(version, int):
+        version = f"version_{version}"
+    return Path(str(logger.name), str(version))
 
 
 def write_report(directory: Path | NotWritten, name: str, text: str) -> Path | NotWritten:

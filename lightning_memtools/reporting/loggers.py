@@ -36,10 +36,19 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> No
     for_each_logger(trainer, write)
 
 
-def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0) -> None:
-    """Offer a markdown text to every logger that takes text (TensorBoard, W&B, MLflow, Comet). Rank 0 only."""
+def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0, *, file: str | None = None) -> None:
+    """Offer a markdown text to every logger that takes text (TensorBoard, W&B, MLflow, Comet). Rank 0 only.
+
+    Args:
+        trainer: The Trainer.
+        tag: The text's name.
+        markdown: The text.
+        step: The training step.
+        file: The text's name in a logger that keeps one file for each name and replaces it; None is `<tag>.md`.
+    """
     if trainer.is_global_zero:
-        for_each_logger(trainer, lambda logger: _write_text(logger, tag, markdown, step))
+        name = f"{tag}.md" if file is None else file
+        for_each_logger(trainer, lambda logger: _write_text(logger, tag, markdown, step, name))
 
 
 def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
@@ -53,21 +62,28 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
                 continue
             failed.add(logger)
             warnings.warn(
-                f"{type(logger).__name__} failed while writing ({type(error).__name__}: {error}). Training goes on; "
+                f"{type(logger).__name__} failed while writing ({_in_words(error)}). Training goes on; "
                 "what lightning_memtools logs may be missing there. This is said once.",
                 stacklevel=2,
             )
 
 
-def _write_text(logger: Logger, tag: str, markdown: str, step: int) -> None:
+def _in_words(error: BaseException) -> str:
+    """Return an error with its cause: "No space left on device" is below what TensorBoard's writer raises."""
+    cause = error.__cause__ or error.__context__
+    said = f"{type(error).__name__}: {error}"
+    return said if cause is None else f"{said}; caused by {type(cause).__name__}: {cause}"
+
+
+def _write_text(logger: Logger, tag: str, markdown: str, step: int, file: str) -> None:
     # By what they can do, not by type: a callback of `lightning` also serves a logger of `pytorch_lightning`.
-    experiment: Any = logger.experiment  # type: ignore[attr-defined]
+    experiment: Any = getattr(logger, "experiment", None)  # a logger need not have one, and takes no text then
     if hasattr(experiment, "add_text"):  # TensorBoard
         experiment.add_text(tag, markdown, step)
     elif hasattr(logger, "log_text"):  # W&B: a table with one cell
         logger.log_text(key=tag, columns=["markdown"], data=[[markdown]])
     elif hasattr(experiment, "log_text") and hasattr(logger, "run_id"):  # MLflow: an artifact of the run
-        experiment.log_text(logger.run_id, markdown, f"{tag}.md")
+        experiment.log_text(logger.run_id, markdown, file)
     elif hasattr(experiment, "log_text"):  # Comet
         experiment.log_text(markdown, step=step, metadata={"tag": tag})
 
@@ -97,7 +113,7 @@ def write_layout(trainer: Trainer) -> None:
     layout = merged_layout([c.charts(trainer) for c in callbacks if isinstance(c, OffersCharts)])
 
     def write(logger: Logger) -> None:
-        experiment: Any = logger.experiment  # type: ignore[attr-defined]
+        experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "add_custom_scalars") and experiment not in written:
             written.add(experiment)
             experiment.add_custom_scalars(layout)

@@ -57,7 +57,7 @@ class Model(L.LightningModule):
     validation_step = training_step
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Samples(64, WIDTH), self.batch_size)
+        return DataLoader(Samples(128, WIDTH), self.batch_size)
 
     val_dataloader = train_dataloader
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger, Logger
 
+from lightning_memtools import MemoryMonitor
 from lightning_memtools.reporting.files import (
     NotWritten,
     report_directory,
@@ -14,7 +16,7 @@ from lightning_memtools.reporting.files import (
     write_report_or_warn,
 )
 from lightning_memtools.reporting.ranks import RankGather
-from tests.lightning_models import trainer
+from tests.lightning_models import Regression, loader, trainer
 
 
 def test_reports_go_below_the_log_directory_or_where_the_callback_says(tmp_path):
@@ -52,3 +54,61 @@ def test_a_failure_gives_the_reason(tmp_path):
     assert write_report_on_rank_zero(tmp_path / "file", "a.md", "text", RankGather()) == failed
     with pytest.warns(UserWarning, match=r"The report a\.md could not be written: .* Training goes on\."):
         assert write_report_or_warn(tmp_path / "file", "a.md", "text") is None
+
+
+class Database(Logger):
+    """Keeps nothing in files, as MLflow on a database."""
+
+    def __init__(self, version: str | int | None = "run7", save_dir: str | None = None) -> None:
+        super().__init__()
+        self._version, self._save_dir = version, save_dir
+
+    @property
+    def name(self) -> str:
+        return "experiment"
+
+    @property
+    def version(self) -> str | int | None:
+        return self._version
+
+    @property
+    def save_dir(self) -> str | None:
+        return self._save_dir
+
+    def log_metrics(self, metrics, step=None):
+        """Keep nothing."""
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        """Keep nothing."""
+
+
+def test_the_first_logger_that_has_a_directory_gives_it(tmp_path):
+    csv = CSVLogger(tmp_path / "csv")
+    run = trainer(tmp_path, logger=[Database(), csv])
+    assert report_directory(run) == Path(csv.log_dir) / "memtools"
+
+
+def test_without_any_logger_directory_a_run_has_its_folder_below_the_trainers_root(tmp_path):
+    assert report_directory(trainer(tmp_path, logger=Database())) == tmp_path / "experiment" / "run7" / "memtools"
+    numbered = trainer(tmp_path, logger=Database(3))
+    assert report_directory(numbered) == tmp_path / "experiment" / "version_3" / "memtools"
+
+
+def test_a_logger_with_a_directory_for_all_runs_gets_a_folder_for_each(tmp_path):
+    run = trainer(tmp_path, logger=Database("run8", str(tmp_path / "mlruns")))
+    assert report_directory(run) == tmp_path / "mlruns" / "experiment" / "run8" / "memtools"
+
+
+def test_runs_without_a_version_do_not_share_a_folder(tmp_path):
+    first, second = (trainer(tmp_path, logger=Database(None)) for _ in range(2))
+    assert report_directory(first) == report_directory(first)  # fit and test of one Trainer
+    assert report_directory(first) != report_directory(second)
+
+
+def test_a_whole_run_with_a_database_writes_its_summaries(tmp_path):
+    run = trainer(tmp_path, MemoryMonitor(), logger=Database())
+    model = Regression()
+    run.fit(model, loader())
+    run.test(model, loader(), verbose=False)
+    written = {path.name for path in (tmp_path / "experiment" / "run7" / "memtools").iterdir()}
+    assert written == {"memory_summary_fit.md", "memory_summary_test.md"}
