@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import combinations
@@ -46,6 +46,9 @@ def largest_batch(
 ) -> int:
     """Return a batch size that fits while one more does not, both tried; 0 where a batch of one does not fit.
 
+    Where the step fails with a batch of one, as BatchNorm makes it fail in training, a batch of two stands for it: the
+    result is then 0 where two do not fit.
+
     Tensor sizes are linear in the batch size, so two trials give the requests to the allocator at any other size, and
     replaying these is much faster than a trial. Mostly two trials for the line and two for the answer are enough. Where
     the program behaves differently at other sizes, the line is drawn anew through nearer trials.
@@ -70,7 +73,7 @@ def largest_batch(
 
     def attempt_size(size: int) -> None:
         if low < size < high:
-            note(size, attempt(size))
+            note(size, _attempt_or_two(size, attempt, trials))
 
     for size, trial in (known or {}).items():
         note(size, trial)
@@ -92,6 +95,16 @@ def largest_batch(
         # A guess that is known to fit is the answer if one more does not fit, so that one is tried.
         attempt_size(max(guess, low + 1))
     return low
+
+
+def _attempt_or_two(size: int, attempt: Callable[[int], TracedSize], trials: Mapping[int, TracedSize]) -> TracedSize:
+    try:
+        return attempt(size)
+    except ValueError:
+        if size != 1:
+            raise
+    # Without its trace: drawn through the size of one, it would give a wrong line.
+    return replace(trials.get(2) or attempt(2), trace=None)
 
 
 def _guess(

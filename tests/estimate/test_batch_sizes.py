@@ -108,3 +108,27 @@ def test_without_traces_it_is_bisection_from_the_line_through_the_peaks():
 def test_a_program_that_takes_the_same_at_every_size_has_no_answer():
     with pytest.raises(ValueError, match="does not grow with the batch: at 8 and"):
         search(100 * MIB, per_sample=0, n_tensors=0)
+
+
+def test_a_batch_of_one_that_cannot_run_is_judged_by_a_batch_of_two() -> None:
+    """BatchNorm refuses one value per channel in training, where the first guess of a search can be one sample."""
+
+    def search(most: int) -> int:
+        def attempt(size: int) -> TracedSize:
+            if size == 1:
+                raise ValueError("Expected more than 1 value per channel when training")
+            return TracedSize(size <= most, 100 * size)
+
+        return largest_batch(1, attempt=attempt, serves=lambda _: False, limit=100 * most, known={64: attempt(64)})
+
+    assert search(13) == 13
+    assert search(2) == 2
+    assert search(1) == 0
+
+
+def test_a_step_that_fails_with_two_samples_as_well_is_not_hidden() -> None:
+    def attempt(size: int) -> TracedSize:
+        raise ValueError(f"not with {size}")
+
+    with pytest.raises(ValueError, match="not with 2"):
+        largest_batch(1, attempt=attempt, serves=lambda _: False, limit=100)
