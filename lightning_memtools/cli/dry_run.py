@@ -14,13 +14,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.sizes import find_gpu, format_size, parse_size
+from lightning_memtools.memory.virtual.device import DEFAULT_CONTEXT
 from lightning_memtools.null_cuda.launch import environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.tables import Table, console_table
 
 _CHILD = "lightning_memtools.cli.dry_run_child"
 FITS, FAILED, OUT_OF_MEMORY = 0, 1, 3
+# Taken of a GPU that is named, as a VirtualDevice does; a capacity in bytes is all for the run.
+CONTEXT_BYTES = parse_size(DEFAULT_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +183,9 @@ def dry_run(
         raise ValueError(f"rank={rank}: with devices={devices}, ranks go from 0 to {devices - 1}.")
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps}: at least one step has to run.")
-    found = null_devices(gpu, capacity, count=devices)
+    by_name = gpu if capacity is None else capacity
+    has_context = isinstance(by_name, str) and find_gpu(by_name) is not None
+    found = null_devices(gpu, capacity, count=devices, context_bytes=CONTEXT_BYTES if has_context else 0)
     place = Path(directory or tempfile.mkdtemp(prefix="memtools-dry-run-")).resolve()
     place.mkdir(parents=True, exist_ok=True)
     spec = DryRunSpec(

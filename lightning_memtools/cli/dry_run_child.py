@@ -16,15 +16,21 @@ from typing import Any
 import torch
 
 from lightning_memtools._torch import cuda_memory_snapshot, pretend_ranks, record_cuda_history
-from lightning_memtools.cli.dry_run import FAILED, FITS, OUT_OF_MEMORY, DryRunResult, DryRunSpec, DryRunStage
+from lightning_memtools.cli.dry_run import (
+    CONTEXT_BYTES,
+    FAILED,
+    FITS,
+    OUT_OF_MEMORY,
+    DryRunResult,
+    DryRunSpec,
+    DryRunStage,
+)
 from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported
 from lightning_memtools.memory.allocator import AllocatorConfig, replay
 from lightning_memtools.memory.allocator.memory_snapshot import trace_until
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.sizes import known_gpus
 
-# The context and the kernels of a real GPU take some 300 to 700 MiB outside of PyTorch's allocator.
-_CONTEXT_BYTES = 500 * 2**20
 _HISTORY_ENTRIES = 2_000_000
 
 
@@ -50,7 +56,7 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
     config = AllocatorConfig.parse(
         os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     )
-    trace = trace_until(snapshot, config, capacity=None, used_by_others=_CONTEXT_BYTES, until=end, device=device)
+    trace = trace_until(snapshot, config, capacity=None, used_by_others=CONTEXT_BYTES, until=end, device=device)
     gpus = sorted(known_gpus(), key=lambda gpu: (gpu.usable_bytes, gpu.name))
     low, high = -1, len(gpus)  # gpus[low] is too small, gpus[high] is enough
     while high - low > 1:
@@ -62,14 +68,14 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
     return gpus[low].name if low >= 0 else None, gpus[high].name if high < len(gpus) else None
 
 
-def _run_program(spec: DryRunSpec) -> None:
+def _run_program(spec: DryRunSpec) -> dict[str, Any]:
+    """Run the program and return its variables, so that they live as long as they would have."""
     sys.argv = [spec.program, *spec.arguments]
     if spec.module:
         sys.path.insert(0, str(Path.cwd()))
-        runpy.run_module(spec.program, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(spec.program).resolve().parent))
-        runpy.run_path(spec.program, run_name="__main__")
+        return runpy.run_module(spec.program, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, str(Path(spec.program).resolve().parent))
+    return runpy.run_path(spec.program, run_name="__main__")
 
 
 def _print_error(error: BaseException) -> None:
@@ -94,8 +100,9 @@ def main(path: str) -> None:
     # Registered before the script registers its own functions, so it runs after them.
     atexit.register(_end_here)
     status, message = FITS, None
+    variables: dict[str, Any] = {}
     try:
-        _run_program(spec)
+        variables = _run_program(spec)
     except SystemExit as error:
         code = error.code
         if code not in (None, 0):
@@ -110,6 +117,7 @@ def main(path: str) -> None:
     observer.end()
     properties = torch.cuda.get_device_properties(spec.rank)
     snapshot = cuda_memory_snapshot()
+    del variables
     if not observer.stages:
         stats = torch.cuda.memory_stats(spec.rank)
         if not stats.get("allocation.all.allocated"):

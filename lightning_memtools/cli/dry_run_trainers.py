@@ -23,6 +23,8 @@ from lightning_memtools.memory.sizes import format_size
 
 # Checkpoints of larger models are skipped: they would be files of zeros.
 _LARGEST_CHECKPOINT_BYTES = 2**30
+# Their checkpoints are put together by all ranks, and one rank of a dry run has nobody to talk to.
+_SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
 class RunObserver:
@@ -223,6 +225,9 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
         held = sum(one.untyped_storage().nbytes() for one in self.lightning_module.parameters())
         if held > _LARGEST_CHECKPOINT_BYTES:
             observer.note(f"Checkpoints were not written: the model has {format_size(held)} of zeros.")
+            return
+        if observer.spec.devices > 1 and type(self.strategy).__name__ in _SHARDING:
+            observer.note("Checkpoints were not written: all ranks write those of a sharded model, and one was run.")
             return
         path = Path(filepath)
         save(self, path if path.is_relative_to(place.parent) else place / path.name, *args, **options)

@@ -13,7 +13,9 @@ from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.estimate.cpu_fallback import estimate_on_cpu, explain
 from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstimate, cublas_workspace_of
 from lightning_memtools.estimate.trace_reading import read_estimate
+from lightning_memtools.memory.sizes import find_gpu
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.cuda_ops.reductions import GpuShape
 from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
 from lightning_memtools.simulation.step import STEP_NAMES, Precision, PrecisionName, Recipe, Stage
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
@@ -98,7 +100,10 @@ def estimate_memory(
         raise ValueError("gradient_as_bucket_view belongs to DDP: give the size of its buckets too, ddp_bucket_mb=25.")
     subject = Subject(model=model, step=step, optimizer=optimizer, ddp=ddp)
     settings = SimulationSettings(
-        cuda=device == "cuda", allocator=allocator, cublas_workspace=cublas_workspace_of(capacity)
+        cuda=device == "cuda",
+        allocator=allocator,
+        cublas_workspace=cublas_workspace_of(capacity),
+        gpu=GpuShape.of(None if capacity is None else find_gpu(capacity)),
     )
     estimate = _estimate(subject, batch, recipe, settings, capacity)
     is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())

@@ -15,12 +15,15 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
 from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
+from lightning_memtools.simulation.cuda_ops.reductions import GpuShape, reduction_kernels
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
 from lightning_memtools.state.random_state import random_streams_restored
 
 
 @contextmanager
-def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool) -> Iterator[None]:
+def simulated(
+    model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool, gpu: GpuShape | None = None
+) -> Iterator[None]:
     """Make a module's tensors fakes on a virtual device within; afterwards all that its steps changed is restored.
 
     Args:
@@ -29,6 +32,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         exchange: Makes the fakes. With a `RealExchange` they are copies of the real tensors and the CPU computes with
             them, so that of CUDA's behaviour only the dropout masks and the optimizers are simulated.
         cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate.
+        gpu: The GPU whose grids kernels have; an A100 by default.
     """
     values = isinstance(exchange, RealExchange)
     active = VirtualDevice.current()
@@ -44,7 +48,8 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
                 stack.enter_context(cuda_autocast())
             stack.enter_context(fake_mode())
             # Replacements return tensors without values, which would be wrong for real tensors.
-            device.replace_operators({**SIZED, **(KERNELS if cuda else {})})
+            own = {**KERNELS, **reduction_kernels(gpu or GpuShape())} if cuda else {}
+            device.replace_operators({**SIZED, **own})
         stack.enter_context(borrowed([model], exchange))
         if not values:
             _skip_checks(model)

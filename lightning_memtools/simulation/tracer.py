@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import Category, VirtualDevice
+from lightning_memtools.simulation.cuda_ops.reductions import GpuShape
 from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, copy_optimizer
 from lightning_memtools.simulation.recording import AllocationRecorder
@@ -55,11 +56,13 @@ class SimulationSettings:
         cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
         cublas_workspace: The size of a cuBLAS workspace.
+        gpu: The GPU whose grids kernels have.
     """
 
     cuda: bool
     allocator: str = ""
     cublas_workspace: str = "0MiB"
+    gpu: GpuShape = GpuShape()
 
 
 @dataclass(slots=True)
@@ -163,7 +166,7 @@ def trace(
     model = unwrapped(subject.model)
     exchange = RealExchange(dtype) if values else TensorExchange(dtype)
     with ExitStack() as stack:
-        stack.enter_context(simulated(model, device, exchange, cuda=settings.cuda))
+        stack.enter_context(simulated(model, device, exchange, cuda=settings.cuda, gpu=settings.gpu))
         buckets = None
 
         def count_bucket(bucket: torch.Tensor) -> None:

@@ -131,7 +131,8 @@ def test_the_peak_equals_that_of_the_same_steps_without_a_trainer(script):
             model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10)).cuda()
             optimizer = torch.optim.Adam(model.parameters())
             for _ in range(3):
-                loss = model(torch.randn(64, 1024).cuda()).sum()
+                batch = torch.randn(64, 1024).cuda()  # kept during the optimizer's step, as Lightning does
+                loss = model(batch).sum()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

@@ -137,24 +137,31 @@ class VirtualLedger:
         self.settle()
         return n_bytes > capacity - self.allocator.used_by_others - self.allocator.allocated
 
-    def work_with(self, n_bytes: int) -> None:
-        """Take a block and give it back at once, as a kernel does with its workspace.
+    def work_with(self, *sizes: int) -> None:
+        """Take blocks and give them back at once, as a kernel does with its workspaces.
 
         Raises:
             SimulatedOutOfMemory: The device has too little.
         """
-        if n_bytes <= 0:
+        wanted = [size for size in sizes if size > 0]
+        if not wanted:
             return
+        taken: list[Block] = []
         with self._lock:
             self._settle()
-            block = self.allocator.malloc(n_bytes, label="workspace")
-            self._serial += 1
-            number = block.id
-            if self.listener is not None:
-                self.listener.on_allocation(block, None, "")
-            self.allocator.free(block)
-            if self.listener is not None:
-                self.listener.on_free(number, None, "")
+            try:
+                for n_bytes in wanted:
+                    block = self.allocator.malloc(n_bytes, label="workspace")
+                    taken.append(block)
+                    self._serial += 1
+                    if self.listener is not None:
+                        self.listener.on_allocation(block, None, "")
+            finally:
+                for block in taken:
+                    number = block.id
+                    self.allocator.free(block)
+                    if self.listener is not None:
+                        self.listener.on_free(number, None, "")
         self._settle_late()
 
     def resize(self, entry: LedgerEntry, n_bytes: int) -> None:

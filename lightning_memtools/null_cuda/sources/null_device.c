@@ -4,6 +4,7 @@
 //   NULL_CUDA_NAME     its name               NULL_CUDA_CAPABILITY  its compute capability, as 86 for 8.6
 //   NULL_CUDA_MULTIPROCESSORS  their number
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -123,4 +124,19 @@ int null_device_attribute(int attribute, const NullDevice *device) {
     case 115: return 1;                               // memory pools, for cudaMallocAsync
     default: return 0;
   }
+}
+
+// c10::utils::check_env. torch decides in libtorch_cpu which convolutions go to cuDNN (those of bfloat16 only with the
+// interface of cuDNN 8), and calls it in libtorch_cuda, where the interface of cuDNN 7 is the one that is stood in for.
+// So the switch between the two has another answer in each. std::optional<bool>: the value, then whether there is one.
+unsigned short null_check_env(const char *name) __asm__("_ZN3c105utils9check_envEPKc");
+unsigned short null_check_env(const char *name) {
+  if (!strcmp(name, "TORCH_CUDNN_V8_API_DISABLED")) {
+    Dl_info caller;
+    int in_cuda = dladdr(__builtin_return_address(0), &caller) && caller.dli_fname && strstr(caller.dli_fname, "libtorch_cuda");
+    return in_cuda ? 0x101 : 0;
+  }
+  const char *text = getenv(name);
+  if (!text || (strcmp(text, "0") && strcmp(text, "1"))) return 0;
+  return 0x100 | (*text == '1');
 }

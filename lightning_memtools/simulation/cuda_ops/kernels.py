@@ -19,8 +19,8 @@ aten = torch.ops.aten
 class Workspace(Protocol):
     """The part of the device's ledger that kernels use."""
 
-    def work_with(self, n_bytes: int) -> None:
-        """Allocate memory that a kernel needs while it runs, and free it."""
+    def work_with(self, *sizes: int) -> None:
+        """Allocate the blocks that a kernel needs while it runs, and free them."""
 
 
 Run = Callable[..., Any]
@@ -117,6 +117,21 @@ def _statistics_in_float(run: Run, func: Any, args: tuple[Any, ...], kwargs: dic
     mean = run(aten.empty.memory_format, shape, **options)
     rstd = run(aten.empty.memory_format, shape, **options)
     return out, mean, rstd
+
+
+@instead_of(aten.native_batch_norm.default)
+def batch_norm(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Mean and 1/deviation are float32 for half inputs too (cuda/Normalization.cuh, batch_norm_cuda)."""
+    del ledger
+    out = run(func, *args, **kwargs)
+    if args[0].dtype not in _HALF or out[1].numel() == 0 or out[1].dtype is torch.float32:
+        return out
+    result, n_channels = out[0], out[1].numel()
+    del out
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    mean = run(aten.empty.memory_format, [n_channels], **options)
+    rstd = run(aten.empty.memory_format, [n_channels], **options)
+    return result, mean, rstd
 
 
 @instead_of(aten.native_layer_norm_backward.default)

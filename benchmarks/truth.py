@@ -1,0 +1,415 @@
+"""`estimate_memory` beside PyTorch's own CUDA allocator and code, over a sweep of models, and where they part.
+
+Needs PyTorch's CUDA build; no GPU:
+
+    python -m lightning_memtools.null_cuda --gpu "A100 80GB" benchmarks/truth.py [--only TEXT] [--part 0/2]
+    python -m lightning_memtools.null_cuda --gpu "A100 80GB" benchmarks/truth.py --diff "dla34, bf16-mixed, Adam"
+
+`--diff` lists the allocations that only one of the two makes, with their operators, the first one first. Figures of the
+real allocator are kept in a file of their own (--kept), because they change with torch and not with this library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import gc
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from estimate_models import MakeOptimizer
+from gpu_estimates import autocast, clean_up
+from machine import save
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from truth_models import OPTIMIZERS, TruthCase, cases, step
+
+from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
+from lightning_memtools.memory.virtual.operators import is_gradient_sum
+from lightning_memtools.simulation.precision import Precision
+from lightning_memtools.simulation.step import Recipe
+from lightning_memtools.simulation.tracer import Settings, Subject, trace
+
+STEPS = 2
+GPU = "A100 80GB"
+_ROUNDING = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TracedAllocation:
+    """One allocation of a run.
+
+    Attributes:
+        operator: Where it was made.
+        size: Its bytes, rounded as the allocator does.
+        allocated: What was allocated after it.
+    """
+
+    operator: str
+    size: int
+    allocated: int
+
+    def __str__(self) -> str:
+        """Returns it for a list."""
+        return f"{self.operator} {self.size}"
+
+
+# --- the real allocator
+
+
+def on_device(case: TruthCase) -> nn.Module:
+    """Returns the model on the device, its parameters in the order in which ``.to("cuda")`` puts them there."""
+    model = built(case)
+    known = {id(one): one for one in (*model.parameters(), *model.buffers())}
+    shared = {name: id(one) for name, one in model.named_parameters(remove_duplicate=False)}
+    if any(one.is_meta for one in known.values()):
+        model = model.to_empty(device="cpu")  # without pages: nobody writes to them
+        first: dict[int, nn.Parameter] = {}
+        for name, identity in shared.items():  # to_empty unties what is tied
+            owner, _, last = name.rpartition(".")
+            if identity in first:
+                setattr(model.get_submodule(owner), last, first[identity])
+            else:
+                first[identity] = model.get_parameter(name)
+    dtype = torch.bfloat16 if case.precision == "bf16-true" else None
+    return model.to("cuda", dtype)
+
+
+def built(case: TruthCase) -> nn.Module:
+    """Returns the model on meta; on the host, if it cannot be built there."""
+    torch.manual_seed(0)
+    try:
+        with torch.device("meta"):
+            model = case.build()
+        if any(not one.is_meta for one in (*model.parameters(), *model.buffers())):
+            raise NotImplementedError("a part of it is made elsewhere")
+    except (RuntimeError, NotImplementedError, ValueError):
+        model = case.build()
+    model.train(case.stage == "train")
+    return model.to(memory_format=torch.channels_last) if case.channels_last else model
+
+
+def run(case: TruthCase, model: nn.Module) -> None:
+    """Steps in Lightning's order, as the estimate runs them."""
+    dtype = torch.bfloat16 if case.precision == "bf16-true" else None
+    host = case.batch("cpu")
+
+    def fresh_batch() -> dict[str, torch.Tensor]:
+        return {name: one.to("cuda", dtype if one.is_floating_point() else None) for name, one in host.items()}
+
+    if case.stage != "train":
+        with torch.no_grad():
+            for _ in range(STEPS):
+                batch = fresh_batch()
+                with autocast(case.precision):
+                    out = step(model, batch)
+                del batch, out
+        return
+    parameters = list(model.parameters())
+    optimizer = OPTIMIZERS[case.optimizer](parameters)
+    scaler = torch.amp.GradScaler("cuda") if case.precision == "16-mixed" else None
+    for _ in range(STEPS):
+        for part in range(case.accumulate):
+            batch = fresh_batch()
+            with autocast(case.precision):
+                loss = step(model, batch)
+            if part == 0:
+                optimizer.zero_grad()
+            scaled = loss / case.accumulate if case.accumulate > 1 else loss
+            (scaler.scale(scaled) if scaler else scaled).backward()
+            del scaled
+            loss = loss.detach()
+            del batch
+        if scaler:
+            scaler.unscale_(optimizer)
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, case.clip)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+
+
+def real_peaks(case: TruthCase) -> dict[str, int]:
+    """Peaks of PyTorch's own allocator from a clean start."""
+    clean_up()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.memory_allocated() == 0, "something else holds memory of this process"
+    model = on_device(case)
+    run(case, model)
+    found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    del model
+    gc.collect()
+    return found
+
+
+class _OperatorLog(TorchDispatchMode):  # type: ignore[misc]
+    """Notes which operator made which allocations, by their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        before = _number_of_allocations()
+        if is_gradient_sum(func, args, kwargs or {}):  # not in place only because a mode is active
+            out = torch.ops.aten.add_.Tensor(*args)
+        else:
+            out = func(*args, **(kwargs or {}))
+        for number in range(before, _number_of_allocations()):
+            self.operators.setdefault(number, str(func))
+        return out
+
+
+def _number_of_allocations() -> int:
+    return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])
+
+
+def real_trace(case: TruthCase) -> list[TracedAllocation]:
+    """Every allocation of PyTorch's own allocator."""
+    clean_up()
+    torch.cuda.memory._record_memory_history(context=None, max_entries=10_000_000)
+    first = _number_of_allocations()
+    log = _OperatorLog()
+    with log:
+        model = on_device(case)
+        run(case, model)
+    entries = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    del model
+    gc.collect()
+    found, allocated = [], 0
+    for entry in entries:
+        size = -(-entry["size"] // _ROUNDING) * _ROUNDING
+        if entry["action"] == "alloc":
+            allocated += size
+            found.append(TracedAllocation(log.operators.get(first + len(found), "?"), size, allocated))
+        elif entry["action"] == "free_completed":
+            allocated -= size
+    return found
+
+
+# --- the simulation
+
+
+def estimated(case: TruthCase) -> tuple[dict[str, Any], list[TracedAllocation]]:
+    """The estimate of the same steps, and every allocation of the simulation (none where it ran on the host)."""
+    start = time.perf_counter()
+    optimizer: MakeOptimizer | None = OPTIMIZERS[case.optimizer] if case.stage == "train" else None
+    recipe = Recipe(
+        stage=case.stage,  # type: ignore[arg-type]
+        precision=Precision.parse(case.precision),
+        steps=STEPS,
+        accumulate=case.accumulate,
+        clip=case.clip,
+    )
+    subject = Subject(model=built(case), step=step, optimizer=optimizer)
+    try:
+        traced = trace(subject, case.batch("meta"), recipe, Settings(cuda=True, cublas_workspace="8519680B"))
+    except Exception:  # noqa: BLE001, estimate_memory knows what to do, or says what is wrong
+        return _estimated_on_host(case, optimizer, start), []
+    recorder = traced.recorder
+    peaks = {"allocated": max(recorder.allocated), "reserved": max(recorder.reserved)}
+    found: list[TracedAllocation] = []
+    sizes: dict[int, int] = {}
+    allocated = 0
+    assert traced.device.trace is not None
+    for kind, number in traced.device.trace.events():
+        if kind == TraceEventKind.MALLOC:
+            one = recorder.allocations[len(found) + 1]
+            size = sizes[len(found) + 1] = -(-number // _ROUNDING) * _ROUNDING
+            allocated += size
+            found.append(TracedAllocation(str(one.operation or one.phase), size, allocated))
+        elif kind == TraceEventKind.FREE:
+            allocated -= sizes[number]
+    return {**peaks, "notes": [], "seconds": round(time.perf_counter() - start, 2)}, found
+
+
+def _estimated_on_host(case: TruthCase, optimizer: MakeOptimizer | None, start: float) -> dict[str, Any]:
+    made = estimate_memory(
+        built(case),
+        case.batch("cpu"),
+        step=step,
+        optimizer=optimizer,
+        precision=case.precision,
+        stage=case.stage,  # type: ignore[arg-type]
+        accumulate=case.accumulate,
+        clip=case.clip,
+        steps=STEPS,
+        capacity=GPU,
+    )
+    return {
+        "allocated": made.peak_allocated,
+        "reserved": made.peak_reserved,
+        "notes": list(made.notes),
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+# --- the two side by side
+
+
+@dataclass(frozen=True, slots=True)
+class TraceDifference:
+    """A stretch in which the allocations are not the same.
+
+    Attributes:
+        number: Its place in the real run.
+        real: The allocations that only the real run makes.
+        estimated: Those that only the simulation makes.
+    """
+
+    number: int
+    real: list[TracedAllocation]
+    estimated: list[TracedAllocation]
+
+
+def differences(real: list[TracedAllocation], estimated: list[TracedAllocation]) -> list[TraceDifference]:
+    """Returns where two runs allocate other sizes, in the order of the real one."""
+    matcher = difflib.SequenceMatcher(None, [one.size for one in real], [one.size for one in estimated], autojunk=False)
+    return [
+        TraceDifference(i, real[i:j], estimated[k:m]) for kind, i, j, k, m in matcher.get_opcodes() if kind != "equal"
+    ]
+
+
+def first_other_lifetime(real: list[TracedAllocation], estimated: list[TracedAllocation]) -> str | None:
+    """Returns the first allocation of equal size after which not as much is allocated: something was freed at another time."""
+    matcher = difflib.SequenceMatcher(None, [one.size for one in real], [one.size for one in estimated], autojunk=False)
+    offset = 0
+    for i, j, n in matcher.get_matching_blocks():
+        for index in range(n):
+            mine, other = real[i + index], estimated[j + index]
+            if other.allocated - mine.allocated != offset:
+                before = real[i + index - 1] if i + index else mine
+                return (
+                    f"at allocation {i + index}, {mine} (after {before}), the estimate has "
+                    f"{other.allocated - mine.allocated - offset:+} B, so something lives longer or shorter"
+                )
+    return None
+
+
+def causes(real: list[TracedAllocation], estimated: list[TracedAllocation]) -> list[str]:
+    """Returns the operators whose allocations differ, with how often, the most bytes first."""
+    counted: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for one in differences(real, estimated):
+        for side, name in ((one.real, "real only"), (one.estimated, "estimate only")):
+            for allocation in side:
+                key = f"{allocation.operator} ({name})"
+                counted[key] = max(counted[key], allocation.size)
+                times[key] += 1
+    return [f"{name}: {times[name]} times, up to {size} B" for name, size in counted.most_common(8)]
+
+
+def show_difference(case: TruthCase, limit: int) -> None:
+    """Print the first differences of a case."""
+    real, (_, estimated_trace) = real_trace(case), estimated(case)
+    found = differences(real, estimated_trace)
+    print(f"{case.key}: {len(real)} real allocations, {len(estimated_trace)} estimated, {len(found)} differences")
+    print("peaks:", max(one.allocated for one in real), max(one.allocated for one in estimated_trace))
+    for one in found[:limit]:
+        print(f"  at {one.number}, after {real[one.number - 1] if one.number else 'the start'}")
+        print("    real only:     ", ", ".join(map(str, one.real)) or "-")
+        print("    estimate only: ", ", ".join(map(str, one.estimated)) or "-")
+    print("first other lifetime:", first_other_lifetime(real, estimated_trace))
+    for line in causes(real, estimated_trace):
+        print("  cause:", line)
+
+
+# --- the sweep
+
+
+def measure(chosen: list[TruthCase], kept: Path) -> dict[str, Any]:
+    """Compare the cases; those that fail are named with their error."""
+    known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    found: dict[str, Any] = {}
+    for case in chosen:
+        start = time.perf_counter()
+        try:
+            real = known.get(case.key)
+            if real is None:
+                real = known[case.key] = real_peaks(case)
+                kept.write_text(json.dumps(known))
+            found[case.key] = compared(case, real)
+        except Exception as error:  # noqa: BLE001, the others are still wanted
+            found[case.key] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            gc.collect()
+        one = found[case.key]
+        print(
+            f"{case.key}: {one.get('error') or (one['allocated_error_pct'], one['reserved_error_pct'])} "
+            f"{one.get('causes', '')} [{time.perf_counter() - start:.1f} s]",
+            flush=True,
+        )
+    return found
+
+
+def compared(case: TruthCase, real: dict[str, int]) -> dict[str, Any]:
+    """Returns both peaks, the estimate's errors, and the causes if there are any."""
+    made, allocations = estimated(case)
+    errors = {
+        f"{name}_error_pct": round(100 * (made[name] - real[name]) / real[name], 3)
+        for name in ("allocated", "reserved")
+    }
+    one: dict[str, Any] = {"source": case.source, "real": real, "estimated": made, **errors}
+    if allocations and any(real[name] != made[name] for name in ("allocated", "reserved")):
+        mine = real_trace(case)
+        one["causes"] = causes(mine, allocations) or [first_other_lifetime(mine, allocations) or "the order of frees"]
+    return one
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns how many cases are equal and how near the others come."""
+    good = [one for one in found.values() if "error" not in one]
+    made: dict[str, Any] = {"cases": len(found), "compared": len(good)}
+    for name in ("allocated", "reserved"):
+        errors = [abs(one["estimated"][name] / one["real"][name] - 1) * 100 for one in good]
+        if errors:
+            made[name] = {
+                "equal_pct": round(100 * sum(one == 0 for one in errors) / len(errors), 1),
+                "within_half_percent_pct": round(100 * sum(one <= 0.5 for one in errors) / len(errors), 1),
+                "within_one_percent_pct": round(100 * sum(one <= 1 for one in errors) / len(errors), 1),
+                "median_error_pct": round(statistics.median(errors), 4),
+                "largest_error_pct": round(max(errors), 3),
+            }
+    return made
+
+
+def main() -> int:
+    """Measure, print and write results/truth.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--part", default="0/1", help="a part of the cases: its number and how many parts")
+    parser.add_argument("--diff", metavar="CASE", help="show where one case differs")
+    parser.add_argument("--limit", type=int, default=10, help="how many differences to show")
+    parser.add_argument("--kept", type=Path, default=Path("/tmp/truth_real.json"), help="real figures of earlier runs")
+    parser.add_argument("--write", type=Path, help="write the results here and not to results/truth.json")
+    parser.add_argument("--merge", type=Path, nargs="*", help="merge the results of parts into results/truth.json")
+    options = parser.parse_args()
+    if options.merge:
+        found = {key: one for path in options.merge for key, one in json.loads(path.read_text()).items()}
+    elif options.diff:
+        show_difference(next(case for case in cases() if case.key == options.diff), options.limit)
+        return 0
+    else:
+        part, parts = map(int, options.part.split("/"))
+        found = measure([case for case in cases() if options.only in case.key][part::parts], options.kept)
+    print(json.dumps(summary(found), indent=1))
+    if options.write:
+        options.write.write_text(json.dumps(found))
+    else:
+        save("truth", {"gpu": GPU, "steps": STEPS, "summary": summary(found), "cases": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
