@@ -104,10 +104,35 @@ def tokens(n: int, length: int) -> Inputs:
 
 # --- torchvision
 
-_VISION = """alexnet vgg11 vgg16_bn resnet18 resnet34 resnet50 resnext50_32x4d wide_resnet50_2 densenet121 mnasnet1_0
-mobilenet_v2 mobilenet_v3_small mobilenet_v3_large regnet_x_400mf regnet_y_400mf shufflenet_v2_x1_0 squeezenet1_0
-squeezenet1_1 efficientnet_b0 efficientnet_v2_s convnext_tiny vit_b_16 swin_t swin_v2_t maxvit_t googlenet
-inception_v3""".split()
+_VISION = [
+    "alexnet",
+    "vgg11",
+    "vgg16_bn",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnext50_32x4d",
+    "wide_resnet50_2",
+    "densenet121",
+    "mnasnet1_0",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "mobilenet_v3_large",
+    "regnet_x_400mf",
+    "regnet_y_400mf",
+    "shufflenet_v2_x1_0",
+    "squeezenet1_0",
+    "squeezenet1_1",
+    "efficientnet_b0",
+    "efficientnet_v2_s",
+    "convnext_tiny",
+    "vit_b_16",
+    "swin_t",
+    "swin_v2_t",
+    "maxvit_t",
+    "googlenet",
+    "inception_v3",
+]
 
 
 def _torchvision() -> Iterator[TruthCase]:
@@ -129,15 +154,65 @@ def _torchvision() -> Iterator[TruthCase]:
 
 # --- timm
 
-_TIMM = """resnet26d resnetv2_50 seresnext26d_32x4d dla34 dpn68 mixer_s32_224 vit_tiny_patch16_224 vit_small_patch16_224
-deit_tiny_distilled_patch16_224 deit3_small_patch16_224 swin_tiny_patch4_window7_224 cait_xxs24_224
-beit_base_patch16_224 convnext_atto convnextv2_atto convmixer_768_32 coat_tiny crossvit_tiny_240
-edgenext_xx_small efficientformer_l1 efficientvit_b0 fastvit_t8 focalnet_tiny_srf gcresnext26ts gernet_s
-ghostnet_100 gmixer_24_224 gmlp_s16_224 hardcorenas_a hrnet_w18_small inception_next_tiny lambda_resnet26t lcnet_050
-levit_128s mobileone_s0 mobilevit_xxs mobilevitv2_050 nf_regnet_b0 pit_ti_224 poolformer_s12 pvt_v2_b0 rexnet_100
-repvgg_a0 res2net50_26w_4s resmlp_12_224 skresnet18 selecsls42b tinynet_a tf_efficientnetv2_b0 twins_pcpvt_small
-visformer_tiny volo_d1_224 xcit_nano_12_p16_224 eva02_tiny_patch14_224 mvitv2_tiny davit_tiny tiny_vit_5m_224
-""".split()
+_TIMM = [
+    "resnet26d",
+    "resnetv2_50",
+    "seresnext26d_32x4d",
+    "dla34",
+    "dpn68",
+    "mixer_s32_224",
+    "vit_tiny_patch16_224",
+    "vit_small_patch16_224",
+    "deit_tiny_distilled_patch16_224",
+    "deit3_small_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "cait_xxs24_224",
+    "beit_base_patch16_224",
+    "convnext_atto",
+    "convnextv2_atto",
+    "convmixer_768_32",
+    "coat_tiny",
+    "crossvit_tiny_240",
+    "edgenext_xx_small",
+    "efficientformer_l1",
+    "efficientvit_b0",
+    "fastvit_t8",
+    "focalnet_tiny_srf",
+    "gcresnext26ts",
+    "gernet_s",
+    "ghostnet_100",
+    "gmixer_24_224",
+    "gmlp_s16_224",
+    "hardcorenas_a",
+    "hrnet_w18_small",
+    "inception_next_tiny",
+    "lambda_resnet26t",
+    "lcnet_050",
+    "levit_128s",
+    "mobileone_s0",
+    "mobilevit_xxs",
+    "mobilevitv2_050",
+    "nf_regnet_b0",
+    "pit_ti_224",
+    "poolformer_s12",
+    "pvt_v2_b0",
+    "rexnet_100",
+    "repvgg_a0",
+    "res2net50_26w_4s",
+    "resmlp_12_224",
+    "skresnet18",
+    "selecsls42b",
+    "tinynet_a",
+    "tf_efficientnetv2_b0",
+    "twins_pcpvt_small",
+    "visformer_tiny",
+    "volo_d1_224",
+    "xcit_nano_12_p16_224",
+    "eva02_tiny_patch14_224",
+    "mvitv2_tiny",
+    "davit_tiny",
+    "tiny_vit_5m_224",
+]
 _SIZES = {"crossvit_tiny_240": 240}
 
 
@@ -157,25 +232,31 @@ def _transformers() -> Iterator[TruthCase]:
     import transformers as hf  # noqa: PLC0415
 
     small = {"num_hidden_layers": 3}
+    masked, causal = "AutoModelForMaskedLM", "AutoModelForCausalLM"
+    wide = {**small, "hidden_size": 1024, "num_attention_heads": 16}
+    medium = {**small, "hidden_size": 768, "num_attention_heads": 12}
+    local = {"hidden_size": 768, "num_layers": 2, "num_heads": 12, "attention_types": [[["global", "local"], 1]]}
+    qwen = {**small, "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 32000}
+    gemma = {**small, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 32000}
     texts: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "bert": ("BertConfig", "AutoModelForMaskedLM", small),
-        "roberta": ("RobertaConfig", "AutoModelForMaskedLM", small),
-        "albert": ("AlbertConfig", "AutoModelForMaskedLM", {**small, "hidden_size": 768, "num_attention_heads": 12}),
-        "electra": ("ElectraConfig", "AutoModelForMaskedLM", small),
-        "distilbert": ("DistilBertConfig", "AutoModelForMaskedLM", {"n_layers": 3}),
-        "deberta_v2": ("DebertaV2Config", "AutoModelForMaskedLM", {**small, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}),
-        "gpt2": ("GPT2Config", "AutoModelForCausalLM", {"n_layer": 3}),
-        "gpt_neo": ("GPTNeoConfig", "AutoModelForCausalLM", {"hidden_size": 768, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 12}),
-        "gpt_neox": ("GPTNeoXConfig", "AutoModelForCausalLM", {**small, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}),
-        "opt": ("OPTConfig", "AutoModelForCausalLM", small),
-        "bloom": ("BloomConfig", "AutoModelForCausalLM", {"hidden_size": 512, "n_layer": 3, "n_head": 8}),
-        "llama": ("LlamaConfig", "AutoModelForCausalLM", {**small, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}),
-        "mistral": ("MistralConfig", "AutoModelForCausalLM", {**small, "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 4}),
-        "qwen2": ("Qwen2Config", "AutoModelForCausalLM", {**small, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 32000}),
-        "gemma": ("GemmaConfig", "AutoModelForCausalLM", {**small, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 32000}),
-        "phi": ("PhiConfig", "AutoModelForCausalLM", {**small, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}),
-        "xlnet": ("XLNetConfig", "AutoModelForCausalLM", {"d_model": 512, "n_layer": 3, "n_head": 8, "d_inner": 2048}),
-    }  # fmt: skip
+        "bert": ("BertConfig", masked, small),
+        "roberta": ("RobertaConfig", masked, small),
+        "albert": ("AlbertConfig", masked, medium),
+        "electra": ("ElectraConfig", masked, small),
+        "distilbert": ("DistilBertConfig", masked, {"n_layers": 3}),
+        "deberta_v2": ("DebertaV2Config", masked, {**medium, "intermediate_size": 3072}),
+        "gpt2": ("GPT2Config", causal, {"n_layer": 3}),
+        "gpt_neo": ("GPTNeoConfig", causal, local),
+        "gpt_neox": ("GPTNeoXConfig", causal, {**wide, "intermediate_size": 4096}),
+        "opt": ("OPTConfig", causal, small),
+        "bloom": ("BloomConfig", causal, {"hidden_size": 512, "n_layer": 3, "n_head": 8}),
+        "llama": ("LlamaConfig", causal, {**wide, "intermediate_size": 2816, "num_key_value_heads": 4}),
+        "mistral": ("MistralConfig", causal, {**wide, "intermediate_size": 3584, "num_key_value_heads": 4}),
+        "qwen2": ("Qwen2Config", causal, {**qwen, "intermediate_size": 4864}),
+        "gemma": ("GemmaConfig", causal, {**gemma, "intermediate_size": 2048, "head_dim": 64}),
+        "phi": ("PhiConfig", causal, {**wide, "intermediate_size": 4096}),
+        "xlnet": ("XLNetConfig", causal, {"d_model": 512, "n_layer": 3, "n_head": 8, "d_inner": 2048}),
+    }
 
     def language_model(config: str, kind: str, options: dict[str, Any]) -> nn.Module:
         made = getattr(hf, config)(**options)
@@ -243,7 +324,7 @@ class Take(nn.Module):
         return out
 
 
-def _operators() -> Iterator[TruthCase]:
+def _operators() -> Iterator[TruthCase]:  # noqa: PLR0915, a list
     def case(name: str, build: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = F32) -> TruthCase:
         return TruthCase(name=name, source="operator", build=build, inputs={"x": (shape, dtype)})
 

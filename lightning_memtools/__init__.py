@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_memtools.callbacks.presets import default_callbacks
     from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
     from lightning_memtools.checkpointing.planning import plan_checkpoints
+    from lightning_memtools.cli.dry_run import DryRunResult, dry_run
     from lightning_memtools.estimate import estimate_memory
     from lightning_memtools.estimate.memory_estimate import MemoryEstimate
     from lightning_memtools.memory.stats import MemoryStats
@@ -36,6 +37,7 @@ _HOME_OF_NAME = {
     "BatchSizeTuner": "callbacks.batch_size_tuner",
     "CapsuleError": "nonfinite.capsule.capsule_file",
     "CheckpointPlan": "checkpointing.checkpoint_plan",
+    "DryRunResult": "cli.dry_run",
     "EmptyCache": "callbacks.empty_cache",
     "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
@@ -48,6 +50,7 @@ _HOME_OF_NAME = {
     "Replay": "nonfinite.capsule.capsule_replay",
     "VirtualDevice": "memory.virtual",
     "default_callbacks": "callbacks.presets",
+    "dry_run": "cli.dry_run",
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
     "replay": "nonfinite.capsule.capsule_replay",
@@ -59,6 +62,7 @@ __all__ = [
     "BatchSizeTuner",
     "CapsuleError",
     "CheckpointPlan",
+    "DryRunResult",
     "EmptyCache",
     "GradientCheckpointing",
     "HaltOnNaN",
@@ -71,6 +75,7 @@ __all__ = [
     "Replay",
     "VirtualDevice",
     "default_callbacks",
+    "dry_run",
     "estimate_memory",
     "plan_checkpoints",
     "replay",

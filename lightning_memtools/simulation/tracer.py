@@ -62,7 +62,7 @@ class SimulationSettings:
     cuda: bool
     allocator: str = ""
     cublas_workspace: str = "0MiB"
-    gpu: GpuShape = GpuShape()
+    gpu: GpuShape = field(default_factory=GpuShape)
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,11 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import attention_backend
+from lightning_memtools.simulation.cuda_ops.reductions import GpuShape
+from lightning_memtools.simulation.cuda_ops.reductions import workspaces as reduction_workspaces
+from lightning_memtools.simulation.precision import Precision
+from lightning_memtools.simulation.step import Recipe
+from lightning_memtools.simulation.tracer import Settings, Subject, trace
 from tests.estimate.networks import Recurrent, mlp, total
 
 KIB, MIB = 2**10, 2**20
@@ -57,6 +64,51 @@ def test_layer_norm_keeps_float_statistics_of_half_inputs():
     assert on_cpu == 512 * KIB + 2 * 8 * KIB
 
 
+def test_batch_norm_keeps_float_statistics_of_half_inputs():
+    model, rows = Alone(nn.BatchNorm1d(4096)), torch.zeros(64, 4096)
+    # Output 64 x 4096 halves; mean and 1/deviation 4096 each.
+    on_cuda, on_cpu = (
+        saved(model, rows, precision="bf16-true", step=squares, device=device)["module"] for device in ("cuda", "cpu")
+    )
+    assert on_cuda == 512 * KIB + 2 * 16 * KIB
+    assert on_cpu == 512 * KIB + 2 * 8 * KIB
+
+
+def test_dropout_makes_its_mask_before_its_output():
+    made = trace(
+        Subject(model=Alone(nn.Dropout(0.5)), step=lambda model, rows: model(rows).sum(), optimizer=None),
+        torch.zeros(256, 1024),
+        Recipe(precision=Precision.parse("32-true"), steps=1),
+        Settings(cuda=True),
+    )
+    sizes = [one.size for one in made.recorder.allocations.values() if "native_dropout" in str(one.operation)]
+    assert sizes[:2] == [MIB // 4, MIB]
+
+
+def test_a_convolutions_bias_gradient_takes_the_workspace_of_its_sum():
+    images = torch.zeros(64, 3, 64, 64)
+    plain, with_bias = (
+        trace(
+            Subject(model=Alone(nn.Conv2d(3, 64, 3, bias=bias)), step=lambda m, b: m(b).square().sum(), optimizer=None),
+            images,
+            Recipe(precision=Precision.parse("32-true"), steps=1),
+            Settings(cuda=True),
+        ).recorder.allocations.values()
+        for bias in (False, True)
+    )
+    asked = [[one.size for one in made if "convolution_backward" in str(one.operation)] for made in (plain, with_bias)]
+    added = list((Counter(asked[1]) - Counter(asked[0])).elements())
+    gradient = torch.empty(64, 64, 62, 62, device="meta")
+    buffers = reduction_workspaces(gradient, [0, 2, 3], GpuShape(), part_bytes=4)
+    rounded = [-(-size // 512) * 512 for size in buffers]
+    assert len(rounded) == 2
+    assert sorted(added) == sorted([512, *rounded])  # the gradient of 64 elements, and the buffers
+
+
+# The sum that is the loss leaves the parts of its blocks in one block of 512 bytes, and counts in another.
+LOSS_SUM = 1024
+
+
 def workspaces(made):
     return max(made.timeline.parts["workspace"])
 
@@ -68,7 +120,7 @@ def test_layer_norm_copies_a_strided_input_for_as_long_as_it_runs():
         return squares(model, batch.transpose(1, 2))
 
     assert workspaces(estimate_memory(nn.LayerNorm(64), rows, step=step)) == MIB
-    assert workspaces(estimate_memory(nn.LayerNorm(512), rows, step=squares)) == 0
+    assert workspaces(estimate_memory(nn.LayerNorm(512), rows, step=squares)) == LOSS_SUM
     assert workspaces(estimate_memory(nn.LayerNorm(64), rows, step=step, device="cpu")) == 0
 
 
@@ -102,7 +154,7 @@ def test_group_norm_makes_a_contiguous_copy_of_a_channels_last_image():
 def test_many_indices_of_an_embedding_are_sorted():
     model = nn.Embedding(10_000, 128)
     few, many = torch.zeros(3072, dtype=torch.long), torch.zeros(4005, dtype=torch.long)
-    assert workspaces(estimate_memory(model, few, step=total)) == 0
+    assert workspaces(estimate_memory(model, few, step=total)) == LOSS_SUM
     n_parts = 400 + 4005
     expected = 8 * (3 * 4005 + 2 * 4005 + n_parts) + 4 * n_parts * 128
     assert workspaces(estimate_memory(model, many, step=total)) == -(-expected // 512) * 512
@@ -134,7 +186,7 @@ def test_a_convolution_copies_what_is_neither_contiguous_nor_channels_last():
     conv = nn.Conv2d(16, 16, 3, padding=1)
     images = torch.zeros(4, 16, 64, 64)  # 1 MiB
     plain = estimate_memory(conv, images, step=squares)
-    assert workspaces(plain) == 0
+    assert workspaces(plain) == LOSS_SUM
     last = estimate_memory(conv, images.to(memory_format=torch.channels_last), step=squares)
     assert workspaces(last) == 0
     turned = estimate_memory(conv, images, step=lambda m, b: squares(m, b.transpose(2, 3)))
@@ -297,7 +349,8 @@ def test_losses_of_mixed_precision_are_in_float(loss, precision):
 def test_the_logarithms_of_cross_entropy_are_in_half_and_copied_for_the_loss():
     # cross_entropy_loss in ATen/native/LossNLL.cpp asks for log_softmax in its input's type; nll_loss is on the list.
     n_scores = 4096 * 512
-    made = estimate_memory(nn.Linear(8, 512), torch.zeros(4096, 8), precision="bf16-mixed", steps=1,
+    # Without a bias, whose gradient's workspace would be the peak.
+    made = estimate_memory(nn.Linear(8, 512, bias=False), torch.zeros(4096, 8), precision="bf16-mixed", steps=1,
                            step=lambda m, b: F.cross_entropy(m(b), torch.zeros(4096, dtype=torch.long)))  # fmt: skip
     # Where backward begins: logarithms as halves and as floats, and the gradient of those.
     assert made.peak_at.operation == "aten.nll_loss_backward"

@@ -119,6 +119,17 @@ def _statistics_in_float(run: Run, func: Any, args: tuple[Any, ...], kwargs: dic
     return out, mean, rstd
 
 
+@instead_of(aten.native_dropout.default)
+def dropout(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The mask is made before the output (cuda/Dropout.cu), which counts where free blocks are few."""
+    source, share, *training = args
+    if not 0 < share < 1 or kwargs or training == [False]:
+        return run(func, *args, **kwargs)
+    del ledger
+    mask = run(aten.empty_like.default, source, dtype=torch.bool)
+    return run(aten.empty_like.default, source), mask
+
+
 @instead_of(aten.native_batch_norm.default)
 def batch_norm(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Mean and 1/deviation are float32 for half inputs too (cuda/Normalization.cuh, batch_norm_cuda)."""

@@ -1,8 +1,8 @@
 """What CUDA's reductions (sums, means, norms, maxima) allocate to combine the results of several thread blocks.
 
-A reduction that one thread block cannot do alone is split over blocks, which leave their parts in a buffer and count in
-another who is done: `ReduceConfig` and `setReduceConfig` of native/cuda/Reduce.cuh. How many blocks there are depends on
-the GPU's multiprocessors. The order in which dimensions are walked is that of TensorIterator (ATen/TensorIterator.cpp).
+A reduction that one thread block cannot do alone is split over blocks, which leave their parts in one buffer and count
+in another: `ReduceConfig` and `setReduceConfig` of native/cuda/Reduce.cuh. How many blocks there are depends on the
+GPU's multiprocessors. Dimensions are walked in TensorIterator's order (ATen/TensorIterator.cpp).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.sizes import Gpu
-from lightning_memtools.simulation.cuda_ops.kernels import Kernel, Run, Workspace, nbytes
+from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, Kernel, Run, Workspace, nbytes
 
 aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -99,7 +99,7 @@ def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part
     return part_bytes * n_outputs * blocks * (1 if fastest else block_width * vector), 4 * grid
 
 
-def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:
+def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:  # noqa: C901
     """Return shape and strides of the input as TensorIterator walks it, and how many leading dimensions are reduced."""
     n = tensor.dim()
     reduced = {dim % n for dim in dims} if dims and n else set(range(n))
@@ -188,9 +188,20 @@ def reduction_kernels(gpu: GpuShape) -> dict[Any, Kernel]:
     def summed(dtype: torch.dtype) -> int:
         return 4 if dtype in _HALF else dtype.itemsize
 
+    def convolution_backward(
+        ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        out = KERNELS[func](ledger, run, func, args, kwargs)
+        gradient = args[0]
+        if out[2] is not None:  # the bias gets a sum over everything but channels
+            dims = [0, *range(2, gradient.dim())]
+            ledger.work_with(*workspaces(gradient, dims, gpu, part_bytes=summed(gradient.dtype)))
+        return out
+
     sums, whole = kernel(1, summed), kernel(None, summed)
     largest, with_index = kernel(1, lambda dtype: dtype.itemsize), kernel(1, lambda _: 16)
     return {
+        aten.convolution_backward.default: convolution_backward,
         aten.sum.default: whole, aten.sum.dim_IntList: sums,
         aten.mean.default: whole, aten.mean.dim: sums,
         aten.nansum.default: sums, aten.prod.default: whole, aten.prod.dim_int: sums,
