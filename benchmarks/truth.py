@@ -96,7 +96,7 @@ def built(case: TruthCase) -> nn.Module:
     if not on_meta:
         model = case.build()
     model.train(case.stage == "train")
-    return model.to(memory_format=torch.channels_last) if case.channels_last else model
+    return model.to(memory_format=torch.channels_last) if case.channels_last else model  # type: ignore[call-overload, no-any-return]
 
 
 def run(case: TruthCase, model: nn.Module) -> None:
@@ -126,7 +126,7 @@ def run(case: TruthCase, model: nn.Module) -> None:
             if part == 0:
                 optimizer.zero_grad()
             scaled = loss / case.accumulate if case.accumulate > 1 else loss
-            (scaler.scale(scaled) if scaler else scaled).backward()
+            (scaler.scale(scaled) if scaler else scaled).backward()  # type: ignore[no-untyped-call]
             del scaled
             loss = loss.detach()
             del batch
@@ -154,7 +154,7 @@ def real_peaks(case: TruthCase) -> dict[str, int]:
     return found
 
 
-class _OperatorLog(TorchDispatchMode):  # type: ignore[misc]
+class _OperatorLog(TorchDispatchMode):
     """Notes which operator made which allocations, by their numbers."""
 
     def __init__(self) -> None:
@@ -190,7 +190,8 @@ def real_trace(case: TruthCase) -> list[TracedAllocation]:
     torch.cuda.memory._record_memory_history(enabled=None)
     del model
     gc.collect()
-    found, allocated = [], 0
+    found: list[TracedAllocation] = []
+    allocated = 0
     for entry in entries:
         size = -(-entry["size"] // _ROUNDING) * _ROUNDING
         if entry["action"] == "alloc":

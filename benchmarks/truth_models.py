@@ -229,7 +229,9 @@ def _timm() -> Iterator[TruthCase]:
 
 
 def _transformers() -> Iterator[TruthCase]:
-    import transformers as hf  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    hf: Any = transformers
 
     small = {"num_hidden_layers": 3}
     masked, causal = "AutoModelForMaskedLM", "AutoModelForCausalLM"
