@@ -35,9 +35,8 @@ from truth_models import OPTIMIZERS, TruthCase, cases, step
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
 from lightning_memtools.memory.virtual.operators import is_gradient_sum
-from lightning_memtools.simulation.precision import Precision
-from lightning_memtools.simulation.step import Recipe
-from lightning_memtools.simulation.tracer import Settings, Subject, trace
+from lightning_memtools.simulation.step import Precision, Recipe
+from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 
 STEPS = 2
 GPU = "A100 80GB"
@@ -218,7 +217,7 @@ def estimated(case: TruthCase) -> tuple[dict[str, Any], list[TracedAllocation]]:
     )
     subject = Subject(model=built(case), step=step, optimizer=optimizer)
     try:
-        traced = trace(subject, case.batch("meta"), recipe, Settings(cuda=True, cublas_workspace="8519680B"))
+        traced = trace(subject, case.batch("meta"), recipe, SimulationSettings(cuda=True, cublas_workspace="8519680B"))
     except Exception:  # noqa: BLE001, estimate_memory knows what to do, or says what is wrong
         return _estimated_on_host(case, optimizer, start), []
     recorder = traced.recorder

@@ -15,9 +15,8 @@ from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import attention_backend
 from lightning_memtools.simulation.cuda_ops.reductions import GpuShape
 from lightning_memtools.simulation.cuda_ops.reductions import workspaces as reduction_workspaces
-from lightning_memtools.simulation.precision import Precision
-from lightning_memtools.simulation.step import Recipe
-from lightning_memtools.simulation.tracer import Settings, Subject, trace
+from lightning_memtools.simulation.step import Precision, Recipe
+from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from tests.estimate.networks import Recurrent, mlp, total
 
 KIB, MIB = 2**10, 2**20
@@ -79,7 +78,7 @@ def test_dropout_makes_its_mask_before_its_output():
         Subject(model=Alone(nn.Dropout(0.5)), step=lambda model, rows: model(rows).sum(), optimizer=None),
         torch.zeros(256, 1024),
         Recipe(precision=Precision.parse("32-true"), steps=1),
-        Settings(cuda=True),
+        SimulationSettings(cuda=True),
     )
     sizes = [one.size for one in made.recorder.allocations.values() if "native_dropout" in str(one.operation)]
     assert sizes[:2] == [MIB // 4, MIB]
@@ -92,7 +91,7 @@ def test_a_convolutions_bias_gradient_takes_the_workspace_of_its_sum():
             Subject(model=Alone(nn.Conv2d(3, 64, 3, bias=bias)), step=lambda m, b: m(b).square().sum(), optimizer=None),
             images,
             Recipe(precision=Precision.parse("32-true"), steps=1),
-            Settings(cuda=True),
+            SimulationSettings(cuda=True),
         ).recorder.allocations.values()
         for bias in (False, True)
     )

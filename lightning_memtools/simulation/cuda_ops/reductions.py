@@ -64,7 +64,7 @@ def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part
     n_outputs = prod(shape[n_reduced:])
     n_inputs = prod(shape[:n_reduced])
     fastest = not shape or n_reduced == len(shape) or (n_reduced > 0 and strides[0] < strides[n_reduced])
-    if n_reduced == 0:
+    if shape and n_reduced == 0:
         fastest = False
     width, height = (n_inputs, n_outputs) if fastest else (n_outputs, n_inputs)
     vector = 1
