@@ -21,6 +21,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="package.Class",
         help="the module's class, made from the saved hyperparameters, or a function without arguments that makes it",
     )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="import the modules that the capsule names, without asking: this runs their code",
+    )
     parser.set_defaults(run=run)
 
 
@@ -38,9 +43,17 @@ def run(chosen: argparse.Namespace) -> None:
         sys.path.insert(0, here)
     model: Any = None if chosen.model is None else load(_with_colon(chosen.model))
     try:
-        print(replay(chosen.path, model=model).summary())  # noqa: T201, a command prints
+        print(replay(chosen.path, model=model, trust=chosen.trust or _asked).summary())  # noqa: T201, a command prints
     except CapsuleError as error:
         raise UsageError(str(error)) from error
+
+
+def _asked(module: str, place: str) -> bool:
+    """Ask at the terminal whether a module may be imported; without a terminal, it may not."""
+    if not sys.stdin.isatty():
+        return False
+    print(f"The capsule names the module {module!r}, to be imported from {place!r}. Importing it runs its code.")  # noqa: T201, it asks
+    return input("Import it? [y/N] ").strip().lower() in {"y", "yes"}
 
 
 def _with_colon(target: str) -> str:

@@ -44,7 +44,7 @@ def capsule(tmp_path) -> Path:
 
 def refusal(path: Path, **arguments: Any) -> str:
     with pytest.raises(CapsuleError) as caught:
-        replay(path, **arguments)
+        replay(path, **({"trust": True} | arguments))
     return str(caught.value)
 
 
@@ -220,7 +220,7 @@ def test_a_script_with_modules_and_batches_of_its_own(tmp_path):
     path, said = run_script(tmp_path, guard=GUARD, save="self.save_hyperparameters()")
     assert f"memtools replay {path}" in said
     assert f"memtools replay {path} (" not in said, "nothing more is needed"
-    found = replay(path)
+    found = replay(path, trust=True)
     assert found.exact
     assert type(found.batches[0]).__name__ == "Batch"
     assert str(tmp_path / "src") not in sys.path
@@ -230,7 +230,7 @@ def test_a_script_with_modules_and_batches_of_its_own(tmp_path):
     parts.write_text(PARTS.replace("torch.log(", "torch.log(0.1 + "))
     sys.modules.pop("parts_of_this_test")
     sys.modules.pop("train_this_test")
-    found = replay(path)
+    found = replay(path, trust=True)
     assert found.is_finite
     assert not found.exact
     assert found.changed == (str(parts),)
@@ -240,7 +240,7 @@ def test_a_script_with_modules_and_batches_of_its_own(tmp_path):
     parts.write_text(PARTS.replace("torch.log(", "torch.rsqrt("))
     sys.modules.pop("parts_of_this_test")
     sys.modules.pop("train_this_test")
-    found = replay(path)
+    found = replay(path, trust=True)
     assert found.explanation is not None
     assert found.explanation.operation == "aten.rsqrt", "what was found then is not what is so now"
 

@@ -40,7 +40,7 @@ COMMANDS = """
 import sys
 from lightning_memtools.cli.main import main
 for path in sys.argv[1:]:
-    assert main(["replay", path]) == 0
+    assert main(["replay", path, "--trust"]) == 0
     print("====")
 """
 

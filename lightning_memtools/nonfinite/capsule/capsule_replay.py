@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from lightning_memtools.nonfinite.capsule.environment import (
     switched,
 )
 from lightning_memtools.nonfinite.capsule.module_rebuild import Find, rebuilt
-from lightning_memtools.nonfinite.capsule.plain_values import LeftOut, from_plain
+from lightning_memtools.nonfinite.capsule.plain_values import LeftOut, dtype_named, from_plain
 from lightning_memtools.nonfinite.cause.explain import explain
 from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
-from lightning_memtools.nonfinite.micro_batches import BatchStart, MicroBatch
-from lightning_memtools.nonfinite.step_outcome import StepConditions, mismatches
+from lightning_memtools.nonfinite.micro_batches import BatchStart, MicroBatch, simple_items
+from lightning_memtools.nonfinite.step_outcome import TRAINER_FACTS, StepConditions, mismatches
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.trainer_stand_in import configured_optimizers, is_lightning_module
@@ -103,7 +103,7 @@ class Replay:
         return "\n".join(lines)
 
 
-def replay(path: str | Path, *, model: Any = None) -> Replay:
+def replay(path: str | Path, *, model: Any = None, trust: bool | Callable[[str, str], bool] = False) -> Replay:
     """Run the step that HaltOnNaN stopped at again, from its capsule, and compare every bit.
 
     On the machine that wrote it, losses and gradients are the same bit for bit; on another, the result says what
@@ -112,27 +112,44 @@ def replay(path: str | Path, *, model: Any = None) -> Replay:
     Args:
         path: The capsule, ``nonfinite-step<n>-rank<r>-capsule.pt``.
         model: A LightningModule of the same class, or a function or class that makes one. When left out, the class
-            is imported and made from its saved hyperparameters. The module given gets the weights of the capsule.
+            is made from its saved hyperparameters. The module given gets the weights of the capsule.
+        trust: Whether modules that the capsule names may be imported, which runs their code; or a function that is
+            called with a module's name and its place, and decides. Modules that are imported already are always used.
 
     Raises:
-        CapsuleError: The capsule cannot be read, or its module cannot be made; the message says what can still be read.
+        CapsuleError: The capsule cannot be read, its module cannot be made, or it names code that is not trusted; the
+            message says what can still be read.
     """
     # Making a module uses random numbers.
     random = RandomState.now()
     try:
-        return _replay(Path(path), model)
+        trusts = trust if callable(trust) else lambda _name, _path: bool(trust)
+        return _replay(Path(path), model, trusts)
+    except CapsuleError:
+        raise
+    except Exception as error:
+        raise CapsuleError(
+            f"{path} cannot be replayed: {type(error).__name__}: {error}. It was changed after it was written, or this "
+            "process differs too much from the one that wrote it.\nNext: copy the capsule once more, or pass the "
+            "module: replay(path, model=my_module)."
+        ) from error
     finally:
         random.restore()
 
 
-def _replay(path: Path, model: Any) -> Replay:
+def _replay(path: Path, model: Any, trusts: Callable[[str, str], bool]) -> Replay:
     saved = read_capsule(path)
     conditions = StepConditions(**saved["conditions"])
+    for name in (conditions.autocast, conditions.default_dtype):
+        if name is not None:
+            dtype_named(name)
+    facts = {key: value for key, value in conditions.trainer.items() if key in TRAINER_FACTS}
+    conditions = dataclasses.replace(conditions, trainer=simple_items(facts))
     device = torch.device(saved["machine"]["device"])
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not _is_here(device):
         device = torch.device("cpu")
         conditions = dataclasses.replace(conditions, device_type="cpu")
-    with switched(saved["switches"]) as not_set, importing_from(saved["origin"]) as find:
+    with switched(saved["switches"]) as not_set, importing_from(saved["origin"], trusts) as find:
         module = rebuilt(saved, model, device, find)
         doubts = [*saved["doubts"], *(f"The capsule does not hold {name}." for name in saved["left_out"])]
         doubts += [*(f"The switch {name!r} could not be set here." for name in not_set)]
@@ -178,6 +195,14 @@ def _replay(path: Path, model: Any) -> Replay:
         model=module,
         batches=tuple(each.batch for each in micro),
     )
+
+
+def _is_here(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return False
+    return device.type != "meta"
 
 
 def _micro(saved: Mapping[str, Any], module: nn.Module, device: torch.device, find: Find) -> MicroBatch:

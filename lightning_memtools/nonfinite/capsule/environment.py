@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import platform
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -137,32 +139,102 @@ def changed_since(origin: Mapping[str, Any]) -> list[str]:
     return [short_path(file) for file, digest in now.items() if digest != origin["files"][file]]
 
 
+class UntrustedCodeError(ImportError):
+    """Raised where a capsule names code that this process has not imported, and nobody has said that it may run."""
+
+
+# Containers of batches and hyperparameters that are made without asking: their constructors only keep the values.
+_CONTAINERS = {
+    "builtins:dict": dict, "builtins:list": list, "builtins:tuple": tuple, "builtins:set": set,
+    "builtins:frozenset": frozenset, "collections:OrderedDict": OrderedDict, "collections:defaultdict": defaultdict,
+}  # fmt: skip
+
+
 @contextmanager
-def importing_from(origin: Mapping[str, Any]) -> Iterator[Callable[[str], Any]]:
+def importing_from(
+    origin: Mapping[str, Any], trusts: Callable[[str, str], bool] = lambda _name, _path: False
+) -> Iterator[Callable[[str], Any]]:
     """Import as that process did while the context lasts. Yields a function that finds a class by ``"module:name"``.
 
-    That function raises ImportError or AttributeError if there is none.
+    Whatever this process has imported already is found. Importing anything else runs code that a file names, which
+    only `trusts` allows. The function raises ImportError or AttributeError if there is no such class.
+
+    Args:
+        origin: What `origin_now` returned.
+        trusts: Called with the name of a module and the place where it would be imported from; returns whether it may
+            be imported.
     """
     found: dict[str, Any] = {}
+    folder = origin["folder"]
 
     def find(path: str) -> Any:
         module, _, name = path.partition(":")
+        if path in _CONTAINERS:
+            return _CONTAINERS[path]
         if module not in found:
-            found[module] = _main(origin) if module == "__main__" else importlib.import_module(module)
+            found[module] = _imported(module, origin, trusts)
         thing = found[module]
         for part in name.split("."):
             thing = getattr(thing, part)
         return thing
 
-    folder = origin["folder"]
-    added = bool(folder) and folder not in sys.path and Path(folder).is_dir()
-    if added:
-        sys.path.append(folder)
+    added = len(sys.path)
     try:
         yield find
     finally:
-        if added:
+        if folder in sys.path[added:]:
             sys.path.remove(folder)
+
+
+def _imported(module: str, origin: Mapping[str, Any], trusts: Callable[[str, str], bool]) -> Any:
+    folder, script = str(origin["folder"]), str(origin["script"])
+    if module == "__main__":
+        here: Any = sys.modules.get("__main__")
+        file = getattr(here, "__file__", None)
+        if not script or (file is not None and str(Path(file).resolve()) == script):
+            return here
+        _ask(module, script, trusts)
+    elif module in sys.modules:
+        return sys.modules[module]
+    else:
+        _ask(module, _place_of(module, [*sys.path, folder]), trusts)
+    if folder and folder not in sys.path and Path(folder).is_dir():
+        sys.path.append(folder)
+    with _as_script(script if module == "__main__" else module):
+        return _main(origin) if module == "__main__" else importlib.import_module(module)
+
+
+def _place_of(module: str, folders: list[str]) -> str:
+    """Return the place that a module, or the package around it, would be imported from; nothing is imported."""
+    top = module.partition(".")[0]
+    spec = importlib.machinery.PathFinder.find_spec(top, folders)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {top!r}")
+    return spec.origin or ", ".join(spec.submodule_search_locations or [top])
+
+
+def _ask(module: str, place: str, trusts: Callable[[str, str], bool]) -> None:
+    if not trusts(module, place):
+        raise UntrustedCodeError(
+            f"importing {module} (from {place}) runs its code, and the capsule alone says so: if you trust it, use "
+            "memtools replay --trust or replay(path, trust=True), or import the module yourself first"
+        )
+
+
+@contextmanager
+def _as_script(name: str) -> Iterator[None]:
+    """Hide this process's own command line: a script may parse its arguments while it is imported."""
+    before = sys.argv
+    sys.argv = [name]
+    try:
+        yield
+    except SystemExit as error:
+        raise ImportError(
+            f"{name} ended the process while it was imported (status {error.code}), as a script does whose arguments "
+            "are missing"
+        ) from error
+    finally:
+        sys.argv = before
 
 
 def _main(origin: Mapping[str, Any]) -> Any:

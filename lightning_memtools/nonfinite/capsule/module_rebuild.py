@@ -84,13 +84,16 @@ def _class_of(about: Mapping[str, Any], find: Find) -> Any:
     if "<locals>" in name:
         raise CapsuleError(f"{name} was defined within a function and cannot be imported.\n{advice}")
     try:
-        return find(about["class"])
+        kind = find(about["class"])
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module) and hasattr(kind, "training_step")):
+            raise TypeError("it is no LightningModule, and nothing else is made")  # noqa: TRY301, reported as the others
     except Exception as error:
         raise CapsuleError(
             f"The module's class {about['class'].replace(':', '.')} cannot be imported ({type(error).__name__}: "
             f"{error}). The weights, batch and random numbers in the capsule can be read: "
             f"torch.load(path, weights_only=True).\n{advice}"
         ) from error
+    return kind
 
 
 def _missing(saved: Mapping[str, Any], module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,7 +57,7 @@ def to_plain(value: Any, left_out: list[str], name: str) -> Any:  # noqa: PLR091
     return _leave_out(value, left_out, name)
 
 
-def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PLR0911, as above
+def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PLR0911, PLR0912, as above
     """Return the value that `to_plain` was given.
 
     Args:
@@ -66,6 +66,7 @@ def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PL
 
     Raises:
         ImportError, AttributeError: A class in it cannot be found.
+        TypeError: A class is none that may be in a capsule. No constructor or function that it names is called.
     """
     if not isinstance(value, dict):
         return value
@@ -75,7 +76,7 @@ def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PL
     if kind == "bytes":
         return bytes(value["tensor"].tolist())
     if kind == "dtype":
-        return getattr(torch, value["text"].removeprefix("torch."))
+        return dtype_named(value["text"].removeprefix("torch."))
     if kind == "device":
         return torch.device(value["text"])
     if kind == "Size":
@@ -83,22 +84,72 @@ def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PL
     if kind == "left out":
         return LeftOut(value["name"])
     made: Any = find(value["class"])
+    if not isinstance(made, type):
+        raise TypeError(f"{value['class']} is no class")
     if kind == "mapping":
         held = {from_plain(k, find): from_plain(v, find) for k, v in value["pairs"]}
-        return held if issubclass(made, defaultdict) else made(held)
+        return _mapping(made, held)
     if kind == "dataclass":
+        names = {each.name for each in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
+        if not value["fields"].keys() <= names or hasattr(made, "__del__"):
+            raise TypeError(f"{value['class']} is no dataclass with these fields")
         new = object.__new__(made)
         for key, item in value["fields"].items():
             object.__setattr__(new, key, from_plain(item, find))
         return new
     items = [from_plain(item, find) for item in value["items"]]
-    return made(*items) if kind == "named tuple" else made(items)
+    if kind == "named tuple" and issubclass(made, tuple) and len(getattr(made, "_fields", ())) == len(items):
+        return tuple.__new__(made, items)  # past a constructor that the capsule could choose
+    return _sequence(made, items)
+
+
+def _mapping(made: type, held: dict[Any, Any]) -> Any:
+    """Return a mapping of a class without running a constructor that the capsule could choose."""
+    if made is dict or issubclass(made, defaultdict):
+        return held
+    if made is OrderedDict:
+        return OrderedDict(held)
+    if issubclass(made, dict) and not hasattr(made, "__del__"):
+        new = made.__base__.__new__(made) if made.__base__ in {dict, OrderedDict} else None
+        if new is not None:
+            dict.update(new, held)
+            return new
+    if made.__module__.startswith(("transformers.", "lightning.", "pytorch_lightning.")) and issubclass(made, Mapping):
+        return made(held)  # type: ignore[call-arg]
+    raise TypeError(f"{made.__module__}:{made.__qualname__} is no mapping that a capsule may hold")
+
+
+def _sequence(made: type, items: list[Any]) -> Any:
+    for base in (list, tuple, set, frozenset):
+        if made is base:
+            return base(items)
+    if issubclass(made, (tuple, frozenset)) and not hasattr(made, "__del__"):
+        base = tuple if issubclass(made, tuple) else frozenset
+        return base.__new__(made, items)
+    if issubclass(made, (list, set)) and not hasattr(made, "__del__"):
+        base = list if issubclass(made, list) else set
+        new: Any = base.__new__(made)
+        (list.extend if base is list else set.update)(new, items)
+        return new
+    raise TypeError(f"{made.__module__}:{made.__qualname__} is no sequence that a capsule may hold")
 
 
 def _can_be_saved(tensor: Tensor) -> bool:
     if type(tensor) not in {Tensor, torch.nn.Parameter}:
         return False
     return is_in_memory(tensor) or tensor.layout in {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the data type of torch with this name.
+
+    Raises:
+        TypeError: There is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is no data type")
+    return dtype
 
 
 def compact(tensor: Tensor) -> Tensor:

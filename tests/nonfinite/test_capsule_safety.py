@@ -1,0 +1,142 @@
+"""A capsule is a file from anywhere: replaying one runs no code that it names, and fails with CapsuleError alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memtools import CapsuleError, replay
+from lightning_memtools.cli.main import main
+from tests.nonfinite.replay_models import halted
+
+N_MUTATIONS = 60
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = halted("plain", tmp_path_factory.mktemp("written"))[0].capsule_path
+    return torch.load(path, weights_only=True)
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a module that leaves a mark when it is imported; yields the mark."""
+    mark = tmp_path / "mark"
+    code = f"open({str(mark)!r}, 'w').close()\nimport lightning\nclass Net(lightning.LightningModule): pass\n"
+    (tmp_path / "payload_of_this_test.py").write_text(code + "if __name__ == '__main__': pass\n")
+    yield mark
+    sys.modules.pop("payload_of_this_test", None)
+
+
+def crafted(saved: Any, mark: Path) -> dict[str, Any]:
+    """Capsules of plain values that would each leave the mark."""
+    command = f"touch {mark}"
+    call = {"_kind": "named tuple", "class": "os:system", "items": [command]}
+    made = {name: copy.deepcopy(saved) for name in ("class", "batch", "mapping", "explanation", "folder", "script")}
+    made["class"]["module"] |= {"class": "os:system", "hparams": {"command": command}, "hparams_left_out": []}
+    made["batch"]["micro"][0]["batch"] = call
+    made["mapping"]["micro"][0]["batch"] = {
+        "_kind": "mapping",
+        "class": "subprocess:getoutput",
+        "pairs": [[command, 1]],
+    }
+    made["explanation"]["explanation"] = call
+    made["folder"]["module"]["class"] = "payload_of_this_test:Net"
+    made["folder"]["origin"]["folder"] = str(mark.parent)
+    made["script"]["module"]["class"] = "__main__:Net"
+    made["script"]["origin"] |= {"script": str(mark.parent / "payload_of_this_test.py"), "name": ""}
+    return made
+
+
+@pytest.mark.parametrize("name", ["class", "batch", "mapping", "explanation", "folder", "script"])
+def test_a_crafted_capsule_runs_nothing(name: str, written: Any, payload: Path, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "crafted.pt"
+    torch.save(crafted(written, payload)[name], path)
+    with pytest.raises(CapsuleError):
+        replay(path)
+    assert main(["replay", str(path)]) == 1, "there is no terminal to say yes at"
+    assert not payload.exists()
+    said = capsys.readouterr().err
+    if name in {"folder", "script"}:
+        assert "payload_of_this_test.py" in said, "it says what would be imported"
+        assert "--trust" in said
+
+
+def test_with_trust_the_modules_of_a_capsule_are_imported(written: Any, payload: Path, tmp_path: Path) -> None:
+    """The attack is real: what is refused above would run."""
+    path = tmp_path / "crafted.pt"
+    torch.save(crafted(written, payload)["folder"], path)
+    asked: list[tuple[str, str]] = []
+
+    def yes(module: str, place: str) -> bool:
+        asked.append((module, place))
+        return True
+
+    with pytest.raises(CapsuleError):
+        replay(path, trust=yes)
+    assert asked == [("payload_of_this_test", str(tmp_path / "payload_of_this_test.py"))]
+    assert payload.exists()
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in list(items):
+        yield tree, key
+        yield from _places(value)
+
+
+def test_capsules_that_were_changed_anywhere_fail_with_a_capsule_error_or_replay(
+    written: Any, payload: Path, tmp_path: Path
+) -> None:
+    chance = random.Random(0)  # noqa: S311, for the choice of changes
+    path = tmp_path / "changed.pt"
+    n_refused = 0
+    for _ in range(N_MUTATIONS):
+        saved = copy.deepcopy(written)
+        holder, key = chance.choice(list(_places(saved)))
+        call = {"_kind": "named tuple", "class": "os:system", "items": [f"touch {payload}"]}
+        kinds = [None, -1, "os:system", [], {}, torch.zeros(2, dtype=torch.int64), call, "missing"]
+        value = chance.choice(kinds)
+        if value == "missing" and isinstance(holder, dict):
+            del holder[key]
+        else:
+            holder[key] = value
+        torch.save(saved, path)
+        try:
+            replay(path)
+        except CapsuleError:
+            n_refused += 1
+        assert not payload.exists()
+    assert n_refused > N_MUTATIONS / 10, "the changes matter"
+
+
+def test_a_script_that_parses_arguments_when_it_is_imported(written: Any, tmp_path: Path) -> None:
+    script = tmp_path / "parses_arguments.py"
+    script.write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--rate')\nparser.parse_args()\n"
+        "from tests.nonfinite.replay_models import Everything\nif __name__ == '__main__': pass\n"
+    )
+    saved = copy.deepcopy(written)
+    saved["module"]["class"] = "__main__:Everything"
+    saved["origin"] |= {"script": str(script), "name": ""}
+    torch.save(saved, tmp_path / "script.pt")
+    try:
+        assert replay(tmp_path / "script.pt", trust=True).exact
+    finally:
+        sys.modules.pop("parses_arguments", None)
+
+
+def test_an_absent_device_is_replaced_by_the_cpu_and_named(written: Any, tmp_path: Path) -> None:
+    saved = copy.deepcopy(written)
+    saved["machine"]["device"] = "cuda:7"
+    torch.save(saved, tmp_path / "device.pt")
+    found = replay(tmp_path / "device.pt")
+    assert found.exact
+    assert "device cpu, was cuda:7" in found.differences
