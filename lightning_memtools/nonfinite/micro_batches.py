@@ -154,11 +154,14 @@ class BatchStart:
         random: The states of the random number generators.
         attributes: The attributes of simple types of each module that the user wrote, by the module's name.
         versions: How often each tensor of the batch had been written in place, in the order of `named_tensors`.
+        frozen: The names of the parameters that did not require gradients; None where that was not recorded. A GAN
+            toggles them within its step.
     """
 
     random: RandomState
     attributes: Attributes
     versions: tuple[int, ...]
+    frozen: frozenset[str] | None = None
 
 
 class BatchStartRecorder:
@@ -171,6 +174,7 @@ class BatchStartRecorder:
     """
 
     def __init__(self, module: Module) -> None:
+        self._parameters = list(module.named_parameters())
         # torch's own modules keep no attribute that a step changes.
         self._written_by_users = [
             (name, vars(part), _n_of_every_module(vars(part)))
@@ -181,7 +185,8 @@ class BatchStartRecorder:
     def record(self, batch: Any) -> BatchStart:
         """Return the present state."""
         attributes = {name: simple_items(held, skip=n) for name, held, n in self._written_by_users}
-        return BatchStart(RandomState.now(), attributes, versions_of(batch))
+        frozen = frozenset([name for name, each in self._parameters if not each.requires_grad])
+        return BatchStart(RandomState.now(), attributes, versions_of(batch), frozen)
 
 
 def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:
@@ -205,6 +210,15 @@ def restore_attributes(module: Module, attributes: Attributes) -> None:
     for name, values in attributes.items():
         if name in parts:
             parts[name].__dict__.update(values)
+
+
+def restore_frozen(module: Module, frozen: frozenset[str] | None) -> None:
+    """Set which parameters require gradients, as it was recorded; None leaves them as they are."""
+    if frozen is None:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
 
 
 def versions_of(batch: Any) -> tuple[int, ...]:

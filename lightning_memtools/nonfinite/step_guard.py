@@ -17,7 +17,7 @@ from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, PastStep, StepHistory, undivided_loss
 from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
 from lightning_memtools.nonfinite.finite_checks import GradientTraces, count_bad, gradients_of, measure, measure_exactly
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, release_batches
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, release_batches, restore_frozen
 from lightning_memtools.nonfinite.tensor_names import names_of
 from lightning_memtools.nonfinite.update_veto import (
     StateKeys,
@@ -180,6 +180,8 @@ class StepGuard:
         self._buffers.restore()
         if bad_step.step.restore_loop is not None:
             bad_step.step.restore_loop()
+        start = bad_step.step.micro[0].start if bad_step.step.micro else None
+        restore_frozen(self._model, getattr(start, "frozen", None))
         return unrestored
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from lightning_memtools._torch import COLLECTIVE_NAMESPACES, DispatchMode, buffers_of
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.bad_step import undivided_loss
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, restore_attributes
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, restore_attributes, restore_frozen
 from lightning_memtools.nonfinite.step_outcome import StepConditions, StepOutcome
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.trainer_stand_in import (
@@ -194,6 +194,7 @@ class StepRerun:
         module: Any = self.module
         if micro.start is not None:
             restore_attributes(module, micro.start.attributes)
+            restore_frozen(module, micro.start.frozen)
             micro.start.random.restore()
         self._now, self._n_steps = micro, 0
         _call(module, "on_train_batch_start", batch, micro.index)

@@ -213,7 +213,8 @@ def _micro(micro: MicroBatch, left_out: list[str]) -> dict[str, Any]:
 def _start(start: BatchStart | None) -> dict[str, Any] | None:
     if start is None:
         return None
-    return {"random": start.random.packed(), "attributes": _attributes(start.attributes)}
+    frozen = None if start.frozen is None else sorted(map(plain_name, start.frozen))
+    return {"random": start.random.packed(), "attributes": _attributes(start.attributes), "frozen": frozen}
 
 
 class CapsuleError(RuntimeError):

@@ -229,7 +229,11 @@ def _start(saved: Mapping[str, Any] | None, module: nn.Module) -> BatchStart | N
         return None
     names = {plain_name(name): name for name, _ in module.named_modules()}
     attributes = {names[name]: values for name, values in saved["attributes"].items() if name in names}
-    return BatchStart(RandomState.unpacked(saved["random"]), attributes, ())
+    frozen = saved.get("frozen")  # capsules of earlier versions do not have it
+    if frozen is not None:
+        held = set(frozen)
+        frozen = frozenset(name for name, _ in module.named_parameters() if plain_name(name) in held)
+    return BatchStart(RandomState.unpacked(saved["random"]), attributes, (), frozen)
 
 
 def _load_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Any] | None, find: Find) -> list[str]:
