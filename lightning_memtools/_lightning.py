@@ -148,6 +148,14 @@ def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Cal
     return watched.undo
 
 
+def changes_gradients(trainer: Trainer) -> bool:
+    """Return whether code that is neither Lightning's nor ours runs between backward and update."""
+    ours = ("lightning.", "pytorch_lightning.", "lightning_memtools.")
+    hooks = [(trainer.lightning_module, "configure_gradient_clipping")]
+    hooks += [(each, "on_before_optimizer_step") for each in (trainer.lightning_module, *_callbacks(trainer))]
+    return any(not getattr(getattr(type(owner), name), "__module__", "").startswith(ours) for owner, name in hooks)
+
+
 class _MethodWithAddition:
     """Takes a method's place on one object. A pickled or copied object gets its own method back."""
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import (
+    changes_gradients,
     gradient_scaler,
     guard_saving,
     mark_loops,
@@ -59,6 +60,10 @@ class HaltOnNaN(Callback):
     few hundred bytes in each step, for which the host waits. Either way one pass over the gradients, and a copy of the
     buffers. FSDP and ModelParallelStrategy add one all-reduce of two numbers to each step, an evaluation run under
     several ranks one gather.
+
+    Gradients are checked a second time, after clipping and all hooks, where the module defines
+    `configure_gradient_clipping` or `on_before_optimizer_step`, or another callback the latter; the host then waits for
+    it. A learning rate or other setting that is NaN is found always.
 
     With 16-mixed, steps that the gradient scaler skips are normal; `amp_patience` of them in a row are not, nor is a
     skip at a scale below 1. A loss that is NaN or Inf itself is never normal.
@@ -171,7 +176,8 @@ class HaltOnNaN(Callback):
         )
         self._n_logged = 0
         self._unguard_saving = guard_saving(trainer, lambda: self._check_before_saving(trainer))
-        self._unwatch_updates = watch_updates(trainer, guard.before_update)
+        self._unwatch_updates = watch_updates(trainer, partial(self._before_update, trainer))
+        guard.checks_again = changes_gradients(trainer)
         guard.is_told_of_updates = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -295,6 +301,10 @@ class HaltOnNaN(Callback):
         if trainer.is_global_zero:
             print_on_console(report.console(), soft_wrap=True)
         raise report.error()
+
+    def _before_update(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        if self._session is not None:
+            self._conclude(trainer, self._session.guard.before_update(optimizer))
 
     def _check_before_saving(self, trainer: Trainer) -> None:
         self._read_rest(trainer)

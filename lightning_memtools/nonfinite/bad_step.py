@@ -59,6 +59,7 @@ class BadStep:
         late: Whether the update was held back on the device and the host learned of it afterwards.
         scaler: Says what the gradient scaler did, where that is the reason; else empty.
         later: The steps that were held back after it, because the host did not know of it yet.
+        update: Says what made the update bad although losses and gradients were finite; else empty.
     """
 
     step: GuardedStep
@@ -68,6 +69,7 @@ class BadStep:
     late: bool
     scaler: str = ""
     later: tuple[GuardedStep, ...] = ()
+    update: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ class Evidence:
         late: Whether the step was decided late.
         unrestored: The names of the buffers that could not be restored.
         carried: Whether the gradients were made NaN to tell the other ranks of this rank's bad loss.
+        update: Says what made the update bad although losses and gradients were finite; else empty.
     """
 
     rank: int
@@ -111,6 +114,7 @@ class Evidence:
     late: bool = False
     unrestored: tuple[str, ...] = ()
     carried: bool = False
+    update: str = ""
 
 
 LENGTH = 20

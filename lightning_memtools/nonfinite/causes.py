@@ -18,6 +18,7 @@ class NonFiniteCause(StrEnum):
     BAD_PARAMETER = "parameter already bad"
     EXPLODING = "exploding gradient"
     LOW_PRECISION = "low-precision overflow"
+    UPDATE = "bad update"
     DOMAIN = "domain error of the loss or the network"
     # Only a rerun of the step can tell these two.
     OVERFLOW = "overflow"
@@ -98,6 +99,9 @@ ADVICE = {
     "constant": "look at where that number comes from.",
     "domain, inferred": "rerun this step with Trainer(detect_anomaly=True) to find the operation, and keep its input "
     "in range (clamp to an eps, add eps under the root, skip empty selections).",
+    "update": "look at the code or setting that is named; the gradients were finite when backward ended.",
+    "not reproducible, changed": "look at these first: the value that made the step bad may have come from one of "
+    "them. Make it a buffer or part of the batch, so that it is saved and restored.",
     "not reproducible": "suspect the hardware (memory, overclocking, a failing GPU: run its diagnostics) or kernels "
     "that are not deterministic; go on from the last good checkpoint, on another device if it happens again.",
 }

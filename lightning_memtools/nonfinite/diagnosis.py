@@ -51,6 +51,7 @@ def examine(
         float16=bool(trip.scaler) or any(tensor.dtype == torch.float16 for tensor in tensors),
         scaler=trip.scaler,
         late=trip.late,
+        update=trip.update,
         carried=carried and not all(map(math.isfinite, trip.losses)),
         unrestored=unrestored,
     )
@@ -124,6 +125,9 @@ def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past
     grown = what_grew(history, evidence)
     dirty = [bad for bad in evidence.inputs if not bad.is_mask]
     bad = evidence.parameters
+    if evidence.update:
+        because = f"losses and gradients were finite when backward ended; {evidence.update}."
+        return Diagnosis(NonFiniteCause.UPDATE, because, ADVICE["update"], evidence.rank)
     if dirty:
         return Diagnosis(
             NonFiniteCause.DIRTY_DATA,

@@ -88,7 +88,9 @@ class HaltReport:
         """The bad value, its step, batch and rank, as a sentence."""
         culprit = self.culprit
         bad = [loss for _, loss in culprit.losses if not math.isfinite(loss)]
-        if bad:
+        if culprit.update:
+            what = "the update is not finite"
+        elif bad:
             what = f"loss is {bad[0]}"
         elif culprit.gradients:
             what = f"gradient of {culprit.gradients[0]} is not finite"

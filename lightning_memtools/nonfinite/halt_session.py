@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_memtools.nonfinite.bad_step import BadStep, Evidence
@@ -172,7 +172,9 @@ class HaltSession:
         if report.diagnosis.rank in {None, rank}:
             try:
                 rerun = BadStepRerun(self._run, bad_step, evidence, tuple(self.guard.history))
-                mine = rerun.findings(explains=options.explain)
+                mine = rerun.findings(explains=options.explain and not bad_step.update)
+                if bad_step.update:
+                    mine = replace(mine, note="not sought: forward and backward were finite")
             except Exception as error:  # noqa: BLE001, it must neither hide the halt nor leave the other ranks waiting
                 mine = RankFindings(rank, None, f"not found: {type(error).__name__}: {error}")
         findings = findings_to_report(self._patient_ranks.objects(mine), report.diagnosis.rank)

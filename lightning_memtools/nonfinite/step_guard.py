@@ -16,12 +16,20 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, PastStep, StepHistory, undivided_loss
 from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
-from lightning_memtools.nonfinite.finite_checks import GradientTraces, count_bad, gradients_of, measure, measure_exactly
+from lightning_memtools.nonfinite.finite_checks import (
+    GradientTraces,
+    count_bad,
+    find_bad,
+    gradients_of,
+    measure,
+    measure_exactly,
+)
 from lightning_memtools.nonfinite.micro_batches import MicroBatch, release_batches, restore_frozen
 from lightning_memtools.nonfinite.tensor_names import names_of
 from lightning_memtools.nonfinite.update_veto import (
     StateKeys,
     UpdateVeto,
+    bad_setting,
     hide_gradients,
     honours_found_inf,
     over_ranks,
@@ -61,6 +69,7 @@ class StepGuard:
         history: The last steps.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
         saw_losses: Whether there was any loss.
+        checks_again: Whether code of the user runs between `check` and the update, so that it is checked once more.
         is_told_of_updates: Whether `before_update` is called before each update, after clipping and all hooks.
         saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
@@ -103,6 +112,8 @@ class StepGuard:
         self._has_warned = False
         self._held_back: Optimizer | None = None
         self.is_told_of_updates = False
+        self.checks_again = False
+        self._checked: GuardedStep | None = None
 
     @property
     def carries_losses(self) -> bool:
@@ -152,16 +163,46 @@ class StepGuard:
             bad_step = self._check_on_device(step, optimizer)
         else:
             bad_step = self.drain() or self._check_on_host(step, optimizer, scaler)
+        # What a gradient scaler skips is not made, whatever its gradients are.
+        self._checked = None if scaler is not None and self._scaler_skips[optimizer] else step
         if bad_step is None and reopen:
             self._n_steps_in_batch += 1
             self._open().restore_loop = None  # to be set when the update has been made
         return bad_step
 
-    def before_update(self, optimizer: Optimizer) -> None:
-        """Hold the update back if its step is to be skipped. Call it last: clipping by value needs gradients."""
-        if self._held_back is optimizer:
+    def before_update(self, optimizer: Optimizer) -> BadStep | None:
+        """Hold the update back if its step is to be skipped, or if hooks or settings would make it NaN or Inf.
+
+        Call it last, after clipping (which needs gradients) and all hooks. `checks_again` costs a second pass over the
+        gradients, for which the host waits.
+        """
+        is_held_back, self._held_back = self._held_back is optimizer, None
+        if is_held_back:
             hide_gradients(optimizer)
-        self._held_back = None
+        step, self._checked = self._checked, None
+        if is_held_back or step is None:
+            return None
+        why = bad_setting(optimizer)
+        if not why and self.checks_again and self._gradients != "sharded":
+            parameters, gradients = gradients_of(optimizer)
+            bad = find_bad(zip(names_of(self._model, parameters), gradients, strict=True))
+            why = f"clipping or a hook then made the gradient of {bad[0]} NaN or Inf" if bad else ""
+        if not why:
+            return None
+        if (earlier := self.drain()) is not None:
+            return earlier
+        if self._checked_is_bad(step):
+            return None  # the step itself was bad, and the flag on the device holds it back
+        if len(self.skipped) < self._max_skips:
+            hide_gradients(optimizer)
+            self._buffers.restore()
+            self._note_skip(step)
+            return None
+        losses = tuple(float(loss) for loss in step.losses())
+        return BadStep(step, losses, self.history[-1].norm if self.history else math.nan, (), late=False, update=why)
+
+    def _checked_is_bad(self, step: GuardedStep) -> bool:
+        return bool(self.skipped) and self.skipped[-1] == (step.number, tuple(micro.index for micro in step.micro))
 
     def drain(self) -> BadStep | None:
         """Wait for the results of all steps that are not decided yet; return the bad step, if there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -97,6 +98,19 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
         and all(p.device.type in {"cpu", "cuda"} and p.dtype != torch.float64 for p in group["params"])
         for group in optimizer.param_groups
     )
+
+
+def bad_setting(optimizer: Optimizer) -> str:
+    """Say which learning rate or other number of the optimizer is NaN, or which rate is infinite; else ""."""
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            # A tensor on a device would have to be waited for.
+            if key == "params" or (isinstance(value, Tensor) and value.device.type != "cpu"):
+                continue
+            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+            if is_number and (math.isnan(value) or (key == "lr" and math.isinf(value))):
+                return f"{key} of {type(optimizer).__name__} is {float(value)}"
+    return ""
 
 
 def hide_gradients(optimizer: Optimizer) -> None:

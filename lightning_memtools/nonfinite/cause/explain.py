@@ -19,6 +19,7 @@ from lightning_memtools.nonfinite.cause.bad_value_roots import (
 )
 from lightning_memtools.nonfinite.cause.classifier import Classifier
 from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace, StorageKeys
+from lightning_memtools.nonfinite.cause.unrestored_state import state_not_restored
 from lightning_memtools.nonfinite.causes import ADVICE, Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.micro_batches import bad_inputs
@@ -119,10 +120,14 @@ def _not_reproducible(rerun: StepRerun, background: KnownOfStep) -> Explanation:
     again = rerun.run().is_finite
     if not again:
         raise CannotRerunError("run again it was finite once and bad once: the step itself is not deterministic")
+    because = "the same weights, batch and random numbers gave a finite loss and finite gradients, twice"
+    changed = state_not_restored(rerun.module)
+    if changed:
+        because += f"; the rerun began with these as the step had left them: {', '.join(changed)}"
     return Explanation(
         cause=NonFiniteCause.NOT_REPRODUCIBLE,
         what="No operation gives NaN or Inf when the step is run again.",
-        because="the same weights, batch and random numbers gave a finite loss and finite gradients, twice",
+        because=because,
         confirmed="",
-        advice=ADVICE["not reproducible"],
+        advice=ADVICE["not reproducible, changed" if changed else "not reproducible"],
     )
