@@ -110,7 +110,7 @@ def _mapping(made: type, held: dict[Any, Any]) -> Any:
     if made is OrderedDict:
         return OrderedDict(held)
     if issubclass(made, dict) and not hasattr(made, "__del__"):
-        new = made.__base__.__new__(made) if made.__base__ in {dict, OrderedDict} else None
+        new: Any = made.__base__.__new__(made) if made.__base__ in {dict, OrderedDict} else None
         if new is not None:
             dict.update(new, held)
             return new
@@ -124,8 +124,8 @@ def _sequence(made: type, items: list[Any]) -> Any:
         if made is base:
             return base(items)
     if issubclass(made, (tuple, frozenset)) and not hasattr(made, "__del__"):
-        base = tuple if issubclass(made, tuple) else frozenset
-        return base.__new__(made, items)
+        kind: Any = tuple if issubclass(made, tuple) else frozenset
+        return kind.__new__(made, items)
     if issubclass(made, (list, set)) and not hasattr(made, "__del__"):
         base = list if issubclass(made, list) else set
         new: Any = base.__new__(made)
