@@ -102,7 +102,7 @@ class Streams(Regression):
         self.source = source
         self.numbers = iter([1.0] * BAD + [float("nan")] + [1.0] * 1000)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         if self.source == "iterator":
             return loss * next(self.numbers)

@@ -21,7 +21,7 @@ N_MUTATIONS = 60
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = halted("plain", tmp_path_factory.mktemp("written"))[0].capsule_path
+    path: Any = halted("plain", tmp_path_factory.mktemp("written"))[0].capsule_path
     return torch.load(path, weights_only=True)
 
 
@@ -102,7 +102,7 @@ def test_capsules_that_were_changed_anywhere_fail_with_a_capsule_error_or_replay
         saved = copy.deepcopy(written)
         holder, key = chance.choice(list(_places(saved)))
         call = {"_kind": "named tuple", "class": "os:system", "items": [f"touch {payload}"]}
-        kinds = [None, -1, "os:system", [], {}, torch.zeros(2, dtype=torch.int64), call, "missing"]
+        kinds: list[Any] = [None, -1, "os:system", [], {}, torch.zeros(2, dtype=torch.int64), call, "missing"]
         value = chance.choice(kinds)
         if value == "missing" and isinstance(holder, dict):
             del holder[key]

@@ -21,7 +21,7 @@ from tests.nonfinite.observe import Observer, differences, state_bits
 SKIPS = pytest.mark.parametrize("max_skips", [0, 3])
 
 
-def same_with_and_without(make: Any, tmp_path: Any, *, max_skips: int, **options: Any) -> L.LightningModule:
+def same_with_and_without(make, tmp_path, *, max_skips, **options):
     """Train with and without HaltOnNaN; everything must end in the same bits. Returns the module trained with it."""
     ends, models = [], []
     for callbacks in ([], [HaltOnNaN(max_skips=max_skips)]):
@@ -40,7 +40,7 @@ class Metrics(Regression):
 
     fused = False
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         self.log("recall_of_absent_class", torch.tensor(torch.nan))
         self.log("best_so_far", torch.tensor(torch.inf))
         if self.trainer.sanity_checking:
@@ -70,7 +70,7 @@ def test_the_default_callbacks_leave_such_a_run_alone(tmp_path: Any) -> None:
 
 def test_a_bad_validation_loss_still_halts_and_names_its_loader(tmp_path: Any) -> None:
     class BadLoss(Regression):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
             return self.loss(batch) * (torch.nan if (batch_idx, dataloader_idx) == (2, 1) else 1.0)
 
     with pytest.raises(NonFiniteError, match=r"outputs from batch 6 on \(batch 2 of data loader 1\)"):
@@ -79,7 +79,7 @@ def test_a_bad_validation_loss_still_halts_and_names_its_loader(tmp_path: Any) -
 
 def test_metrics_appear_in_the_report_of_a_later_halt(tmp_path: Any) -> None:
     class Later(Metrics):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return self.loss(batch) * (torch.nan if self.current_epoch else 1.0)
 
     with pytest.raises(NonFiniteError, match="Metrics that were not finite in evaluation: metric recall"):
@@ -100,7 +100,7 @@ class Expanded(Regression):
         self.register_buffer("scale", torch.ones(1).expand(4))
         self.register_buffer("centre", None)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         x, y = batch
         mean = x.detach().mean(0)
         self.centre = mean if self.centre is None else 0.9 * self.centre + 0.1 * mean
@@ -120,7 +120,7 @@ class OneGraph(Regression):
         self.automatic_optimization = False
         self.other = nn.Sequential(nn.utils.spectral_norm(nn.Linear(1, 4)), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         x, _ = batch
         self.other[1].eval()
         made = self.net(x)
@@ -149,7 +149,7 @@ class BufferInGraph(Regression):
         self.other = nn.Linear(4, 1)
         self.register_buffer("scale", torch.full((4,), 2.0))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         x, _ = batch
         shared = (self.net(x) + self.other(x)).mean() + (self.scale * self.other.weight).square().mean()
         first, second = self.optimizers()
@@ -168,7 +168,7 @@ class BufferInGraph(Regression):
 class Shared(BufferInGraph):
     """As above, with one graph for both updates: nothing may write the buffer in between."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         x, _ = batch
         regular = (self.scale * self.other.weight * self.scale).square().mean() + self.other.bias.square().mean()
         first, second = self.optimizers()
@@ -200,7 +200,7 @@ def test_a_healthy_model_ends_in_the_same_bits(name: str, max_skips: int, tmp_pa
 
 def spoiled(kind: type[L.LightningModule], bad: int = 5) -> Any:
     class Spoiled(kind):  # type: ignore[misc,valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             return loss * torch.nan if batch_idx == bad else loss
 

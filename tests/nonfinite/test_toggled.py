@@ -38,7 +38,7 @@ class ToggledGAN(L.LightningModule):
             loss = self.critic(made).mean() if index == 0 else self.critic(made.detach()).square().mean()
             yield loss * torch.log(amount).mean() if index == self.hparams["fails"] else loss
 
-    def training_step(self, batch: Any) -> None:
+    def training_step(self, batch):
         losses = self.losses(batch)
         for optimizer in self.optimizers():
             if self.hparams["way"] == "toggle_model":
