@@ -93,7 +93,7 @@ def from_plain(value: Any, find: Callable[[str], Any]) -> Any:  # noqa: C901, PL
         names = {each.name for each in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
         if not value["fields"].keys() <= names or hasattr(made, "__del__"):
             raise TypeError(f"{value['class']} is no dataclass with these fields")
-        new = object.__new__(made)
+        new: Any = object.__new__(made)
         for key, item in value["fields"].items():
             object.__setattr__(new, key, from_plain(item, find))
         return new
