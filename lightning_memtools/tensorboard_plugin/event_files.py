@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PREFIXES = ("memory/", "loss/", "grad/", "time/", "nonfinite/", "memtools/")
-"""How the tags of this library begin."""
+"""The prefixes of this library's tags."""
 
 _PREFIX_BYTES = tuple(prefix.encode() for prefix in PREFIXES)
 _HEADER = struct.Struct("<QI")
@@ -94,7 +94,7 @@ class LoggedText:
 
 @dataclass(slots=True)
 class LoggedRun:
-    """What this library logged in one run.
+    """The curves and reports of this library in one run.
 
     Attributes:
         name: The run's name: the path of its directory below the log directory.
