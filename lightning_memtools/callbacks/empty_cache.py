@@ -91,8 +91,14 @@ class EmptyCache(Callback):
 
     def charts(self, trainer: Trainer) -> Charts:
         """Return the charts of the retained memory with its parts, and of the released memory."""
-        stays = {"what stays at boundaries": ["memory/retained_gib", "memory/retained/.*_gib"]} if self.ledger else {}
-        return {"memory": {**stays, "given back at boundaries": ["memory/cache/freed_gib"]}}
+        if self._releaser is None or trainer.state.fn != TrainerFn.FITTING:
+            return {}  # no curve: a chart would stay empty
+        stays = (
+            {"memory that stays after evaluation (GiB)": ["memory/retained_gib", "memory/retained/.*_gib"]}
+            if self.ledger
+            else {}
+        )
+        return {"memory": {**stays, "memory released after evaluation (GiB)": ["memory/cache/freed_gib"]}}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device; say so if it keeps no cache."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -75,6 +76,8 @@ class LossCurves(Callback):
 
     def charts(self, trainer: Trainer) -> Charts:
         """Training and validation share one chart."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return {}  # no curve: a chart would stay empty
         charts = {"training and validation": ["loss/train(/.+)?", "loss/val(/.+)?"]}
         if self.grad_norm:
             charts["gradient norm"] = ["grad/norm(/.+)?"]

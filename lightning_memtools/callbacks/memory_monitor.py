@@ -221,6 +221,7 @@ class MemoryMonitor(Callback):
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, stage: Stage) -> None:
         put_on_device(trainer, pl_module)
+        write_layout(trainer)  # a test after fit adds a chart of its own
         self._running().enter(stage)
 
     def _log_batch(self, trainer: Trainer, stage: Stage) -> None:

@@ -88,8 +88,10 @@ def _write_text(logger: Logger, tag: str, markdown: str, step: int, file: str) -
         experiment.log_text(markdown, step=step, metadata={"tag": tag})
 
 
-# The writers of a Trainer that have their layout: the first callback writes it, and no other one does.
-_WRITTEN: weakref.WeakKeyDictionary[Trainer, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+Layout = dict[str, dict[str, list[Any]]]
+
+# The layout that each writer of a Trainer has.
+_WRITTEN: weakref.WeakKeyDictionary[Trainer, weakref.WeakKeyDictionary[Any, Layout]] = weakref.WeakKeyDictionary()
 
 
 @runtime_checkable
@@ -97,33 +99,37 @@ class OffersCharts(Protocol):
     """A callback whose curves have charts of their own."""
 
     def charts(self, trainer: Trainer) -> Charts:
-        """Return category to chart title to tags, for the curves of the fit call that begins."""
+        """Return category to chart title to tags, for the curves of the call that begins."""
 
 
 def write_layout(trainer: Trainer) -> None:
-    """Write the charts of all callbacks as one layout to every logger that takes one; call it in `on_fit_start`.
+    """Write the charts of all callbacks as one layout to every logger that takes one; call it as a call begins.
 
-    Each writer gets it once, on rank 0. A TensorBoard writer keeps only the last layout that it is given, so callbacks
-    must not write one each.
+    TensorBoard keeps only the last layout of a writer, so callbacks must not write one each. A later call, such as test
+    after fit, writes a layout only if it brings new charts, and the earlier ones stay in it. Rank 0 only.
     """
     if not trainer.is_global_zero:
         return
-    written = _WRITTEN.setdefault(trainer, weakref.WeakSet())
+    written = _WRITTEN.setdefault(trainer, weakref.WeakKeyDictionary())
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     layout = merged_layout([c.charts(trainer) for c in callbacks if isinstance(c, OffersCharts)])
 
     def write(logger: Logger) -> None:
         experiment: Any = getattr(logger, "experiment", None)
-        if hasattr(experiment, "add_custom_scalars") and experiment not in written:
-            written.add(experiment)
-            experiment.add_custom_scalars(layout)
+        if not hasattr(experiment, "add_custom_scalars"):
+            return
+        before = written.get(experiment, {})
+        merged = {category: before.get(category, {}) | layout.get(category, {}) for category in {**before, **layout}}
+        if merged != before:
+            written[experiment] = merged
+            experiment.add_custom_scalars(merged)
 
     for_each_logger(trainer, write)
 
 
-def merged_layout(all_charts: Sequence[Charts]) -> dict[str, dict[str, list[Any]]]:
+def merged_layout(all_charts: Sequence[Charts]) -> Layout:
     """Return the charts of several callbacks in the form that `SummaryWriter.add_custom_scalars` takes."""
-    layout: dict[str, dict[str, list[Any]]] = {}
+    layout: Layout = {}
     for charts in all_charts:
         for category, by_title in charts.items():
             for title, tags in by_title.items():

@@ -108,16 +108,19 @@ class MemoryRun:
     def charts(self, *, validates: bool) -> Charts:
         """Return the charts of this call's curves; `validates` says whether there is a val stage."""
         if self._reader is None:
-            return {"memory": {"host": ["memory/host_rss_gib"]}}
-        charts = {f"{stage}: allocated and reserved": [f"memory/{stage}/(peak_)?(allocated|reserved)_gib"]
-                  for stage in (("train", "val") if validates else ("train",))}  # fmt: skip
-        charts["device: capacity and use"] = ["memory/(capacity|device_used)_gib"]
+            return {"memory": {"host (GiB)": ["memory/host_rss_gib"]}}
+        stages = {"fit": ("train", "val") if validates else ("train",), "validate": ("val",)}.get(
+            self.call, (self.call,)
+        )
+        charts = {f"{stage}: allocated and reserved (GiB)": [f"memory/{stage}/(peak_)?(allocated|reserved)_gib"]
+                  for stage in stages}  # fmt: skip
+        charts["device: capacity and use (GiB)"] = ["memory/(capacity|device_used)_gib"]
         if self._reader.composition_at_peak() is not None:
-            charts["composition at the peak"] = ["memory/composition/[a-z]+_gib"]
+            charts["composition at the peak (GiB)"] = ["memory/composition/[a-z]+_gib"]
         if self._phase_watch is not None:
-            charts["train: peak by phase"] = ["memory/train/peak_(forward|backward|optimizer)_gib"]
+            charts["train: peak by phase (GiB)"] = ["memory/train/peak_(forward|backward|optimizer)_gib"]
         if self._per_rank:
-            charts["train: peak by rank"] = [r"memory/train/peak_allocated_gib/rank\d+"]
+            charts["train: peak by rank (GiB)"] = [r"memory/train/peak_allocated_gib/rank\d+"]
         return {"memory": charts}
 
     def leave_out(self, *, alloc_retries: int, ooms: int) -> None:

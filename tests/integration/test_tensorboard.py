@@ -63,7 +63,7 @@ def test_the_server_offers_one_layout_with_losses_and_memory_on_shared_charts(bo
     assert set(charts) == {"memory", "loss"}
     query = {"run": RUN, "tag": charts["loss"]["training and validation"][0]}
     assert set(get(board, "plugin/custom_scalars/scalars", **query)["tag_to_events"]) == {"loss/train"}
-    (memory,) = charts["memory"]["train: allocated and reserved"]
+    (memory,) = charts["memory"]["train: allocated and reserved (GiB)"]
     drawn = get(board, "plugin/custom_scalars/scalars", run=RUN, tag=memory)["tag_to_events"]
     assert set(drawn) == {
         f"memory/train/{peak}{kind}_gib" for peak in ("", "peak_") for kind in ("allocated", "reserved")
@@ -81,10 +81,11 @@ def test_the_server_offers_the_summaries_as_tables(board):
 
 def test_a_browser_draws_the_charts(board, tmp_path):
     titles = {
-        "train: allocated and reserved": 4,
-        "val: allocated and reserved": 4,
-        "device: capacity and use": 2,
-        "composition at the peak": 6,
+        "train: allocated and reserved (GiB)": 4,
+        "val: allocated and reserved (GiB)": 4,
+        "test: allocated and reserved (GiB)": 4,
+        "device: capacity and use (GiB)": 2,
+        "composition at the peak (GiB)": 6,
         "training and validation": 2,
     }
     with chromium() as window:
