@@ -101,7 +101,7 @@ class RankPosts:
 
 @dataclass(frozen=True, slots=True)
 class PostedByRank:
-    """What one rank has left.
+    """The values that one rank has left.
 
     Attributes:
         values: Label to value.
