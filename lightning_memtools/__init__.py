@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
     from lightning_memtools.callbacks.oom_report import OOMReport
     from lightning_memtools.callbacks.presets import default_callbacks
+    from lightning_memtools.callbacks.training_doctor import TrainingDoctor
     from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
     from lightning_memtools.checkpointing.planning import plan_checkpoints
     from lightning_memtools.cli.dry_run import DryRunResult, dry_run
+    from lightning_memtools.doctor.diagnosing import diagnose
+    from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError
     from lightning_memtools.estimate import estimate_memory
     from lightning_memtools.estimate.memory_estimate import MemoryEstimate
     from lightning_memtools.memory.stats import MemoryStats
@@ -37,8 +40,10 @@ _HOME_OF_NAME = {
     "BatchSizeTuner": "callbacks.batch_size_tuner",
     "CapsuleError": "nonfinite.capsule.capsule_file",
     "CheckpointPlan": "checkpointing.checkpoint_plan",
+    "DoctorReport": "doctor.findings",
     "DryRunResult": "cli.dry_run",
     "EmptyCache": "callbacks.empty_cache",
+    "Finding": "doctor.findings",
     "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
     "LossCurves": "callbacks.loss_curves",
@@ -48,8 +53,11 @@ _HOME_OF_NAME = {
     "NonFiniteError": "nonfinite.nonfinite_error",
     "OOMReport": "callbacks.oom_report",
     "Replay": "nonfinite.capsule.capsule_replay",
+    "TrainingDoctor": "callbacks.training_doctor",
+    "TrainingMistakeError": "doctor.findings",
     "VirtualDevice": "memory.virtual",
     "default_callbacks": "callbacks.presets",
+    "diagnose": "doctor.diagnosing",
     "dry_run": "cli.dry_run",
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
@@ -62,8 +70,10 @@ __all__ = [
     "BatchSizeTuner",
     "CapsuleError",
     "CheckpointPlan",
+    "DoctorReport",
     "DryRunResult",
     "EmptyCache",
+    "Finding",
     "GradientCheckpointing",
     "HaltOnNaN",
     "LossCurves",
@@ -73,8 +83,11 @@ __all__ = [
     "NonFiniteError",
     "OOMReport",
     "Replay",
+    "TrainingDoctor",
+    "TrainingMistakeError",
     "VirtualDevice",
     "default_callbacks",
+    "diagnose",
     "dry_run",
     "estimate_memory",
     "plan_checkpoints",

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightning_memtools._torch import loader_with_batch_sampler
+from lightning_memtools.memory.loader_sizes import batch_size_of, n_samples_of
 from lightning_memtools.state.random_state import random_streams_restored
 
 WorstCase = Callable[[Any, int], Sequence[int]]
@@ -48,30 +49,6 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
             loader, BatchSampler(batch_sampler.sampler, size, batch_sampler.drop_last), size
         )
     return loader_with_batch_sampler(loader, _resized_sampler(loader, batch_sampler, size), None)
-
-
-def batch_size_of(loader: Any) -> int | None:
-    """Returns the samples per batch; None where the loader does not say."""
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
-def n_samples_of(loader: Any) -> int | None:
-    """Returns the samples per epoch on this rank; None if unknown, as for an iterable data set."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    try:
-        return len(sampler)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def drops_last(loader: Any) -> bool:
-    """Returns True if the loader leaves out an incomplete last batch."""
-    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))
 
 
 def worst_first(loader: Any, n: int, worst_case: WorstCase | None) -> Any:

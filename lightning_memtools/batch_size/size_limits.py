@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
 from lightning_memtools._torch import AnyBatchNorm
+from lightning_memtools.memory.shared_memory import free_shared_memory
 from lightning_memtools.memory.sizes import parse_size
 
 
@@ -158,9 +157,3 @@ def samples_in_shared_memory(
     free = (free_bytes or free_shared_memory)()
     # One batch more: the batch in use is freed only after the next one was requested.
     return None if free is None else max(int(free / (bytes_per_sample * (ahead + 1))), 1)
-
-
-def free_shared_memory() -> int | None:
-    """Returns the free bytes of /dev/shm; None where it does not exist."""
-    place = Path("/dev/shm")  # noqa: S108, no file is written there
-    return shutil.disk_usage(place).free if place.is_dir() else None

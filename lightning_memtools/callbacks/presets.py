@@ -9,6 +9,7 @@ from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.callbacks.loss_curves import LossCurves
 from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
 from lightning_memtools.callbacks.oom_report import OOMReport
+from lightning_memtools.callbacks.training_doctor import TrainingDoctor
 
 
 def default_callbacks() -> list[Callback]:
@@ -16,4 +17,4 @@ def default_callbacks() -> list[Callback]:
 
     Callbacks that change how training runs (gradient checkpointing, batch size) are added by name.
     """
-    return [MemoryMonitor(), LossCurves(), EmptyCache(), OOMReport(), HaltOnNaN()]
+    return [MemoryMonitor(), LossCurves(), EmptyCache(), OOMReport(), HaltOnNaN(), TrainingDoctor()]

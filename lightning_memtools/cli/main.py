@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_memtools.cli import dry_run, estimate, replay, report
+from lightning_memtools.cli import doctor, dry_run, estimate, replay, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, or 1 after an error in the command line.
+    """Run the command and return its exit status: 0, or 1 after an error or a serious finding.
 
     Args:
         arguments: The command line; by default that of the process.
@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     estimate.add_to(commands)
+    doctor.add_to(commands)
     replay.add_to(commands)
     dry_run.add_to(commands)
     report.add_to(commands)

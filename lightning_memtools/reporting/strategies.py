@@ -21,6 +21,10 @@ _COLLECTIVES_IN_TRIALS = (
     "of memory in a trial would leave the others waiting. Find the size with estimate_memory, or with strategy='ddp' "
     "where the model fits, and set it by hand"
 )
+_SEES_SHARDS = (
+    "{strategy} may spread parameters and gradients over the ranks, so that one rank sees only parts: the checks of "
+    "gradients, and the trial of the step, are left out"
+)
 _CUTS_THE_GRAPH = "reading a number in every step would cut XLA's graph in two."
 
 # Callbacks that are not named here work under every strategy. A callback works under a family that has no entry.
@@ -28,6 +32,10 @@ _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
     "GradientCheckpointing": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CHECKPOINTS_ITSELF),
     "OOMReport": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CANNOT_TRACE),
     "BatchSizeTuner": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _COLLECTIVES_IN_TRIALS),
+    "TrainingDoctor": {
+        **dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _SEES_SHARDS),
+        "XLA": _CUTS_THE_GRAPH,
+    },
     "HaltOnNaN": {
         "DeepSpeed": "DeepSpeed keeps gradients in partitions of its own and leaves p.grad empty, so that a check "
         "would see none. DeepSpeed skips overflowing steps itself when it trains in fp16.",

@@ -18,12 +18,10 @@ from torch.utils.data import (
 
 from lightning_memtools.batch_size.resized_loaders import (
     CannotResizeError,
-    batch_size_of,
-    drops_last,
-    n_samples_of,
     resize_loader,
     worst_first,
 )
+from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 
 DATA = TensorDataset(torch.arange(20.0))
 

@@ -33,7 +33,9 @@ every_callback = pytest.mark.parametrize("callback", CALLBACKS, ids=lambda c: c.
 
 # Arguments whose accepted texts their type cannot tell.
 TEXTS = {
+    "checks": "devices",
     "directory": "reports",
+    "ignore": "devices",
     "memory_budget": "8GiB",
     "min_reclaimable": "64MiB",
     "margin": "1GiB",

@@ -39,6 +39,7 @@ SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
         ("OOMReport", SHARDED),
         ("BatchSizeTuner", SHARDED | {"NobodyKnows"}),
         ("HaltOnNaN", {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"}),
+        ("TrainingDoctor", SHARDED | {"NobodyKnows", "XLAStrategy", "SingleDeviceXLAStrategy"}),
         ("MemoryMonitor", set()),
         ("LossCurves", set()),
     ],

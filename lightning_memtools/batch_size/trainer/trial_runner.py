@@ -26,13 +26,7 @@ from lightning_memtools._lightning import (
     without_collectives,
 )
 from lightning_memtools.batch_size.batch_size_result import SizeTrial
-from lightning_memtools.batch_size.resized_loaders import (
-    WorstCase,
-    batch_size_of,
-    drops_last,
-    n_samples_of,
-    worst_first,
-)
+from lightning_memtools.batch_size.resized_loaders import WorstCase, worst_first
 from lightning_memtools.batch_size.size_limits import SizeLimits, limit_of, samples_in_shared_memory
 from lightning_memtools.batch_size.trainer.applied_sizes import CacheReleaser
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, SizedSource
@@ -46,6 +40,7 @@ from lightning_memtools.batch_size.trainer.trial_probe import (
     outcome_without_error,
     reading_of,
 )
+from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.oom_errors import error_chain
 from lightning_memtools.memory.peaks import Stage, peak_counter

@@ -1,0 +1,114 @@
+"""A finding of the doctor, and the report that collects findings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from lightning_memtools.reporting.tables import Table, markdown_table
+
+Severity = Literal["info", "warning", "error"]
+_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A mistake, with the measurement or trial that shows it.
+
+    Attributes:
+        check: The name of the check.
+        severity: "error": training will fail or is wrong; "warning": it is likely wrong or wasteful; "info": good to
+            know.
+        place: The module, parameter, attribute or line of code.
+        evidence: The measurement, or the outcome of a trial.
+        effect: What it causes.
+        fix: What to do, in one line.
+    """
+
+    check: str
+    severity: Severity
+    place: str
+    evidence: str
+    effect: str
+    fix: str
+
+    @property
+    def is_serious(self) -> bool:
+        """True for warnings and errors."""
+        return self.severity != "info"
+
+    def __str__(self) -> str:
+        return f"{self.check} ({self.severity}), {self.place}: {self.evidence} {self.effect} Fix: {self.fix}"
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """The findings of an examination, the most serious first.
+
+    Attributes:
+        findings: The findings.
+        checks: The names of the checks that were made.
+        steps: The number of training steps that were watched.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[str, ...] = ()
+    steps: int = 0
+
+    @classmethod
+    def of(cls, findings: Sequence[Finding], checks: Sequence[str], steps: int) -> DoctorReport:
+        """Return the report of some findings; of equal ones only the first is kept."""
+        ordered = sorted(dict.fromkeys(findings), key=lambda finding: _ORDER[finding.severity])
+        return cls(tuple(ordered), tuple(checks), steps)
+
+    @property
+    def serious(self) -> tuple[Finding, ...]:
+        """The warnings and errors."""
+        return tuple(finding for finding in self.findings if finding.is_serious)
+
+    def table(self, findings: Sequence[Finding] | None = None) -> Table:
+        """Return the findings as a table, one row each: all of them, or those given."""
+        rows = [
+            (one.severity, f"{one.check}, {one.place}: {one.evidence} {one.effect}", one.fix)
+            for one in (self.findings if findings is None else findings)
+        ]
+        return Table(("severity", "evidence and effect", "fix"), rows, align="lll")
+
+    def markdown(self) -> str:
+        """Return the report as markdown."""
+        head = f"# TrainingDoctor\n\n{len(self.checks)} checks, {self.steps} training steps watched. "
+        if not self.findings:
+            return f"{head}Nothing was found.\n"
+        n_serious = len(self.serious)
+        return f"{head}Findings: {len(self.findings)}, serious: {n_serious}.\n\n{markdown_table(self.table())}\n"
+
+    def as_json(self) -> str:
+        """Return the report as JSON, for programs."""
+        content = {
+            "serious": len(self.serious),
+            "steps": self.steps,
+            "checks": list(self.checks),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+        return json.dumps(content, indent=2)
+
+
+class TrainingMistakeError(RuntimeError):
+    """Raised by TrainingDoctor with `on_finding="raise"`; the message names every serious finding.
+
+    Attributes:
+        report: The report.
+    """
+
+    def __init__(self, report: DoctorReport) -> None:
+        self.report = report
+        super().__init__(
+            f"TrainingDoctor found {len(report.serious)} serious mistake(s):\n"
+            + "\n".join(f"- {finding}" for finding in report.serious)
+            + "\nNext: mend them, or leave a check out with ignore=[its name]."
+        )
+
+    def __reduce__(self) -> tuple[type[TrainingMistakeError], tuple[DoctorReport]]:
+        return type(self), (self.report,)

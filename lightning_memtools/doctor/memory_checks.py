@@ -1,0 +1,55 @@
+"""Check of memory: still growing after the second step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.sizes import format_size
+
+MIN_GROWTHS = 6
+
+
+class MemoryGrowth:
+    """Check: memory that is allocated at the end of each step grows in every one, once the optimizer has its state."""
+
+    def __init__(self, case: TrainingCase) -> None:
+        self._case = case
+        self._allocated: list[int] = []
+        self._capacity: int | None = None
+
+    def batch_end(self, _batch: Any, _index: int) -> Iterator[Finding]:
+        """Read the host's counters of the device; a plain CPU has none."""
+        reader = reader_for(self._case.device)
+        if reader is not None:
+            stats = reader.stats()
+            self._capacity = stats.capacity
+            if stats.allocated is not None:
+                self._allocated.append(stats.allocated)
+        yield from ()
+
+    def conclude(self) -> Iterator[Finding]:
+        """Report growth in every step, and whether the epoch would fill the device."""
+        levels = self._allocated[2:]
+        growths = [after - before for before, after in itertools.pairwise(levels)]
+        if len(growths) < MIN_GROWTHS or min(growths) <= 0:
+            return
+        per_step = sum(growths) // len(growths)
+        room = None if self._capacity is None else self._capacity - levels[-1]
+        n_left = None if room is None else room // per_step
+        n_batches = self._case.n_train_batches
+        fills = n_left is not None and n_batches is not None and n_left < n_batches
+        yield Finding(
+            "memory_growth",
+            "warning" if fills else "info",
+            str(self._case.device),
+            f"Allocated memory grew in each of {len(growths)} steps after the third, by {format_size(per_step)} on "
+            f"average, to {format_size(levels[-1])}."
+            + (f" {n_left:,} more steps fill the device; an epoch has {n_batches:,}." if fills else ""),
+            "Training runs out of memory." if fills else "An epoch's collected outputs do that too, until it ends.",
+            "Find what is collected (EmptyCache names it), and keep numbers, or tensors on the host: x.detach().cpu().",
+        )

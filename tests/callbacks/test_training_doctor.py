@@ -1,0 +1,168 @@
+"""TrainingDoctor in real runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+
+from lightning_memtools import TrainingDoctor, TrainingMistakeError
+from lightning_memtools.batch_size.trainer.trial_isolation import takes_part
+from tests.event_files import texts_of
+from tests.lightning_models import Regression, loader, trainer
+
+
+class Unused(Regression):
+    """One layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 2)
+
+
+class Flat(Regression):
+    """Its targets are flat, and its predictions a column."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.mse_loss(self.net(batch[0])[:, 0], batch[1])
+
+
+def fit(root: Path, model: L.LightningModule, doctor: TrainingDoctor, **options: Any) -> L.Trainer:
+    run = trainer(root, doctor, **options)
+    run.fit(model, loader(64), loader(16))
+    return run
+
+
+def test_a_finding_is_printed_written_and_logged(tmp_path, capsys):
+    doctor = TrainingDoctor(steps=4)
+    with pytest.warns(UserWarning, match="TrainingDoctor found 1 serious mistake.* missing_gradients"):
+        fit(tmp_path, Unused(), doctor, logger=TensorBoardLogger(tmp_path))
+    (finding,) = doctor.report.serious
+    assert finding.place == "unused.weight, unused.bias"
+    out = " ".join(capsys.readouterr().out.split())
+    assert "warning" in out
+    assert "missing_gradients" in out
+    (path,) = tmp_path.rglob("memtools/doctor.json")
+    assert json.loads(path.read_text())["serious"] == 1
+    markdown = path.with_suffix(".md").read_text()
+    assert "unused.weight, unused.bias" in markdown
+    assert markdown in "\n".join(texts_of(next(tmp_path.rglob("*.tfevents.*")).parent)["memtools/doctor"])
+
+
+def test_healthy_training_prints_nothing(tmp_path, capsys):
+    doctor = TrainingDoctor()
+    fit(tmp_path, Regression(), doctor, logger=CSVLogger(tmp_path))
+    assert "doctor" not in capsys.readouterr().out.lower()
+    assert not doctor.report.serious
+    (path,) = tmp_path.rglob("memtools/doctor.md")
+    assert "serious: 0" in path.read_text() or "Nothing was found" in path.read_text()
+
+
+def test_raise_ends_training_before_the_first_step_where_the_trial_tells(tmp_path):
+    model = Flat()
+    with pytest.raises(TrainingMistakeError, match=r"loss_broadcast .*mse_loss at tests/callbacks") as caught:
+        fit(tmp_path, model, TrainingDoctor(on_finding="raise"), num_sanity_val_steps=0)
+    assert not model.train_losses
+    assert [one.check for one in caught.value.report.serious] == ["loss_broadcast"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 0}, "steps=0 watches nothing"),
+        ({"on_finding": "shout"}, "on_finding='shout' is neither 'warn' nor 'raise'"),
+        ({"checks": ["los_sum"]}, "Did you mean 'loss_sum'"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingDoctor(**arguments)
+
+
+def test_a_checkpoint_that_does_not_fit_is_explained_before_lightning_fails(tmp_path):
+    path = tmp_path / "wrong.ckpt"
+    run = trainer(tmp_path)
+    run.fit(Regression(), loader())
+    run.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["state_dict"]["net.1.num_batches_tracked"]
+    torch.save(checkpoint, path)
+    doctor = TrainingDoctor(checks="checkpoint_keys")
+    run = trainer(tmp_path, doctor, max_epochs=2)
+    with (
+        pytest.warns(UserWarning, match="TrainingDoctor found 1 serious mistake.*checkpoint_keys"),
+        pytest.raises(RuntimeError, match="Missing key"),
+    ):
+        run.fit(Regression(), loader(), ckpt_path=path)
+    assert "net.1.num_batches_tracked" in doctor.report.serious[0].place
+
+
+def test_a_sum_of_losses_is_found_in_a_lightning_module(tmp_path):
+    class Sums(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total_loss: Any = 0.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.total_loss += loss
+            return loss
+
+    doctor = TrainingDoctor(steps=8)
+    with pytest.warns(UserWarning, match="retained_graphs"):
+        fit(tmp_path, Sums(), doctor)
+    (finding,) = doctor.report.serious
+    assert finding.place == "Sums.total_loss"
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(
+        len(table) for part in model.modules() for name, table in vars(part).items() if name.endswith("hooks") and table
+    )
+
+
+def test_after_its_steps_it_holds_nothing_and_does_nothing(tmp_path):
+    class Looks(L.Callback):
+        def __init__(self, doctor: TrainingDoctor) -> None:
+            self.doctor = doctor
+            self.seen: list[tuple[bool, int, float]] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            began = time.perf_counter()
+            for _ in range(100):
+                self.doctor.on_before_backward(trainer, module, torch.zeros(()))
+            self.seen.append((self.doctor._examination is None, hooks_of(module), time.perf_counter() - began))
+
+    doctor = TrainingDoctor(steps=3)
+    looks = Looks(doctor)
+    run = trainer(tmp_path, doctor, looks)
+    run.fit(Regression(), loader(64), loader(16))
+    assert [gone for gone, _, _ in looks.seen] == [False] * 2 + [True] * 6
+    assert {hooks for _, hooks, _ in looks.seen} == {0}
+    assert min(took for _, _, took in looks.seen[3:]) < 0.005
+    assert doctor.report.steps == 3
+
+
+def test_trials_of_the_batch_size_leave_it_out():
+    assert not takes_part(TrainingDoctor())
+
+
+def test_evaluation_after_the_watched_steps_is_examined_once(tmp_path):
+    class Leaks(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                return self.loss([tensor.clone() for tensor in batch])
+
+    doctor = TrainingDoctor(steps=2)
+    with pytest.warns(UserWarning, match="evaluation_graphs"):
+        fit(tmp_path, Leaks(), doctor, num_sanity_val_steps=0)
+    (finding,) = doctor.report.serious
+    assert "1 outputs of an evaluation batch carry an autograd graph" in finding.evidence

@@ -1,0 +1,264 @@
+"""Silence on healthy code: real models and usual training loops bring no finding of severity warning or above."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lightning_memtools.doctor.diagnosing import diagnose
+from tests.doctor.specimens import network, rows, serious, squared
+from tests.lightning_models import Adversaries, Regression, loader
+from tests.zoo import timm, torchvision_models
+
+STEPS = 8
+
+
+def images(size: int = 32) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(4, 3, size, size), torch.tensor([0, 1, 2, 3])) for _ in range(2)]
+
+
+def classify(model: nn.Module, batch: Any) -> Any:
+    out = model(batch[0])
+    return F.cross_entropy(out, batch[1])
+
+
+def assert_healthy(
+    model: nn.Module, batches: Any, step: Callable[[nn.Module, Any], Tensor] | None, optimizer: Any = None
+) -> None:
+    if optimizer is None and step is not None:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.05)
+    report = diagnose(model, batches, optimizer, step=step, val_dataloader=batches, steps=STEPS,
+                      evaluate=None if step is None else evaluation(step))  # fmt: skip
+    assert not serious(list(report.findings))
+    assert report.steps == STEPS
+
+
+def evaluation(step: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    @torch.no_grad()
+    def evaluate(model: nn.Module, batch: Any) -> Any:
+        return step(model.eval(), batch)
+
+    return evaluate
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "mnasnet0_5", "squeezenet1_1", "efficientnet_b0"],
+)
+def test_torchvision(name):
+    torch.manual_seed(0)
+    model = getattr(torchvision_models(), name)(num_classes=4)
+    assert_healthy(model, images(64 if name == "squeezenet1_1" else 32), classify)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "convnext_atto", "mixer_s32_224", "resnet10t", "regnetx_002", "ghostnetv2_100"]
+)
+def test_timm(name):
+    torch.manual_seed(0)
+    sized = {"img_size": 32} if name.startswith(("vit", "mixer")) else {}
+    model = timm().create_model(name, num_classes=4, **sized)
+    assert_healthy(model, images(64 if name == "ghostnetv2_100" else 32), classify)
+
+
+def tokens() -> list[dict[str, Tensor]]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 60, (4, 12))
+    return [{"input_ids": ids, "labels": ids}, {"input_ids": ids.flip(0), "labels": ids.flip(0)}]
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "settings"),
+    [
+        ("GPT2Config", "GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}),
+        ("LlamaConfig", "LlamaForCausalLM", {**TINY, "tie_word_embeddings": True}),
+        ("BertConfig", "BertForMaskedLM", TINY),
+        ("T5Config", "T5ForConditionalGeneration", {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48,
+                                                    "num_layers": 2, "num_heads": 2,
+                                                    "decoder_start_token_id": 0}),
+        ("DistilBertConfig", "DistilBertForMaskedLM", {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 2,
+                                                       "hidden_dim": 48}),
+    ],
+)  # fmt: skip
+def test_transformers(config, model, settings):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    made = getattr(transformers, model)(getattr(transformers, config)(**settings))
+    assert_healthy(made.train(), tokens(), lambda model, batch: model(**batch).loss)
+
+
+def test_a_gan_in_manual_optimization():
+    torch.manual_seed(0)
+    assert_healthy(Adversaries(), loader(), None)
+
+
+class Gan(Regression):
+    """The generator's loss runs through the discriminator, which another optimizer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real = batch[0]
+        optimizers: Any = self.optimizers()
+        generator, critic = optimizers
+        fake = self.net(torch.randn_like(real))
+        for optimizer, loss in (
+            (critic, lambda: F.softplus(self.critic(fake.detach())).mean() + F.softplus(-self.critic(real)).mean()),
+            (generator, lambda: F.softplus(-self.critic(fake)).mean()),
+        ):
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), lr=1e-3) for net in (self.net, self.critic)]
+
+
+def test_a_gan_whose_losses_cross():
+    torch.manual_seed(0)
+    assert_healthy(Gan(), loader(), None)
+
+
+def test_an_exponential_moving_average_beside_the_model():
+    model = network(norm=True)
+    both = nn.ModuleDict({"net": model, "average": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))})
+
+    def step(both: Any, batch: Any) -> Any:
+        if both.training:
+            both["average"].update_parameters(both["net"])
+        return squared(both["net"], batch)
+
+    assert_healthy(both, rows(), step, torch.optim.Adam(model.parameters(), weight_decay=0.1))
+
+
+def test_a_teacher_in_eval_mode():
+    student, teacher = network(norm=True), network(norm=True).eval()
+    both = nn.ModuleDict({"student": student, "teacher": teacher})
+
+    def step(both: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            target = both["teacher"](batch[0])
+        return F.mse_loss(both["student"](batch[0]), target)
+
+    assert_healthy(both, rows(), step, torch.optim.Adam(student.parameters()))
+
+
+@pytest.mark.parametrize("in_optimizer", [True, False])
+def test_a_frozen_backbone(in_optimizer):
+    model = nn.Sequential(network(width=4, norm=True).eval(), nn.Linear(1, 1))
+    model[0].requires_grad_(requires_grad=False)
+    held = model.parameters() if in_optimizer else model[1].parameters()
+    assert_healthy(model, rows(), squared, torch.optim.AdamW(held))
+
+
+def test_tied_weights():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, ids: Tensor) -> Any:
+            return self.head(self.words(ids))
+
+    torch.manual_seed(0)
+    batches = [(torch.randint(0, 16, (4, 6)),) * 2 for _ in range(2)]
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    assert_healthy(Tied(), batches, step)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank whose second matrix begins at zero, as in LoRA."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(requires_grad=False)
+        self.down, self.up = (
+            nn.Linear(layer.in_features, rank, bias=False),
+            nn.Linear(rank, layer.out_features, bias=False),
+        )
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def test_adapters_of_low_rank():
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(nn.Linear(4, 8)), nn.Tanh(), Adapted(nn.Linear(8, 3)), nn.Linear(3, 1))
+    assert_healthy(model, rows(), squared)
+
+
+def test_several_tasks_with_learned_weights():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(4, 8), "number": nn.Linear(8, 1), "sign": nn.Linear(8, 2)})
+    model.scales = nn.Parameter(torch.zeros(2))
+
+    def step(model: Any, batch: Any) -> Any:
+        hidden = torch.relu(model["body"](batch[0]))
+        losses = torch.stack([
+            F.mse_loss(model["number"](hidden), batch[1]),
+            F.cross_entropy(model["sign"](hidden), (batch[1][:, 0] > 0).long()),
+        ])  # fmt: skip
+        return (losses * torch.exp(-model.scales) + model.scales).sum()
+
+    assert_healthy(model, rows(), step)
+
+
+def test_a_variational_autoencoder_with_its_sum_per_sample():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"encoder": nn.Linear(4, 4), "decoder": nn.Linear(2, 4)})
+
+    def step(model: Any, batch: Any) -> Any:
+        mean, spread = model["encoder"](batch[0]).chunk(2, dim=1)
+        out = model["decoder"](mean + torch.randn_like(mean) * torch.exp(spread / 2))
+        divergence = -0.5 * torch.sum(1 + spread - mean**2 - spread.exp())
+        return (F.mse_loss(out, batch[0], reduction="sum") + divergence) / len(batch[0])
+
+    assert_healthy(model, rows(), step)
+
+
+def test_a_recurrent_network_that_carries_its_state_detached():
+    class Carries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head, self.state = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 1), None
+
+        def forward(self, x: Tensor) -> Any:
+            out, state = self.cell(x[:, None], self.state)
+            self.state = state.detach()
+            return self.head(out[:, 0])
+
+    torch.manual_seed(0)
+    assert_healthy(Carries(), rows(), squared)
+
+
+def test_contrastive_pairs():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 8)
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        out = F.normalize(model(batch[0]), dim=1)
+        return F.cross_entropy(out @ out.T / 0.1, torch.arange(len(out)))
+
+    assert_healthy(model, rows(), step)

@@ -1,0 +1,124 @@
+"""How diagnose deals with steps that fail, names that do not exist, and what it leaves behind; and the report."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools import diagnose
+from lightning_memtools.doctor.check_registry import CHECKS, selected_checks
+from lightning_memtools.doctor.findings import DoctorReport, Finding
+from lightning_memtools.state.random_state import RandomState
+from tests.doctor.specimens import found, network, rows, serious, squared
+from tests.lightning_models import Adversaries, Regression, loader
+
+
+def test_an_unknown_check_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"no check 'loss_brodcast'. Did you mean 'loss_broadcast'\? .*shared_memory"):
+        selected_checks("loss_brodcast", ())
+    with pytest.raises(ValueError, match="no check 'nothing'"):
+        diagnose(network(), rows(), step=squared, ignore=["nothing"])
+    assert selected_checks("all", ["devices"]) == tuple(name for name in CHECKS if name != "devices")
+
+
+def test_steps_and_a_plain_module_without_a_step_are_refused():
+    with pytest.raises(ValueError, match="steps=0 watches nothing"):
+        diagnose(network(), rows(), step=squared, steps=0)
+    with pytest.raises(ValueError, match="Sequential is no LightningModule"):
+        diagnose(network(), rows())
+
+
+def test_a_step_that_fails_for_the_users_reason_is_reported_as_that_and_the_other_checks_run():
+    def step(model: nn.Module, batch: Any) -> Any:
+        raise KeyError("the user's own mistake")
+
+    model = network()
+    model[0].register_buffer("scale", torch.ones(3, device="meta"))
+    findings = found(model, rows(), step)
+    assert [(one.check, one.severity) for one in findings if one.check != "reproducibility"] == [
+        ("step", "error"),
+        ("devices", "warning"),
+        ("trial", "info"),
+    ]
+    assert 'The step raised KeyError: "the user\'s own mistake"' in findings[0].evidence
+    assert findings[0].place.startswith("tests/doctor/test_trials_and_report.py:")
+
+
+def test_a_step_that_reads_values_is_tried_with_values():
+    def step(model: nn.Module, batch: Any) -> Any:
+        loss = squared(model, batch)
+        return loss * 2 if loss.item() > 1 else torch.nn.functional.mse_loss(model(batch[0])[:, 0], batch[1])
+
+    with pytest.warns(UserWarning, match="target size"):
+        step(network(), [torch.zeros(8, 4), torch.zeros(8, 1)])
+    findings = found(network(), rows(), step, checks=["loss_broadcast"])
+    assert not [one for one in findings if one.check == "trial"]
+
+
+def test_a_check_that_fails_itself_is_left_out_and_said(monkeypatch):
+    class Fails:
+        def __init__(self, case: Any) -> None:
+            pass
+
+        def before_training(self) -> Any:
+            raise RuntimeError("of the check")
+
+    monkeypatch.setattr("lightning_memtools.doctor.check_registry.CHECKS", {**CHECKS, "devices": Fails})
+    (finding,) = [one for one in found(network(), rows()) if one.check == "devices"]
+    assert finding.severity == "info"
+    assert "It raised RuntimeError: of the check" in finding.evidence
+
+
+@pytest.mark.parametrize("kind", [Regression, Adversaries])
+def test_diagnose_leaves_everything_as_it_was(kind):
+    torch.manual_seed(0)
+    model = kind()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes, random = set(vars(model)), RandomState.now()
+    report = diagnose(model, loader(), val_dataloader=loader(16))
+    assert (report.serious, report.steps) == ((), 20)
+    assert {name: torch.equal(value, before[name]) for name, value in model.state_dict().items()} == dict.fromkeys(
+        before, True
+    )
+    assert set(vars(model)) == attributes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert RandomState.now() == random
+    assert not getattr(model, "train_losses", [])
+    assert model.training
+
+
+def test_the_users_optimizer_is_as_before():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    assert not serious(found(model, rows(), optimizer=optimizer))
+    assert not optimizer.state_dict()["state"]
+
+
+def finding(severity: Any, check: str = "devices") -> Finding:
+    return Finding(check, severity, "here", "A | was 3.", "It fails.", "Mend it.")
+
+
+def test_the_report_puts_what_is_serious_first_and_says_it_once():
+    report = DoctorReport.of(
+        [finding("info"), finding("warning"), finding("error"), finding("warning")], ["devices", "loss_sum"], 7
+    )
+    assert [one.severity for one in report.findings] == ["error", "warning", "info"]
+    assert len(report.serious) == 2
+    content = json.loads(report.as_json())
+    assert content["serious"] == 2
+    assert content["steps"] == 7
+    assert content["checks"] == ["devices", "loss_sum"]
+    assert content["findings"][0] == {
+        "check": "devices",
+        "severity": "error",
+        "place": "here",
+        "evidence": "A | was 3.",
+        "effect": "It fails.",
+        "fix": "Mend it.",
+    }
+    assert "| error | devices, here: A \\| was 3. It fails. | Mend it. |" in report.markdown()
+    assert "Nothing was found." in DoctorReport().markdown()
