@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -19,6 +18,7 @@ from lightning_memtools.doctor.check_registry import selected_checks
 from lightning_memtools.doctor.examination import Examination
 from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError
 from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.ranks import RankGather
@@ -258,7 +258,7 @@ class TrainingDoctor(Callback):
         log_text(trainer, "memtools/doctor", text, self._n_reported)
         if new and self.on_finding == "warn":
             names = ", ".join(dict.fromkeys(finding.check for finding in new))
-            Console().print(console_table(self.report.table(new)))
+            print_on_console(console_table(self.report.table(new)))
             warnings.warn(f"TrainingDoctor found {len(new)} serious mistake(s): {names}. See the table.", stacklevel=2)
 
     def _stop(self) -> None:
