@@ -1,4 +1,4 @@
-"""What CUDA's reductions (sums, means, norms, maxima) allocate to combine the results of several thread blocks.
+"""The buffers of CUDA's reductions (sums, means, norms, maxima), where several thread blocks share the work.
 
 A reduction that one thread block cannot do alone is split over blocks, which leave their parts in one buffer and count
 in another: `ReduceConfig` and `setReduceConfig` of native/cuda/Reduce.cuh. How many blocks there are depends on the
@@ -26,7 +26,7 @@ _FEWEST_VALUES, _MOST_VALUES = 16, 256
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """What the grid of a kernel depends on; by default an A100's.
+    """The numbers of a GPU that a kernel's grid depends on; by default an A100's.
 
     Attributes:
         multiprocessors: The number of streaming multiprocessors.
