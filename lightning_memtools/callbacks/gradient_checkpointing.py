@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,8 @@ class GradientCheckpointing(Callback):
     | `<log_dir>/memtools/checkpoint_plan.md` | the same |
     | console, rank 0 | the same |
 
-    After the third step the measured peak is added to the predicted one.
+    After the third step the measured peak is added to the predicted one. In the first step every recomputed range runs
+    two more times, to prove that it repeats itself bit for bit; a layer that does not is left out of the plan.
 
     Forward hooks on layers within recomputed ranges fire again in backward. Compiled models, and models under FSDP and
     DeepSpeed, are left unchanged, with a warning that says why.
@@ -98,6 +100,7 @@ class GradientCheckpointing(Callback):
         self._undo()
         self._planned = False
         self._steps = 0
+        self._options = replace(self._options, differing=frozenset())
         self._directory = report_directory(trainer) if stage == "fit" else NO_RUN
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -105,6 +108,8 @@ class GradientCheckpointing(Callback):
         if not self._planned:
             self._planned = True
             self._plan_and_apply(trainer, pl_module, batch, batch_idx)
+        elif self._applied is not None and not self._applied.differing.keys() <= self._options.differing:
+            self._plan_again(trainer, pl_module, batch, batch_idx)
         self._steps += 1
         if self._steps == _MEASURED_STEP and self.plan is not None and self.plan.planned is not None:
             reader = reader_for(trainer.strategy.root_device)
@@ -150,6 +155,30 @@ class GradientCheckpointing(Callback):
             return
         self.plan = made
         if trainer.is_global_zero and made.plain is not None:
+            self._show(trainer, made)
+        self._applied = made.apply(pl_module)
+
+    def _plan_again(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plan without the layers that did not repeat themselves in the first step.
+
+        Each rank for itself, which no other one waits for: plans may differ between ranks, gradients do not.
+        """
+        assert self._applied is not None
+        assert self.plan is not None
+        known = self._options.differing | self._applied.differing.keys()
+        self._options = replace(self._options, differing=frozenset(known))
+        self._applied.remove()
+        made = self._planned_here(trainer, pl_module, batch, batch_idx)
+        if isinstance(made, Exception):
+            warnings.warn(
+                f"GradientCheckpointing recomputes nothing any more: without {', '.join(sorted(known))}, which did not "
+                f"do the same when run again, there is no plan ({made}).",
+                stacklevel=2,
+            )
+            self._applied = None
+            return
+        self.plan = made
+        if trainer.is_global_zero:
             self._show(trainer, made)
         self._applied = made.apply(pl_module)
 

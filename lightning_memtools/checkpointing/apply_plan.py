@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -11,8 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memtools._torch import StatisticsNorm, is_jit_tracing, tree_flatten, tree_unflatten
+from lightning_memtools.checkpointing.drawn_streams import DrawnStreams
 from lightning_memtools.checkpointing.exact_recomputation import RunLog, contexts, updates_statistics
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Ranges, pieces
+from lightning_memtools.checkpointing.repetition_proof import (
+    RecomputationDiffersWarning,
+    holds_fake_tensors,
+    layer_that_differs,
+)
 
 
 class _PlainState:
@@ -30,16 +37,52 @@ class _PlainState:
         return {key: value for key, value in state.items() if key not in {"forward", "__getstate__"}}
 
 
+class _Proofs:
+    """Which ranges were proved to repeat themselves, by their place, and which layers were found not to.
+
+    Args:
+        wanted: Whether ranges are proved at all.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.differing: dict[str, str] = {}
+        self._wanted = wanted
+        self._repeats: dict[tuple[str, int], bool] = {}
+
+    def repeats(self, place: tuple[str, int], names: Sequence[str], given: Any, prove: Any) -> bool:
+        """Returns whether a range may be recomputed; runs it to find out when it is called for the first time."""
+        if not self._wanted:
+            return True
+        if place not in self._repeats:
+            if holds_fake_tensors(given):
+                return True
+            found = prove()
+            self._repeats[place] = found is None
+            if found is not None:
+                layer, evidence = names[min(found[0], len(names) - 1)], found[1]
+                self.differing[layer] = evidence
+                warnings.warn(
+                    f"The layer {layer} did not do the same when it was run again ({evidence}), so what would be "
+                    "recomputed together with it runs as usual. Leave it out with "
+                    f"exclude=[{layer!r}], so that the rest can be recomputed.",
+                    RecomputationDiffersWarning,
+                    stacklevel=2,
+                )
+        return self._repeats[place]
+
+
 class _PlannedChain:
     """The forward of a Sequential that recomputes some of its layers."""
 
-    def __init__(self, chain: nn.Sequential, plan: ChainPlan, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, chain: nn.Sequential, plan: ChainPlan, layers: Sequence[nn.Module], proofs: _Proofs) -> None:
         self._chain = chain
         self._trained = chain.training
         self._layers = tuple(layers)
         self._names = plan.layers
         self._ranges = plan.ranges
         self._norms = [[part for part in layer.modules() if isinstance(part, StatisticsNorm)] for layer in layers]
+        self._streams = DrawnStreams(part for layer in layers for part in layer.modules())
+        self._proofs = proofs
 
     def __call__(self, input: Any) -> Any:  # noqa: A002, Sequential's own name, which callers may use
         chain = self._chain
@@ -55,19 +98,40 @@ class _PlannedChain:
     def _run(self, value: Any, start: int, stop: int, ranges: Ranges, log: RunLog | None) -> Any:
         # One name for what is passed on, in one frame: a second one would keep alive what the next layer could free.
         for piece in pieces(start, stop, ranges):
-            value = self._run_range(value, piece) if isinstance(piece, Range) else self._layers[piece](value)
+            if isinstance(piece, int):
+                value = self._layers[piece](value)
+            elif log is None and not self._repeats(piece, value):
+                for at in range(piece.start, piece.stop):
+                    value = self._layers[at](value)
+            else:
+                value = self._run_range(value, piece)
             if log is not None:
                 log.note_output(value)
         return value
+
+    def _repeats(self, one: Range, value: Any) -> bool:
+        def run(note: Any) -> None:
+            passed = value
+            for layer in layers:
+                passed = layer(passed)
+                note(passed)
+
+        layers = self._layers[one.start : one.stop]
+        return self._proofs.repeats(
+            (self._names[one.start], one.stop),
+            self._names[one.start : one.stop],
+            value,
+            lambda: layer_that_differs(run, layers, self._norms_of(one), self._streams),
+        )
 
     def _run_range(self, value: Any, one: Range) -> Any:
         def run(log: RunLog, value: Any) -> Any:
             return self._run(value, one.start, one.stop, one.inner, log)
 
-        norms: list[nn.Module] = [
-            part for layer in self._norms[one.start : one.stop] for part in layer if updates_statistics(part)
-        ]
-        return _recomputed(run, self._names_of(one), norms, (value,), {})
+        return _recomputed(run, self._names_of(one), self._norms_of(one), self._streams, ((value,), {}))
+
+    def _norms_of(self, one: Range) -> list[nn.Module]:
+        return [part for layer in self._norms[one.start : one.stop] for part in layer if updates_statistics(part)]
 
     def _names_of(self, one: Range) -> list[str]:
         return [
@@ -79,23 +143,40 @@ class _PlannedChain:
 class _PlannedModule:
     """The forward of a module that is recomputed as a whole."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, proofs: _Proofs) -> None:
         self._module = module
         self._name = name
         self._trained = module.training
+        self._streams = DrawnStreams(module.modules())
+        self._proofs = proofs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
-        if _passes_through(module, trained=self._trained):
-            return type(module).forward(module, *args, **kwargs)
+        if _passes_through(self._module, trained=self._trained) or not self._repeats(args, kwargs):
+            return self._plainly(*args, **kwargs)
 
         def run(log: RunLog, *args: Any, **kwargs: Any) -> Any:
-            out = type(module).forward(module, *args, **kwargs)
+            out = self._plainly(*args, **kwargs)
             log.note_output(out)
             return out
 
-        norms = [part for part in module.modules() if updates_statistics(part)]
-        return _recomputed(run, [self._name], norms, args, kwargs)
+        return _recomputed(run, [self._name], self._norms(), self._streams, (args, kwargs))
+
+    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def _repeats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        def run(note: Any) -> None:
+            note(self._plainly(*args, **kwargs))
+
+        return self._proofs.repeats(
+            (self._name, 0),
+            [self._name],
+            (args, kwargs),
+            lambda: layer_that_differs(run, [self._module], self._norms(), self._streams),
+        )
+
+    def _norms(self) -> list[nn.Module]:
+        return [part for part in self._module.modules() if updates_statistics(part)]
 
 
 def _passes_through(module: nn.Module, *, trained: bool) -> bool:
@@ -112,11 +193,16 @@ def _passes_through(module: nn.Module, *, trained: bool) -> bool:
 
 
 def _recomputed(
-    run: Any, names: list[str], modules: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+    run: Any,
+    names: list[str],
+    modules: list[nn.Module],
+    streams: DrawnStreams,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Any:
     log = RunLog(names)
+    states = streams.now()
     # Flat, because tensors are only kept through autograd's own means (which an enclosing range needs) as arguments.
-    flat, structure = tree_flatten((args, kwargs))
+    flat, structure = tree_flatten(given)
 
     def run_flat(*flat: Any) -> Any:
         args, kwargs = tree_unflatten(flat, structure)
@@ -124,7 +210,7 @@ def _recomputed(
         return run(log, *args, **kwargs)
 
     return checkpoint(
-        run_flat, *flat, use_reentrant=False, preserve_rng_state=True, context_fn=lambda: contexts(modules, log)
+        run_flat, *flat, use_reentrant=False, preserve_rng_state=True, context_fn=lambda: contexts(modules, log, states)
     )
 
 
@@ -133,13 +219,25 @@ class AppliedPlan:
 
     Copies and pickles made meanwhile are of the plain model. Calls in evaluation mode and without gradients are
     unchanged.
+
+    Args:
+        model: The model.
+        plans: What to recompute.
+        prove: Run every range two more times at its first call, and compare all values bit for bit: a range that does
+            not repeat itself runs as usual from then on, with a warning that names the layer.
     """
 
-    def __init__(self, model: nn.Module, plans: Iterable[ChainPlan]) -> None:
+    def __init__(self, model: nn.Module, plans: Iterable[ChainPlan], *, prove: bool = False) -> None:
         self._modules: list[nn.Module] = []
+        self._proofs = _Proofs(wanted=prove)
         for plan in plans:
             if plan.ranges:
                 self._apply(model, plan)
+
+    @property
+    def differing(self) -> dict[str, str]:
+        """The layers that did not repeat themselves, with the evidence."""
+        return self._proofs.differing
 
     def remove(self) -> None:
         """Undo the plan. Calling it twice does no harm."""
@@ -165,10 +263,11 @@ class AppliedPlan:
             )
         forward: _PlannedModule | _PlannedChain
         if plan.forced:
-            forward = _PlannedModule(module, plan.name)
+            forward = _PlannedModule(module, plan.name, self._proofs)
         else:
             assert isinstance(module, nn.Sequential)
-            forward = _PlannedChain(module, plan, [model.get_submodule(name) for name in plan.layers])
+            layers = [model.get_submodule(name) for name in plan.layers]
+            forward = _PlannedChain(module, plan, layers, self._proofs)
         vars(module)["forward"] = forward
         vars(module)["__getstate__"] = _PlainState(module)
         self._modules.append(module)

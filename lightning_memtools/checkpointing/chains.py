@@ -143,6 +143,9 @@ def _outside(
         if any(_within(path, one) or _within(one, path) for one in excluded):
             reasons[index] = "excluded"
             continue
+        if any(_within(one, path) for one in options.differing):
+            reasons[index] = "it did not do the same when it ran again"
+            continue
         if any(is_compiled(part) for part in layer.modules()):
             reasons[index] = "compiled"
             continue

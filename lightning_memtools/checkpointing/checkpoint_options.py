@@ -22,6 +22,7 @@ class CheckpointOptions:
         bn_dropout: What may happen to BatchNorm and Dropout layers.
         include: Patterns of the modules to take; None for every Sequential.
         exclude: Patterns of modules that are never recomputed.
+        differing: Names of layers that were found to compute something else when they run again.
     """
 
     segments: int | None
@@ -30,6 +31,7 @@ class CheckpointOptions:
     bn_dropout: BnDropout
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
+    differing: frozenset[str] = frozenset()
 
     @property
     def has_budget(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_memtools._torch import (
     iterates_power,
     saved_tensor_hooks,
 )
+from lightning_memtools.checkpointing.drawn_streams import Stream, streams_set_to
 from lightning_memtools.memory.nested_tensors import tensors_in
 
 # By name, for libraries that are not imported here: torchvision has StochasticDepth, timm DropPath and DropBlock2d.
@@ -168,15 +170,40 @@ def mismatch_message(layer: str, evidence: str) -> str:
 
 
 def contexts(
-    modules: Sequence[nn.Module], log: RunLog
+    modules: Sequence[nn.Module], log: RunLog, states: Sequence[tuple[Stream, Any]]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns the contexts of a range's first and second run, for `torch.utils.checkpoint`'s context_fn."""
-    return _watched(log), _second_run(modules, log)
+    """Returns the contexts of a range's first and later runs, for `torch.utils.checkpoint`'s context_fn.
+
+    `states` are those of the streams that torch's checkpoint does not restore, before the first run.
+    """
+    return _Renewed(lambda: _watched(log)), _Renewed(lambda: _later_run(modules, log, states))
+
+
+class _Renewed:
+    """A context manager that is made anew whenever it is entered: each backward through a range runs it again."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, traceback)
 
 
 @contextmanager
-def _second_run(modules: Sequence[nn.Module], log: RunLog) -> Iterator[None]:
-    with statistics_untouched([module for module in modules if updates_statistics(module)]), _watched(log):
+def _later_run(modules: Sequence[nn.Module], log: RunLog, states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
+    with (
+        statistics_untouched([module for module in modules if updates_statistics(module)]),
+        streams_set_to(states),
+        _watched(log),
+    ):
         yield
 
 

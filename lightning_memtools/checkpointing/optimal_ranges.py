@@ -10,6 +10,7 @@ amount of memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,8 @@ class OptimalRanges:
                 break
             if points and costs[slot] == points[-1][1]:
                 points.pop()
-            points.append((round(slot * self._quantum), int(costs[slot])))
+            # Up: `best` of what is returned here must find this slot again, and not the one below.
+            points.append((math.ceil(slot * self._quantum), int(costs[slot])))
         return points
 
     def best(self, limit_bytes: float) -> Ranges | None:

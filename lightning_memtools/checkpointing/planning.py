@@ -113,7 +113,11 @@ class StepPlanner:
         return plan
 
     def _best_of_depths(self, options: CheckpointOptions) -> CheckpointPlan:
-        """Plans the outermost chains first, and what lies within their layers only if these save little."""
+        """Plans each depth of nesting of chains, and returns the best plan.
+
+        Without a budget all are compared. With one, or with `segments`, what lies within the layers of the outermost
+        chains is planned only if these save little.
+        """
         best: CheckpointPlan | None = None
         too_small: BudgetTooSmallError | None = None
         # A profile covers whatever some `bn_dropout` allows, so that all of them share it.
@@ -125,14 +129,27 @@ class StepPlanner:
                 if too_small is None or error.reachable_bytes < too_small.reachable_bytes:
                     too_small = error
                 continue
-            if best is None or _is_better(plan, best):
+            if best is None or self._is_better(plan, best, options):
                 best = plan
-            if plan.refused is None and (options.segments is not None or _saves_a_third(plan)):
+            if plan.refused is None and (options.segments is not None or (options.has_budget and _saves_a_third(plan))):
                 break
         if best is None:
             assert too_small is not None
             raise too_small
         return best
+
+    def _is_better(self, plan: CheckpointPlan, other: CheckpointPlan, options: CheckpointOptions) -> bool:
+        if plan.refused is not None or other.refused is not None:
+            return plan.refused is None
+        if options.segments is None and not options.has_budget:
+            return self._product(plan) < self._product(other)
+        return (plan.peak_bytes or 0) < (other.peak_bytes or 0)
+
+    def _product(self, plan: CheckpointPlan) -> int:
+        """Returns the product of memory and operations, which "auto" keeps low, as traced."""
+        assert plan.planned is not None
+        resident = resident_bytes(self._step.model, plan.planned)
+        return max(plan.planned.peak_bytes - resident, 1) * plan.planned.operations
 
     def _group(self, chains: Sequence[Chain]) -> _PlanningGroup:
         key = tuple((chain.name, chain.layers, chain.forced, tuple(chain.outside)) for chain in chains)
@@ -161,9 +178,7 @@ class _PlanningGroup:
 
     def __init__(self, step: TracedStep, profiled: StepProfile) -> None:
         self.profile = profiled
-        gradients = sum(one.numel() * one.element_size() for one in step.model.parameters() if one.requires_grad)
-        # Gradients are not allocated all the time: they are new in every step.
-        self.resident_bytes = profiled.plain.static_bytes - gradients
+        self.resident_bytes = resident_bytes(step.model, profiled.plain)
         self._step = step
         self._solved: tuple[list[Unit], OptimalRanges] | None = None
         self._predicted: dict[tuple[tuple[str, Ranges], ...], StepCost] = {}
@@ -266,6 +281,12 @@ class _GroupPlan:
         return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)
 
 
+def resident_bytes(model: nn.Module, cost: StepCost) -> int:
+    """Returns what is allocated all the time: not the gradients, which are new in every step."""
+    gradients = sum(one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
+    return cost.static_bytes - gradients
+
+
 def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:
     """Returns the plan, or the same without its ranges if it does not lower the peak by this share."""
     assert plan.plain is not None
@@ -281,12 +302,6 @@ def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:
     else:
         reason = f"The plan saves too little: {format_size(was)} without it, {format_size(now)} with it."
     return CheckpointPlan(tuple(chain.without_ranges() for chain in plan.chains), plan.plain, plan.plain, reason)
-
-
-def _is_better(plan: CheckpointPlan, other: CheckpointPlan) -> bool:
-    if plan.refused is not None or other.refused is not None:
-        return plan.refused is None
-    return (plan.peak_bytes or 0) < (other.peak_bytes or 0)
 
 
 def _saves_a_third(plan: CheckpointPlan) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -215,8 +216,14 @@ def _watch(
         modules = [part for part in at.modules() if updates_statistics(part)]
 
         def again(*args: Any, **kwargs: Any) -> None:
+            # Compared over the second run: what only the first one sets is a cache, and not a count.
+            seen = _plain_attributes(at)
             with statistics_untouched(modules):
                 layer(*args, **kwargs)
+            now = _plain_attributes(at)
+            counted = next((name for name, value in now.items() if seen.get(name) != value), None)
+            if counted is not None:
+                outside[place] = f"it changes {counted} when it runs"
 
         out = recorder.call_layer(place, layer, args, kwargs, None if place[1] in chain.outside else again)
         changed = _changed_buffer(at, before)
@@ -252,6 +259,18 @@ def _buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _changed_buffer(module: nn.Module, before: dict[str, tuple[int, int]]) -> str | None:
     return next((name for name, seen in _buffer_versions(module).items() if before.get(name) != seen), None)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, str]:
+    """Returns what a module and its parts hold in plain Python: numbers and strings, and the lengths of collections."""
+    found = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, (int, float, str)):
+                found[f"{path}.{name}" if path else name] = repr(value)
+            elif isinstance(value, (list, dict, set, deque)):
+                found[f"{path}.{name}" if path else name] = str(len(value))
+    return found
 
 
 def _profile_of(

@@ -96,3 +96,14 @@ def test_no_plan_recomputes_less_in_the_same_memory(units):
 @given(chains(7, 9))
 def test_no_plan_recomputes_less_in_the_same_memory_on_chains_of_nine_layers(units):
     assert_as_good_as_any(units)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(chains(1, 6), st.integers(1, 40))
+def test_every_point_of_the_frontier_is_found_again_by_its_own_peak(units, resolution):
+    limit = estimate(units, ()).peak_bytes
+    planner = OptimalRanges(units, limit, resolution=resolution)
+    for peak, operations in planner.frontier():
+        plan = planner.best(peak)
+        assert plan is not None
+        assert estimate(units, plan).extra_operations == operations

@@ -237,6 +237,26 @@ def test_chains_within_other_chains_are_taken_where_the_outer_one_gains_nothing(
     assert plan.peak_bytes < 0.6 * plan.plain_peak_bytes
 
 
+def test_without_a_budget_every_depth_of_nesting_is_compared():
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = encoder(3, 0.0)
+
+        def forward(self, x):
+            return self.body(x) + x.mean()
+
+    model, x = nn.Sequential(*[Stage() for _ in range(4)]), torch.empty(16, 24, 32)
+    outer = plan_checkpoints(model, x, include=["[0-3]"])
+    inner = plan_checkpoints(model, x, include=["*.body"])
+    # The outermost chain alone saves more than a third, at which "auto" used to stop.
+    assert outer.peak_bytes < 2 / 3 * outer.plain_peak_bytes
+    assert inner.peak_bytes < 0.9 * outer.peak_bytes
+    plan = plan_checkpoints(model, x)
+    assert plan.peak_bytes == inner.peak_bytes
+    assert plan.extra_operations == inner.extra_operations
+
+
 def test_nothing_to_apply_to_is_a_warning_with_what_could_be_taken():
     class Bare(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.checkpointing.models import encoder
 from tests.lightning_models import Adversaries, Regression, loader, trainer
@@ -218,3 +220,49 @@ def test_the_measured_peak_on_a_gpu_is_near_the_predicted_one(dropout):
     workspace = 2 * 32 * 2**20  # cuBLAS, forward and backward
     assert peaks[1] < peaks[0]
     assert plan.peak_bytes == pytest.approx(peaks[1], rel=0.1, abs=workspace)
+
+
+class Drifting(nn.Module):
+    """Multiplies by what no one can see or put back: how often it was called, in a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = itertools.count(1)
+        self.factor = lambda: 1 + next(calls) / 100
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(x * self.factor())
+
+
+class DeepAndDrifting(Deep):
+    """One of its layers gives something else at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU()) for _ in range(4)]
+        self.net = nn.Sequential(nn.Linear(4, 32), blocks[0], Drifting(), nn.Linear(128, 32), *_joined(blocks[1:]))
+
+
+def _joined(blocks):
+    return [*(one for block in blocks for one in (block, nn.Linear(128, 32))), nn.Linear(32, 1)]
+
+
+def test_a_layer_that_does_not_repeat_itself_is_left_out_from_the_second_step_on(tmp_path):
+    callback = GradientCheckpointing(bn_dropout="recompute", segments=3)
+    seen = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            seen.append([[str(one) for one in chain.ranges] for chain in callback.plan.chains])
+
+    with pytest.warns(RecomputationDiffersWarning, match=r"The layer net\.\d+ did not do the same"):
+        fit(tmp_path, callback, Watch(), model=DeepAndDrifting, logger=CSVLogger(tmp_path, name="", version="x"))
+    (chain,) = callback.plan.chains
+    left_out = {chain.layers[at]: why for at, why in chain.outside.items()}
+    assert left_out == {"net.2": "it did not do the same when it ran again"}
+    assert chain.ranges
+    assert seen[0] != seen[1]
+    assert all(one == seen[1] for one in seen[1:])
+    assert "net.2" not in seen[1]
+    text = (tmp_path / "x" / "memtools" / "checkpoint_plan.md").read_text()
+    assert "it did not do the same when it ran again" in text

@@ -1,0 +1,154 @@
+"""Proves before a range is recomputed that its layers give the same values twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools._torch import FakeTensor
+from lightning_memtools.checkpointing.drawn_streams import DrawnStreams, streams_set_to
+from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.state.random_state import random_streams_restored
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**18
+
+Run = Callable[[Callable[[Any], None]], Any]
+"""Runs layers one after the other, and calls its argument with the output of each."""
+
+
+class RecomputationDiffersWarning(UserWarning):
+    """A range is not recomputed, because a layer in it gave other values when it ran again."""
+
+
+def layer_that_differs(
+    run: Run, layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
+) -> tuple[int, str] | None:
+    """Run layers twice, and return the first that does not repeat itself, with the evidence; None if all do.
+
+    Outputs and the tensors that are kept for backward are compared bit for bit, by a hash of each: nothing is kept,
+    so that this needs no more memory than the forward pass of the range. Random streams, buffers and running
+    statistics are left as they were. Waits for the device.
+    """
+    seen: list[list[tuple[int, str, Tensor]]] = []
+    for _ in range(2):
+        found, changed = _fingerprints_of(run, layers, norms, streams)
+        if changed is not None:
+            return changed
+        seen.append(found)
+    first, second = seen
+    for (layer, what, one), (_, other_what, other) in zip(first, second, strict=False):
+        if what != other_what:
+            return layer, f"{what} the first time, {other_what} the second"
+        if one.item() != other.item():
+            return layer, f"{what} had other values the second time"
+    if len(first) != len(second):
+        at = min(len(first), len(second)) - 1
+        return first[max(at, 0)][0], "it kept another number of tensors the second time"
+    return None
+
+
+def holds_fake_tensors(value: Any) -> bool:
+    """Returns whether values cannot be compared, because there are none."""
+    return any(isinstance(one, FakeTensor) or one.is_meta for one in tensors_in(value))
+
+
+def _fingerprints_of(
+    run: Run, layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: DrawnStreams
+) -> tuple[list[tuple[int, str, Tensor]], tuple[int, str] | None]:
+    found: list[tuple[int, str, Tensor]] = []
+    at = 0
+
+    def note_output(out: Any) -> None:
+        nonlocal at
+        found.extend((at, f"its output, {_shown(one)},", fingerprint(one)) for one in tensors_in(out))
+        at += 1
+
+    def note_kept(tensor: Tensor) -> None:
+        layer = min(at, len(layers) - 1)
+        found.append((layer, f"a tensor that it keeps for backward, {_shown(tensor)},", fingerprint(tensor)))
+
+    with (
+        statistics_untouched(norms),
+        _buffers_restored(layers, norms) as changed,
+        random_streams_restored(),
+        streams_set_to(streams.now()),
+        _autocast_cache_off(),
+        # Nothing is kept: packing gives None, and no gradient is taken.
+        torch.autograd.graph.saved_tensors_hooks(note_kept, lambda none: none),
+    ):
+        run(note_output)
+    return found, changed[0] if changed else None
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Returns a number that differs, for practical purposes, if any bit or the order of the elements differs.
+
+    `torch.hash_tensor` would be the same for elements in another order, and for any even number of equal elements.
+    """
+    with torch.no_grad():
+        try:
+            values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().flatten()
+            bits = values.view(_INTEGERS[values.element_size()])
+            total = torch.zeros((), dtype=torch.int64, device=values.device)
+            for start in range(0, len(bits), _CHUNK):  # in chunks: 64 bits for each element take memory
+                part = bits[start : start + _CHUNK].to(torch.int64)
+                total += _mixed(part, start).sum()
+        except (NotImplementedError, RuntimeError, TypeError):  # sparse, quantized and nested tensors
+            return torch.zeros((), dtype=torch.int64)
+    return total
+
+
+def _mixed(bits: Tensor, start: int) -> Tensor:
+    """Spreads elements and positions over all 64 bits: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    positions = torch.arange(start + 1, start + 1 + len(bits), device=bits.device, dtype=torch.int64)
+    mixed = positions.mul_(-0x61C8864680B583EB).add_(bits)
+    # A shift keeps the sign in torch; the mask makes it the shift of an unsigned number.
+    mixed ^= (mixed >> 30) & 0x3FFFFFFFF
+    mixed *= -0x40A7B892E31B1A47
+    mixed ^= (mixed >> 27) & 0x1FFFFFFFFF
+    mixed *= -0x6B2FB644ECCEEE15
+    mixed ^= (mixed >> 31) & 0x1FFFFFFFF
+    return mixed
+
+
+@contextmanager
+def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
+    """On exit, the list says which layer changed a buffer, besides running statistics; they are as they were."""
+    skipped = set(map(id, norms))
+    before = [
+        (at, part, name, tensor, tensor.clone())
+        for at, layer in enumerate(layers)
+        for part in layer.modules()
+        if id(part) not in skipped
+        for name, tensor in part.named_buffers(recurse=False)
+    ]
+    changed: list[tuple[int, str]] = []
+    yield changed
+    with torch.no_grad():
+        for at, part, name, tensor, value in before:
+            if tensor.shape == value.shape and fingerprint(tensor).item() == fingerprint(value).item():
+                continue
+            changed.append((at, f"it changes {name} when it runs"))
+            tensor.resize_(value.shape).copy_(value)
+            setattr(part, name, tensor)
+
+
+@contextmanager
+def _autocast_cache_off() -> Iterator[None]:
+    # A weight that is cast here would stay in the cache with a graph whose tensors were not kept.
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
