@@ -8,14 +8,6 @@ PENDING: dict[str, set[str]] = {
     "SUPPRESSED_PRIVATE_ACCESS": set(),
     "DUPLICATE_CLASSES": set(),
     "QUESTIONING_DOCSTRINGS": {
-        "memory/allocator/replay.py",
-        "memory/virtual/accounting_mode.py",
-        "memory/virtual/attribution.py",
-        "memory/virtual/categories.py",
-        "memory/virtual/device.py",
-        "memory/virtual/module_scopes.py",
-        "memory/virtual/operators.py",
-        "memory/virtual/storages.py",
-        "memory/virtual/surroundings.py",
+        "tensorboard_plugin/event_files.py",
     },
 }

@@ -94,9 +94,8 @@ class TensorExchange:
         if key not in self._bases:
             self._bases[key] = torch.empty(n_elements, dtype=dtype, device="cpu")
         base = self._bases[key]
-        if (
-            base.dtype != dtype
-        ):  # two views of one storage have different types: this is rare, and they do not share memory here
+        # Two views of one storage rarely differ in type; if they do, their stand-ins share no memory.
+        if base.dtype != dtype:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

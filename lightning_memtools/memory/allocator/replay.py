@@ -1,4 +1,4 @@
-"""Replays a recorded trace: under other settings, on a device of another size, or on an allocator that is in use."""
+"""Replays a recorded trace under other settings, with another capacity, or on an allocator that is in use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReplayedTrace:
 
     Attributes:
         allocator: The allocator after the last event that was replayed.
-        n_events: How many events were replayed.
+        n_events: The number of events that were replayed.
         out_of_memory: The failed request that ended the replay early; None if it reached the end.
         label: The label of the failed request.
     """
@@ -32,12 +32,12 @@ class ReplayedTrace:
 
     @property
     def completed(self) -> bool:
-        """Whether every event was replayed."""
+        """True if every event was replayed."""
         return self.out_of_memory is None
 
     @property
     def stats(self) -> MemoryStats:
-        """The statistics at the end, peaks since the last reset that the trace holds."""
+        """The statistics after the last event, with the peaks since the last reset in the trace."""
         return self.allocator.stats()
 
 
@@ -50,9 +50,9 @@ def replay(
 ) -> ReplayedTrace:
     """Replay a trace on a new allocator.
 
-    With the recorded settings the result is the state that was recorded, block for block. With others it is what the
-    same program would have led to, up to the first request that fails: what the program would have done then is not
-    known. A request that failed when it was recorded is tried again, and freed at once if it now succeeds.
+    With the recorded settings the result is the state that was recorded, block for block. With others it is the state
+    that the same program would have led to, up to the first request that fails, because nobody knows what the program
+    would have done then. A request that failed when it was recorded is tried again, and freed at once if it succeeds.
 
     Args:
         trace: The trace.
@@ -70,13 +70,13 @@ def replay(
 
 
 def replay_on(allocator: CachingAllocator, trace: AllocationTrace, *, n_skipped: int = 0) -> ReplayedTrace:
-    """Replay a trace on an allocator that may hold blocks already; it is left as the trace leaves it.
+    """Replay a trace on an allocator that may hold blocks already.
 
     Args:
-        allocator: The allocator.
+        allocator: The allocator; it changes.
         trace: The trace.
-        n_skipped: How many of the first allocations and frees are left out. Blocks that they allocated are not freed
-            later either. In the trace of an estimate these put the model on the device.
+        n_skipped: The number of allocations and frees at the beginning that are skipped. Frees of blocks that these
+            allocated are skipped too. In the trace of an estimate they put the model on the device.
     """
     player = _Player(trace, allocator, n_skipped)
     n_events = 0
@@ -91,7 +91,7 @@ def replay_on(allocator: CachingAllocator, trace: AllocationTrace, *, n_skipped:
 
 
 class _Player:
-    """Holds what events refer to: the live blocks by number, and the stream and context that were named last."""
+    """Holds the state that events refer to: the live blocks by number, and the current stream and context."""
 
     def __init__(self, trace: AllocationTrace, allocator: CachingAllocator, n_skipped: int) -> None:
         self.allocator = allocator
@@ -132,7 +132,7 @@ class _Player:
             raise ValueError(f"Unknown kind of event {kind}: the trace was written by a newer version.")
 
     def skips(self, kind: int, number: int) -> bool:
-        """Return whether to skip the next event: one of the first, or a free of what these allocated."""
+        """Return whether to skip the next event: one of the first, or the free of a block that these allocated."""
         if kind > TraceEventKind.FREE:
             return False
         if self._to_skip == 0:

@@ -1,4 +1,4 @@
-"""Sees every operator that runs, and enters the storages it makes in the device's ledger."""
+"""Intercepts every operator, and enters the storages that it makes in the device's ledger."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from lightning_memtools.memory.virtual.operators import (
 )
 from lightning_memtools.memory.virtual.storages import flat, is_among, on_device, parts, storage_key
 
-# Tensors that do not handle operators themselves. All others (wrapper subclasses) get their turn first, and the
-# operators they then call on what they wrap are seen here.
+# Tensors that do not handle operators themselves. All others (wrapper subclasses) handle an operator first, and the
+# operators that they then call on the tensors inside come here.
 _ORDINARY = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 _kinds: dict[Any, OperatorKind] = {}
 
@@ -45,11 +45,11 @@ OperatorReplacement = Callable[[VirtualLedger, Callable[..., Any], Any, tuple[An
 
 
 class AccountingMode(OperatorMode):
-    """Counts what operators make in one thread. Threads share the ledger; each has its own place in the program.
+    """Counts the storages that operators make in one thread. Threads share the ledger.
 
     Attributes:
-        place: Where this thread is in the program.
-        silent: Above zero, storages made are host memory.
+        place: The module calls that this thread is in.
+        silent: If it is above zero, new storages are host memory.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class AccountingMode(OperatorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None, *, as_it_is: bool = False
     ) -> Any:
-        """Run the operator, or what replaces it unless ``as_it_is``; then account for what it made."""
+        """Run the operator, or its replacement unless ``as_it_is``; then account for the storages that it made."""
         if self._is_hooked and not as_it_is:
             return self._run_hooked(func, types, args, kwargs)
         if types and not _ORDINARY.issuperset(types):
@@ -102,11 +102,11 @@ class AccountingMode(OperatorMode):
             self._hold_workspace()
         return out
 
-    # --- told by what surrounds the operators
+    # --- called by the hooks in surroundings.py and loaders.py, and by the device
 
     @contextmanager
     def silence(self, made: set[int] | None = None) -> Iterator[None]:
-        """What is made within is host memory; ``made`` gets the keys of these storages."""
+        """Treat storages that are made within as host memory, and add their keys to ``made``."""
         before = self._made_silently
         self.silent += 1
         self._made_silently = made
@@ -117,14 +117,14 @@ class AccountingMode(OperatorMode):
             self._made_silently = before
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
-        """A module is called: what is made from now on is charged to it. Returns the depth to leave to afterwards."""
+        """Charge storages to a module from its call on, and return the depth for `ModuleScopes.leave_to` afterwards."""
         place = self.place
-        # A module within a step but outside of its closure: an error ended that step before it could say so.
+        # A module runs within an optimizer's step only in its closure. Otherwise an error has ended that step.
         place.leave_step()
         depth = len(place.scopes)
         caller = place.caller
         if isinstance(module, DistributedDataParallel):
-            # A wrapper: what it makes itself are buckets for gradients, and the module in it is the outermost.
+            # DDP itself makes buckets for gradients, and the module that it wraps counts as the outermost.
             place.scopes.append(OUTSIDE)
             place.tell_listener()
             return depth
@@ -133,7 +133,7 @@ class AccountingMode(OperatorMode):
         if not self.silent:
             if caller is None:
                 self._note_inputs(args, kwargs)
-            # Normally known since registration; `module.to()` and a deepcopy put other storages there without a word.
+            # Most are known since registration, but `module.to()` and a deepcopy replace storages without a hook.
             parameters, buffers = own_tensors(module)
             for parameter in parameters:
                 if parameter is not None:
@@ -145,10 +145,10 @@ class AccountingMode(OperatorMode):
         return depth
 
     def enter_tensor(self, tensor: torch.Tensor, category: Category | None) -> None:
-        """Enter a tensor made elsewhere. What is known already gets the category, where there is one to give.
+        """Enter a tensor that no operator made here. If it is known already, it gets the category, unless that is None.
 
         Raises:
-            torch.OutOfMemoryError: The device has too little.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         for part in parts(tensor):
             if not on_device(part):
@@ -161,10 +161,10 @@ class AccountingMode(OperatorMode):
                 self._ledger.assign(entry, category)
 
     def enter_copy(self, tensor: torch.Tensor, category: Category) -> LedgerEntry | None:
-        """Enter a tensor as if it had been copied to the device: its own bytes, until it dies or `drop` is called.
+        """Enter a copy of a tensor, which takes the tensor's own bytes until the tensor dies or `drop` is called.
 
         Raises:
-            torch.OutOfMemoryError: The device has too little.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         if not on_device(tensor):
             return None
@@ -173,14 +173,14 @@ class AccountingMode(OperatorMode):
         return entry
 
     def drop(self, entry: LedgerEntry) -> None:
-        """What this stood for has left the device."""
+        """Free the memory of an entry, such as that of a copied batch."""
         self._ledger.forget(entry)
 
     def enter_new(self, tensor: torch.Tensor) -> None:
-        """A function that is no operator made this tensor.
+        """Enter a tensor that was made by a function which is no operator.
 
         Raises:
-            torch.OutOfMemoryError: The device has too little.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         if self.silent:
             self._note_silent(tensor, (), {}, is_new=True)
@@ -188,33 +188,33 @@ class AccountingMode(OperatorMode):
             self._enter(tensor, (), {})
 
     def enter_resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was resized without an operator: give it a block of its new size.
+        """Give a storage that was resized without an operator a block of its new size.
 
         Raises:
-            torch.OutOfMemoryError: The device has too little.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         if self.silent:
             return
-        # An unknown storage with a device of its own (meta is that of fake tensors) is none of the CPU's.
+        # Storages of other devices do not count; those of fake tensors, on meta, count if they are known.
         if storage.device.type == "cpu" or self._ledger.find(storage_id(storage)) is not None:
             self._resize(storage, (), {})
 
     def note(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
-        """Say what a tensor is for, if it is on the device."""
+        """Set the category of a tensor that is on the device, and the module that it is charged to."""
         for part in parts(tensor):
             entry = self._ledger.find(storage_key(part))
             if entry is not None and (entry.category is not category or (module and entry.module != module)):
                 self._ledger.assign(entry, category, module)
 
     def leave_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are host memory, wherever they were made; what is known to be of use on the device stays there."""
+        """Take tensors off the device, except those with a category other than OTHER, which are in use there."""
         for tensor in tensors:
             for part in parts(tensor):
                 entry = self._ledger.find(storage_key(part))
                 if entry is not None and entry.category is Category.OTHER:
                     self._ledger.forget(entry)
 
-    # --- what operators do
+    # --- operators
 
     def _run_or_refuse(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; where the host has no memory for it, the simulated device's refusal comes first.
@@ -278,7 +278,7 @@ class AccountingMode(OperatorMode):
             out = func(*args, **kwargs)
         elif kind is OperatorKind.LIFTED:
             out = func(*args, **kwargs)
-            # A new optimizer's step counts, which torch keeps in host memory beside parameters on a GPU.
+            # These are the step counts of a new optimizer, which torch keeps in host memory for parameters on a GPU.
             if not (self._cuda_like and self.place.in_step):
                 self._enter(out, (), {})
         else:
@@ -292,7 +292,7 @@ class AccountingMode(OperatorMode):
         out = self._run_or_refuse(func, args, kwargs)
         for tensor, state in zip(written, before, strict=True):
             after = _storage_state(tensor)
-            # A tensor that was given another tensor's storage shares its fate, on the device or not.
+            # A tensor that got another tensor's storage is on the device only if that storage is.
             followed = isinstance(source, torch.Tensor) and after is not None and state is not None
             if after in (None, state) or (followed and after[0] != state[0]) or not on_device(tensor):  # type: ignore[index]
                 continue
@@ -332,11 +332,12 @@ class AccountingMode(OperatorMode):
         try:
             return request(*arguments)
         except SimulatedOutOfMemory as error:
-            # Without its frames: they hold the storage, which has to die when the caller's frames are cleared.
+            # Its traceback is dropped: the frames in it hold the storage, which has to die when the caller's frames are
+            # cleared.
             failure = error.with_traceback(None)
-        # The error ends the optimizer's step whose own work this was.
+        # If an optimizer's step asked for this memory, the error ends that step.
         self.place.leave_step()
-        # Raised here and not in the handler above: as the new error's context the old one would live as long.
+        # Raised outside of the handler above, where the new error would keep the old one alive as its context.
         raise self._error_of(failure)
 
 

@@ -1,4 +1,4 @@
-"""Who owns the memory, found by looking at modules and optimizers, and how these are put on the device."""
+"""Finds the owners of memory by going through modules and optimizers, and puts these on the device."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 
 def attribute(ledger: VirtualLedger, names: ModuleNames, optimizers: Iterable[Optimizer]) -> None:
-    """Correct categories and modules of everything that modules and optimizers hold.
+    """Correct the category and module of all memory that modules and optimizers hold.
 
-    Most is known when it is made. What this adds: gradients set by hand or as views of a bucket (DDP), storages that
-    `module.to()` or a deepcopy put in place, and the modules that gradients and optimizer state belong to.
+    Most categories are known when a storage is made. This adds gradients that were set by hand or are views of a bucket
+    (DDP), storages that `module.to()` or a deepcopy put in place, and the modules that gradients and optimizer state
+    belong to.
     """
     owners: dict[int, str] = {}
     for module, name in _named_modules(names):
@@ -37,7 +38,7 @@ def attribute(ledger: VirtualLedger, names: ModuleNames, optimizers: Iterable[Op
 
 
 def composition_of(ledger: VirtualLedger) -> Composition:
-    """What the ledger holds, by category and by module."""
+    """Return the bytes that the ledger holds, by category and by module."""
     by_category = [0] * len(Category)
     by_module: dict[str, list[int]] = defaultdict(lambda: [0] * len(Category))
     held = [(entry.category, entry.module, entry.block.size) for entry in ledger.entries()]
@@ -50,13 +51,13 @@ def composition_of(ledger: VirtualLedger) -> Composition:
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors that an optimizer updates."""
+    """Yield the tensors that an optimizer updates."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A leaf's gradient; None where there is none, and for what is no leaf (torch warns when asked)."""
+    """Return a leaf's gradient, or None. For other tensors it is None too, because torch warns when it is read."""
     return parameter.grad if parameter.is_leaf else None
 
 
@@ -87,10 +88,10 @@ Enter = Callable[[torch.Tensor, Category | None], object]
 
 
 def enter_all(thing: nn.Module | Optimizer | torch.Tensor, enter: Enter) -> None:
-    """Enter a tensor, or each of a module (gradients too) or of an optimizer (parameters, gradients and state)."""
+    """Enter a tensor, or all tensors of a module or an optimizer, gradients included."""
     if isinstance(thing, nn.Module):
-        # In the order of `module.cuda()`, because blocks are placed in it: children first, a gradient after its
-        # parameter, buffers last.
+        # The order is that of `module.cuda()`, because it decides where blocks lie: children first, a gradient after
+        # its parameter, buffers last.
         for child in thing.children():
             enter_all(child, enter)
         _enter_parameters(thing.parameters(recurse=False), enter)
@@ -105,11 +106,11 @@ def enter_all(thing: nn.Module | Optimizer | torch.Tensor, enter: Enter) -> None
 
 
 def trackable(thing: object) -> Iterator[nn.Module | Optimizer | torch.Tensor]:
-    """The modules, optimizers and tensors in a nesting of containers; of a wrapped optimizer, what it wraps."""
+    """Yield the modules, optimizers and tensors in nested containers; for a wrapped optimizer, the one inside."""
     if isinstance(thing, (nn.Module, Optimizer, torch.Tensor)):
         yield thing
     elif isinstance(getattr(thing, "optimizer", None), Optimizer):
-        # Lightning's optimizers are such wrappers.
+        # Lightning wraps optimizers in this way.
         yield thing.optimizer  # type: ignore[attr-defined]
     elif isinstance(thing, Mapping):
         for value in thing.values():

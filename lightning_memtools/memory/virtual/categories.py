@@ -1,4 +1,4 @@
-"""What a byte on the device is for."""
+"""The categories of memory on a device, and its composition by category and module."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from enum import IntEnum
 
 
 class Category(IntEnum):
-    """What a storage is for. It has one category at a time, and keeps the last one that is known of it.
+    """The purpose of a storage. A storage has one category at a time, and keeps the last one that is known.
 
     * PARAMETER and BUFFER: registered in a module.
     * GRADIENT: in the ``.grad`` of a leaf, from the moment that autograd stores it there.
-    * OPTIMIZER: made inside ``optimizer.step()``: state, and what the step needs for a moment. A closure given to the
-      step is not part of it.
-    * ACTIVATION: made inside a module's call or in backward (gradients on their way included), or outside of both from
-      an activation or from something that requires a gradient, such as a loss.
-    * INPUT: what a DataLoader yields, and any other tensor passed to a module that is called from outside of modules.
+    * OPTIMIZER: made inside ``optimizer.step()``: state and temporaries. A closure given to the step is not part of
+      it.
+    * ACTIVATION: made inside a module's call or in backward (gradients that are not stored yet included), or made
+      outside of both from an activation or from a tensor that requires a gradient, such as a loss.
+    * INPUT: batches of a DataLoader, and other tensors passed to a module that no module calls.
     * OTHER: the rest.
     """
 
@@ -31,14 +31,14 @@ class Category(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Every allocated byte of a device, each in one category and charged to one module. Sizes in bytes.
+    """Every allocated byte of a device, each in one category and charged to one module. Sizes are in bytes.
 
     Attributes:
         by_category: Bytes per category: parameter, buffer, gradient, optimizer, activation, input and other.
-        by_module: Bytes per category, for each module that has any. Modules go by their path below the outermost
-            module, whose class name it starts with: ``"ResNet.layer1.0.conv1"``. Parameters, gradients and optimizer
-            state are charged to the module that holds the parameter, activations to the module whose call made them;
-            ``"(backward)"``, ``"(optimizer)"`` and ``"(outside)"`` stand for what no module made.
+        by_module: Bytes per category, for each module that has any. A module's name is the class name of its outermost
+            module and its path in that one: ``"ResNet.layer1.0.conv1"``. Parameters, gradients and optimizer state are
+            charged to the module that holds the parameter, activations to the module whose call made them;
+            ``"(backward)"``, ``"(optimizer)"`` and ``"(outside)"`` stand for memory that no module made.
     """
 
     by_category: Mapping[str, int]
@@ -46,17 +46,17 @@ class Composition:
 
     @property
     def total(self) -> int:
-        """The sum of all categories: exactly what is allocated."""
+        """The sum of all categories, which is exactly the allocated memory."""
         return sum(self.by_category.values())
 
 
 def by_name(n_bytes: Sequence[int]) -> dict[str, int]:
-    """Bytes in the order of `Category` as a dictionary under the categories' names."""
+    """Return bytes, which are in the order of `Category`, under the categories' names."""
     return {category.name.lower(): n_bytes[category] for category in Category}
 
 
 def as_log_names(n_bytes: Sequence[int]) -> dict[str, int]:
-    """Bytes in the order of `Category` under the names of the log tags, where buffers count as other."""
+    """Return bytes, which are in the order of `Category`, under the names of the log tags; buffers count as other."""
     return {
         "parameters": n_bytes[Category.PARAMETER],
         "gradients": n_bytes[Category.GRADIENT],

@@ -14,21 +14,21 @@ MARK = "(simulated by lightning_memtools.VirtualDevice)"
 
 
 def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMemoryError:
-    """The error that torch raises on a GPU, with its text and `MARK` at the end.
+    """Return the error that torch raises on a GPU, with its text and `MARK` at the end.
 
     Args:
-        failure: What the allocator found.
+        failure: The allocator's failure.
         context: Bytes of the CUDA context, which ``failure.used_by_others`` contains: CUDA's text counts them as this
             process's own.
     """
     others = failure.used_by_others - context
-    # The text of CUDACachingAllocator.cpp, piece by piece, as the strings of torch 2.13's libc10_cuda.so (and 2.11's)
-    # have it; two spaces where it has two.
+    # The text of CUDACachingAllocator.cpp, piece by piece, as in the strings of libc10_cuda.so of torch 2.13 and 2.11;
+    # some pieces are separated by two spaces there.
     pieces = [
         f"CUDA out of memory. Tried to allocate {cuda_size(failure.segment_size)}.",
         f" GPU 0 has a total capacity of {cuda_size(failure.capacity or 0)}",
         f" of which {cuda_size(max(failure.free or 0, 0))} is free.",
-        # Others are one process here, and no process has this number.
+        # The text names each process. All others together are one here, with a number that no process has.
         f" Process 0 has {cuda_size(others)} memory in use." if others > 0 else "",
         f" Including non-PyTorch memory, this process has {cuda_size(failure.reserved + context)} memory in use.",
         f" {cuda_size(failure.allowed)} allowed;" if failure.allowed is not None else "",
@@ -48,7 +48,7 @@ def too_large_error() -> torch.OutOfMemoryError:
 
 
 def cuda_size(n_bytes: int) -> str:
-    """A size as the CUDA allocator prints it: two decimals, and the smaller unit up to 1024 of it."""
+    """Return a size as the CUDA allocator prints it: with two decimals, and in the smaller unit up to 1024 of it."""
     if n_bytes <= KIB:
         return f"{n_bytes} bytes"
     if n_bytes <= MIB:
@@ -75,11 +75,11 @@ _WIDTH = 75
 
 
 def summary_table(stats: Mapping[str, int], *, title: str) -> str:
-    """Lay out allocator statistics as torch does.
+    """Return a table of allocator statistics as torch prints it.
 
     Args:
         stats: Values under the names of ``torch.cuda.memory_stats``.
-        title: What the table is of; centred in the heading.
+        title: The heading, which is centred.
     """
     counts = f"CUDA OOMs: {stats['num_ooms']:<12d} | cudaMalloc retries: {stats['num_alloc_retries']:<8d}"
     columns = " | ".join(f"{name:<10}" for name, _ in _COLUMNS)
@@ -98,7 +98,7 @@ def summary_table(stats: Mapping[str, int], *, title: str) -> str:
 
 
 def _size(n_bytes: int, scale: int) -> str:
-    """A size in the unit in which ``scale`` has at most six digits, as all rows of one metric share it."""
+    """Return a size in the unit in which ``scale`` has at most six digits; all rows of one metric share it."""
     unit = 0
     units = ("B  ", "KiB", "MiB", "GiB", "TiB", "PiB")
     # The threshold is torch's.

@@ -1,4 +1,4 @@
-"""A GPU's memory without a GPU."""
+"""`VirtualDevice`, which simulates the memory of a GPU on a machine without one."""
 
 from __future__ import annotations
 
@@ -37,42 +37,42 @@ from lightning_memtools.memory.virtual.storages import parts, storage_key
 from lightning_memtools.memory.virtual.surroundings import DeviceHooks
 
 OomObserver = Callable[[int, int, int, int], object]
-"""Called, as torch's own for CUDA, with a device's index, the bytes asked for, its bytes in all, and its free bytes."""
+"""Called, like torch's observers for CUDA, with the device's index, the requested, the total and the free bytes."""
 
 DEFAULT_CONTEXT = "500MiB"
-"""What a CUDA context takes of a GPU given by name: 300 to 700 MB have been seen, by device and loading."""
+"""The memory of a CUDA context on a GPU given by name; it varies from 300 to 700 MB by device and loading."""
 
 _here = threading.local()
 _active: list[VirtualDevice] = []
 
 
 class VirtualDevice:
-    """A GPU's memory without a GPU: shows what a program would allocate and reserve, and runs out where a GPU would.
+    """A GPU's memory without a GPU: shows how much a program would allocate and reserve, and where it would run out.
 
-    While it is entered, tensors that PyTorch makes on the CPU are also accounted for in a simulated CUDA caching
-    allocator. Over fake tensors (``torch._subclasses.FakeTensorMode``) it does so without computing anything. What it
-    computes, it computes as without it: weights and random numbers are bitwise the same.
+    While the device is active, tensors that PyTorch makes on the CPU are also accounted for in a simulated CUDA caching
+    allocator. The device also works over fake tensors (``torch._subclasses.FakeTensorMode``), for which nothing is
+    computed. It does not change results: weights and random numbers are bitwise the same as without it.
 
-    A storage counts once: from when an operator makes it, resizes it, or when it is tracked, until it dies. Data
-    loaders count when they yield: a dataset is host memory.
+    A storage counts once: from the moment that an operator makes or resizes it, or that it is tracked, until it is
+    freed. A batch counts when its data loader yields it; datasets are host memory.
 
-    Only one can be entered at a time in a process. It can be pickled: its options travel, its accounting does not.
+    A process can have one active device at a time. A device can be pickled, which keeps its options but no accounting.
 
     Args:
-        capacity: What the device has: a size such as ``"24GiB"``, a number of bytes, or a GPU's name such as
-            ``"RTX 4090"``, which means the bytes usable on it less the context. None for no limit.
+        capacity: The memory of the device: a size such as ``"24GiB"``, a number of bytes, or a GPU's name such as
+            ``"RTX 4090"``, which means the bytes usable on it, less the context. None for no limit.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF: ``"expandable_segments:True"``.
-        context: What the CUDA context takes of the capacity. By default 500 MiB of a GPU given by its name, and
-            nothing of a capacity given as a size.
-        used_by_others: What other processes take of the capacity.
-        cublas_workspace: The workspace that cuBLAS takes at the first matrix product, in forward and once more in
-            backward, which has a thread of its own: "32MiB" on Hopper, "8519680B" on other GPUs. None by default.
-        cuda_like: Take CUDA's path where CPU tensors take another: dropout keeps a mask of bools, optimizers use
-            foreach, and Adam's step counts stay on the host. The random numbers of dropout are then other ones.
+        context: The part of the capacity that the CUDA context takes. By default it is 500 MiB of a GPU given by its
+            name, and nothing of a capacity given as a size.
+        used_by_others: The part of the capacity that other processes take.
+        cublas_workspace: The workspace that cuBLAS takes at the first matrix product in forward, and once more in
+            backward, which runs in another thread: "32MiB" on Hopper, "8519680B" on other GPUs. Nothing by default.
+        cuda_like: Behave as on CUDA where CPU tensors behave otherwise: dropout keeps a mask of bools, optimizers use
+            foreach, and Adam's step counts stay on the host. Dropout then draws other random numbers.
         record: Keep a trace of all events of the allocator, in `trace`.
 
     Raises:
-        ValueError: An option cannot be read; the message says what is accepted.
+        ValueError: An option is not valid; the message says which values are accepted.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class VirtualDevice:
         cuda_like: bool,
         record: bool,
     ) -> None:
-        """Become a device that was never entered."""
+        """Set all state to that of a device that was never entered."""
         self._capacity = None if capacity is None else parse_capacity(capacity)
         self._context = _size_of("context", context) if context is not None else _default_context(capacity)
         self._cublas_workspace = _size_of("cublas_workspace", cublas_workspace)
@@ -129,7 +129,7 @@ class VirtualDevice:
         self._ledger = VirtualLedger(self._allocator)
         self._names = ModuleNames()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # Ordered, because handles refer to it weakly, which a plain dict does not allow.
+        # An OrderedDict, because handles refer to it weakly, which a plain dict does not allow.
         self._observers: OrderedDict[int, OomObserver] = OrderedDict()
         self._modes: list[AccountingMode] = []
         self._replacements: Mapping[Any, OperatorReplacement] = {}
@@ -142,7 +142,7 @@ class VirtualDevice:
 
     @staticmethod
     def current() -> VirtualDevice | None:
-        """The device that is entered in this process, by whichever thread; None where there is none."""
+        """Return the active device of this process, whichever thread entered it; None if there is none."""
         return _active[0] if _active else None
 
     def __enter__(self) -> Self:
@@ -180,16 +180,16 @@ class VirtualDevice:
         mode.__exit__(kind, error, traceback)
 
     def host(self) -> AbstractContextManager[None]:
-        """What is made within, in this thread, is host memory and does not count. For code that builds data sets."""
+        """Treat tensors that this thread makes within as host memory, which does not count: for building data sets."""
         mode = _mode_here()
         return nullcontext() if mode is None else mode.silence()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within, this device is as if it had been left: nothing counts, and another one can be entered.
+        """Suspend the device within: nothing counts, and another device can be entered.
 
-        Its storages stay where they are, and those that die meanwhile give their blocks back. To be used in the thread
-        that entered the device, while no other thread works with it.
+        Its storages stay on it, and the blocks of those that die meanwhile are freed. Use this in the thread that
+        entered the device, while no other thread works with it.
 
         Raises:
             RuntimeError: This thread has not entered the device.
@@ -208,17 +208,17 @@ class VirtualDevice:
                 _active.append(self)
                 self._hooks.begin()
 
-    # --- what is on the device
+    # --- the tensors on the device
 
     def track(self, *things: object) -> int:
-        """Put what was made before the device was entered on it: modules, optimizers, tensors, in any nesting.
+        """Put modules, optimizers and tensors on the device that were made before it was entered, in any nesting.
 
-        Modules bring their gradients along, optimizers their parameters and state. What is on the device already
-        stays where it is, and is known from then on for what it is. Returns the bytes this allocated.
+        The gradients of modules are included, and the parameters and state of optimizers. Tensors that are on the
+        device already stay where they are and get their category. Returns the number of bytes that this allocated.
 
         Raises:
-            torch.OutOfMemoryError: The device has too little.
-            TypeError: There is no module, optimizer or tensor in it to track.
+            torch.OutOfMemoryError: The device has too little memory.
+            TypeError: One of the things holds no module, optimizer or tensor.
         """
         before = self._allocator.allocated
         mode = self._mode_or_new()
@@ -239,56 +239,56 @@ class VirtualDevice:
         return self._allocator.allocated - before
 
     def count_batch(self, batch: object) -> None:
-        """Put a batch on the device as input, as moving it to a GPU would. Data loaders need no such call.
+        """Put a batch on the device as input, as moving it to a GPU would. Batches of data loaders need no such call.
 
         Raises:
-            torch.OutOfMemoryError: The device has too little.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         count_batch(self._mode_or_new(), batch, set(), from_workers=True)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is on the device, and not the host's."""
+        """Return whether a tensor's memory is on the device and not on the host."""
         find = self._ledger.find
         return any(find(storage_key(part)) is not None or find(-id(part)) is not None for part in parts(tensor))
 
     def observe_oom(self, callback: OomObserver) -> RemovableHandle:
         """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error unwinds.
 
-        Whatever the callback raises becomes a note of the out-of-memory error. Returns a handle whose ``remove()``
-        ends it.
+        An exception of the callback becomes a note of the out-of-memory error. Returns a handle whose ``remove()``
+        removes the callback.
         """
         handle = RemovableHandle(self._observers)
         self._observers[handle.id] = callback
         return handle
 
-    # --- for whoever records what happens on it
+    # --- listening, and replacing operators
 
     def listen(self, listener: DeviceListener) -> None:
-        """Tell a listener of every operator, module call, allocation and free, from when the device is entered next."""
+        """Tell a listener of every operator, module call, allocation and free once the device is entered again."""
         self._ledger.listener = listener
 
     def replace_operators(self, replacements: Mapping[Any, OperatorReplacement]) -> None:
-        """Run functions in place of operators, from when the device is entered next."""
+        """Run functions in place of operators once the device is entered again."""
         self._replacements = replacements
 
     def assign(self, tensor: torch.Tensor, category: Category, module: str) -> None:
-        """Say what a tensor is for and which module to charge, if it is on the device."""
+        """Set the category of a tensor that is on the device, and the module that it is charged to."""
         self._mode_or_new().note(tensor, category, module)
 
     def freeze(self) -> list[LedgerEntry]:
-        """Account for nothing any more, and return what is on the device, attributed as in `composition`.
+        """End the accounting, and return the entries of all storages on the device, attributed as in `composition`.
 
-        The allocator then stays as it is, though the storages die.
+        The allocator then keeps its state, even when the storages die.
         """
         self._attribute()
         return self._ledger.freeze()
 
     def block_of(self, tensor: torch.Tensor) -> LedgerEntry | None:
-        """Return what is known of the memory of a tensor with one storage; None if it is not on the device."""
+        """Return the entry of a tensor with one storage; None if it is not on the device."""
         return self._ledger.find(storage_key(tensor))
 
     def blocks(self) -> list[LedgerEntry]:
-        """Return what is known of all that is on the device now."""
+        """Return the entries of all storages that are on the device now."""
         return self._ledger.entries()
 
     @property
@@ -296,22 +296,22 @@ class VirtualDevice:
         """The simulated allocator."""
         return self._allocator
 
-    # --- reading it (the MemoryReader protocol)
+    # --- reading its memory (the MemoryReader protocol)
 
     @property
     def name(self) -> str:
-        """What a person calls it, such as ``"virtual device (24GiB, simulated)"``."""
+        """A name for people to read, such as ``"virtual device (24GiB, simulated)"``."""
         capacity = self._options["capacity"]
         size = format_size(capacity) if isinstance(capacity, int) else capacity
         return f"virtual device ({'no limit' if size is None else size}, simulated)"
 
     @property
     def simulated(self) -> bool:
-        """True: no real device has these figures."""
+        """True, because these figures are not those of a real device."""
         return True
 
     def stats(self) -> MemoryStats:
-        """What is allocated and reserved now, the peaks, and how often memory ran short."""
+        """Return the memory that is allocated and reserved now, the peaks, and the counts of retries and failures."""
         self._ledger.settle()
         return self._allocator.stats()
 
@@ -320,31 +320,31 @@ class VirtualDevice:
         self._ledger.reset_peaks()
 
     def empty_cache(self) -> None:
-        """Give unused cached memory back to the device."""
+        """Release unused cached memory to the device."""
         self._ledger.empty_cache()
 
     def summary(self) -> str:
-        """The table of ``torch.cuda.memory_summary``, headed as simulated."""
+        """Return the table of ``torch.cuda.memory_summary``; its title says that it is simulated."""
         self._ledger.settle()
         return summary_table(self._allocator.memory_stats(), title=f"PyTorch CUDA memory summary, {self.name}")
 
     def composition(self) -> Composition:
-        """Every allocated byte by category and by module."""
+        """Return every allocated byte by category and by module."""
         self._attribute()
         return composition_of(self._ledger)
 
     def composition_at_peak(self) -> Mapping[str, int]:
-        """Bytes per category when allocated was highest since the last `reset_peaks`: they add up to that peak.
+        """Return the bytes per category at the peak since the last `reset_peaks`; they add up to that peak.
 
-        The categories are those of the log tags: parameters, gradients, optimizer, activations, inputs and other,
-        which buffers are part of.
+        The categories are those of the log tags: parameters, gradients, optimizer, activations, inputs and other.
+        Buffers count as other.
         """
         self._attribute()
         return as_log_names(self._ledger.bytes_at_peak())
 
     @property
     def trace(self) -> AllocationTrace | None:
-        """The allocator's events, with ``record=True``; None without."""
+        """The allocator's events; None without ``record=True``."""
         return self._allocator.trace
 
     @property
@@ -354,26 +354,26 @@ class VirtualDevice:
 
     @property
     def cuda_like(self) -> bool:
-        """Whether CUDA's path is taken where CPU tensors take another."""
+        """True if dropout and optimizers behave as on CUDA."""
         return self._cuda_like
 
     @property
     def context_bytes(self) -> int:
-        """What the CUDA context takes of the capacity."""
+        """The part of the capacity that the CUDA context takes."""
         return self._context
 
     def record_history(self, max_entries: int | None = None) -> None:
-        """Keep the last actions of the allocator from now on, for `snapshot`; with 0 entries, stop."""
+        """Record the allocator's last actions from now on, for `snapshot`; ``max_entries=0`` stops the recording."""
         self._history = None if max_entries == 0 else AllocatorHistory(max_entries)
         self._allocator.observe(self._history)
 
     @property
     def history(self) -> AllocatorHistory | None:
-        """What `record_history` has kept; None where it was not asked to."""
+        """The actions that `record_history` has recorded; None if nothing is recorded."""
         return self._history
 
     def snapshot(self) -> dict[str, Any]:
-        """What ``torch.cuda.memory._snapshot`` gives of a GPU: segments, blocks, and the history that is recorded."""
+        """Return segments, blocks and the recorded history, in the form of ``torch.cuda.memory._snapshot``."""
         with self._ledger.still():
             return take_snapshot(self._allocator, self._history)
 
@@ -389,10 +389,10 @@ class VirtualDevice:
         given = ", ".join(f"{key}={value!r}" for key, value in self._options.items() if value != defaults[key])
         return f"VirtualDevice({given})"
 
-    # --- how it is done
+    # --- internals
 
     def _leave(self) -> None:
-        # Threads that are still running keep their mode: it only stops to count.
+        # Threads that are still running keep their mode, which no longer counts.
         for mode in self._modes:
             mode.silent += 1
         self._modes.clear()
@@ -401,7 +401,7 @@ class VirtualDevice:
         _active.remove(self)
 
     def reset_in_fork(self) -> None:
-        """Become a device that was never entered, so that a forked rank can enter it."""
+        """Reset the device to one that was never entered, so that a forked rank can enter it."""
         self._leave()
         self._set_up(**self._options)
 
@@ -416,7 +416,7 @@ class VirtualDevice:
         )
 
     def _mode_or_new(self) -> AccountingMode:
-        """This thread's mode, or one that was not entered, for what is done by hand outside of the with statement."""
+        """Return this thread's mode; outside of the with statement, return a new mode that is not entered."""
         mode = _mode_here()
         return self._new_mode() if mode is None or VirtualDevice.current() is not self else mode
 
@@ -427,7 +427,7 @@ class VirtualDevice:
         return mode
 
     def _run_counted(self, run: Callable[[], None]) -> None:
-        """Run a thread's work with an accounting mode of its own."""
+        """Run the work of a thread with an accounting mode of its own."""
         if self._thread is None:
             run()
             return
@@ -445,18 +445,18 @@ class VirtualDevice:
             attribute(self._ledger, self._names, list(self._optimizers))
 
     def _out_of_memory(self, failure: SimulatedOutOfMemory) -> torch.OutOfMemoryError:
-        """The error to raise, after all observers have been told."""
+        """Call all observers, and return the error to raise."""
         error = cuda_error(failure, context=self._context)
         for observe in list(self._observers.values()):
             try:
                 observe(0, failure.segment_size, failure.capacity or 0, max(failure.free or 0, 0))
-            except Exception as problem:  # noqa: BLE001, whatever it is must not hide the out-of-memory error
+            except Exception as problem:  # noqa: BLE001, no error of an observer may hide the out-of-memory error
                 error.add_note(f"An observer of this error failed: {problem!r}")
         return error
 
 
 def _mode_here() -> AccountingMode | None:
-    """The mode that counts in this thread."""
+    """Return the mode that counts in this thread; None if there is none."""
     return getattr(_here, "mode", None)
 
 
@@ -478,7 +478,7 @@ def _checked_switch(option: str, value: object) -> bool:
 
 
 def _fall_silent_in_fork() -> None:
-    """A forked process inherits modes and patches, but its memory is not the device's: a worker only sends batches."""
+    """Switch accounting off in a forked process, whose memory is not the device's: a worker only sends batches."""
     while _active:
         _active[0].reset_in_fork()
     _here.mode = None

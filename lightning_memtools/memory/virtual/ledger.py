@@ -1,4 +1,4 @@
-"""Which storages are on the device, in which block each, and for what."""
+"""The ledger of a virtual device: its storages, with the block and the category of each."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_memtools.memory.virtual.cuda_texts import ONE_EXABYTE
 
 
 class LedgerEntry(weakref.ref[Any]):
-    """One storage on the device; a weak reference, so that the ledger hears of its death.
+    """One storage on the device. It is a weak reference, so that the ledger learns when the storage dies.
 
     Attributes:
-        key: What the ledger finds it by.
-        block: Where it lies.
-        n_bytes: The storage's size when the block was given out.
-        category: What it is for.
-        module: The module it is charged to.
-        serial: The count of blocks when its own was given out.
+        key: The key by which the ledger finds it.
+        block: Its block in the allocator.
+        n_bytes: The storage's size when the block was allocated.
+        category: The purpose of the storage.
+        module: The module that it is charged to.
+        serial: The number of blocks that had been allocated when its own was.
     """
 
-    # A subclass of the reference itself: one object per storage in place of three.
+    # It subclasses the reference, which makes one object per storage in place of three.
     __slots__ = ("block", "category", "key", "module", "n_bytes", "serial")
 
     block: Block
@@ -42,32 +42,32 @@ class LedgerEntry(weakref.ref[Any]):
 
 
 class DeviceListener(Protocol):
-    """Is told what happens on a `VirtualDevice`; see `VirtualDevice.listen`."""
+    """Receives the events of a `VirtualDevice`; see `VirtualDevice.listen`."""
 
     def on_operator(self, operator: Any) -> None:
-        """An operator is about to run."""
+        """Called before an operator runs."""
 
     def on_module(self, name: str) -> None:
-        """From now on operators belong to this module."""
+        """Called when operators belong to another module from now on."""
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
-        """A block was allocated; None in place of a category stands for a library's workspace."""
+        """Called after a block was allocated; the category of a library's workspace is None."""
 
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
-        """A block was freed; category and module are the last that were known of it."""
+        """Called after a block was freed, with the last category and module that were known."""
 
 
 class VirtualLedger:
-    """The device's books: storages by identity, a block of the allocator for each, and running sums per category.
+    """Holds the storages on the device by identity, a block of the allocator for each, and the bytes per category.
 
-    Storages die whenever Python or autograd lets go of them: in any thread, and in the middle of the ledger's own work
-    when the garbage collector runs there. So a death is only noted, and settled at once where nobody is at work, or
-    else by whoever is.
+    Storages die whenever Python or autograd releases them: in any thread, and within the ledger's own work when the
+    garbage collector runs there. So a death is first put into a queue. If the ledger is not at work, the block is freed
+    at once; otherwise whoever is at work frees it.
 
     Attributes:
-        allocator: Gives out the blocks. Its own `malloc` and `free` are for the ledger alone.
-        held: Bytes that belong to no storage: see `hold`.
-        listener: Told of every allocation and free; None for nobody.
+        allocator: Allocates the blocks. Only the ledger may call its `malloc` and `free`.
+        held: The bytes that belong to no storage (see `hold`).
+        listener: Told of every allocation and free; None for no listener.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
@@ -84,23 +84,23 @@ class VirtualLedger:
         self._bytes_at_peak = list(self._bytes)
 
     def find(self, key: int) -> LedgerEntry | None:
-        """The entry of a storage, by its `storage_id`; None for memory that is not on the device."""
+        """Return the entry of a storage by its `storage_id`; None for memory that is not on the device."""
         if self._dead:
             self.settle()
         entry = self._entries.get(key)
-        # A new storage can have a dead one's address before another thread has settled that death.
+        # A new storage can get the address of a dead one before another thread has freed the dead one's block.
         return None if entry is None or entry() is None else entry
 
     def entries(self) -> list[LedgerEntry]:
-        """All live entries."""
+        """Return all live entries."""
         self.settle()
         return list(self._entries.values())
 
     def add(self, storage: torch.UntypedStorage, category: Category, module: str) -> LedgerEntry | None:
-        """Give a storage a block on the device, once: a storage that has one keeps it; an empty one needs none.
+        """Give a storage a block on the device. A storage that has one keeps it, and an empty storage needs none.
 
         Raises:
-            SimulatedOutOfMemory: The device has too little.
+            SimulatedOutOfMemory: The device has too little memory.
         """
         n_bytes = storage.nbytes()
         if n_bytes == 0:
@@ -111,17 +111,17 @@ class VirtualLedger:
         """Give a tensor a block of ``n_bytes`` that lives as long as the tensor itself, whatever storage it shares.
 
         Raises:
-            SimulatedOutOfMemory: The device has too little.
+            SimulatedOutOfMemory: The device has too little memory.
         """
-        # Identities of Python objects and of storages come from one address space, so they cannot collide among the
-        # living; negative, they cannot collide with a storage that is about to die either.
+        # Identities of Python objects and of storages are addresses, which live objects do not share. As a negative
+        # number, the tensor's cannot equal that of a storage which is about to die either.
         return self._enter(tensor, -id(tensor), n_bytes, category, module) if n_bytes else None
 
     def hold(self, n_bytes: int) -> None:
-        """Take a block that nobody gives back, as libraries do for their workspaces.
+        """Allocate a block that is never freed, as libraries do for their workspaces.
 
         Raises:
-            SimulatedOutOfMemory: The device has too little.
+            SimulatedOutOfMemory: The device has too little memory.
         """
         with self._lock:
             self._settle()
@@ -138,10 +138,10 @@ class VirtualLedger:
         return n_bytes > capacity - self.allocator.used_by_others - self.allocator.allocated
 
     def work_with(self, *sizes: int) -> None:
-        """Take blocks and give them back at once, as a kernel does with its workspaces.
+        """Allocate blocks and free them at once, as a kernel does with its workspaces.
 
         Raises:
-            SimulatedOutOfMemory: The device has too little.
+            SimulatedOutOfMemory: The device has too little memory.
         """
         wanted = [size for size in sizes if size > 0]
         if not wanted:
@@ -165,10 +165,10 @@ class VirtualLedger:
         self._settle_late()
 
     def resize(self, entry: LedgerEntry, n_bytes: int) -> None:
-        """Move a storage to a block of another size: the old one goes back after the new one was had, as on CUDA.
+        """Move a storage to a block of another size. The old block is freed after the new one is allocated, as on CUDA.
 
         Raises:
-            SimulatedOutOfMemory: The device has too little.
+            SimulatedOutOfMemory: The device has too little memory.
         """
         if n_bytes == 0:
             self.forget(entry)
@@ -184,7 +184,7 @@ class VirtualLedger:
         self._settle_late()
 
     def assign(self, entry: LedgerEntry, category: Category, module: str | None = None) -> None:
-        """Say what a storage is for, now that it is known; this holds for the last peak as well, if it was there."""
+        """Set a storage's category and module. The composition at the peak changes too, if the storage was in it."""
         if module is not None:
             entry.module = module
         if entry.category is category:
@@ -200,7 +200,7 @@ class VirtualLedger:
         self._settle_late()
 
     def forget(self, entry: LedgerEntry) -> None:
-        """Take a storage off the device, though it lives: it is host memory from now on."""
+        """Take a live storage off the device: it is host memory from now on."""
         with self._lock:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
@@ -208,14 +208,14 @@ class VirtualLedger:
         self._settle_late()
 
     def freeze(self) -> list[LedgerEntry]:
-        """Follow no storage any more, so that the allocator stays as it is; return the entries that were live."""
+        """Stop following storages, so that the allocator keeps its state, and return the live entries."""
         entries = self.entries()
-        # A weak reference that is gone calls nobody.
+        # A weak reference that is deleted itself calls no callback.
         self._entries.clear()
         return entries
 
     def settle(self) -> None:
-        """Give back the blocks of the storages that died."""
+        """Free the blocks of the storages that have died."""
         while self._dead and self._lock.acquire(blocking=False):
             try:
                 self._settle()
@@ -224,10 +224,10 @@ class VirtualLedger:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Within, no thread allocates, and no storage that dies gives its block back before the end.
+        """Keep the allocator unchanged within: no thread allocates, and blocks of dead storages are freed afterwards.
 
-        So the allocator can be read piece by piece. Python's garbage collector is off meanwhile: a finalizer that made
-        a tensor in this thread would wait for ever.
+        So the allocator can be read piece by piece. Python's garbage collector is off meanwhile, because a finalizer
+        that makes a tensor in this thread would wait for the lock forever.
         """
         was_on = gc.isenabled()
         gc.disable()
@@ -241,12 +241,12 @@ class VirtualLedger:
         self._settle_late()
 
     def bytes_now(self) -> list[int]:
-        """Allocated bytes per category."""
+        """Return the allocated bytes per category."""
         self.settle()
         return list(self._bytes)
 
     def bytes_at_peak(self) -> list[int]:
-        """Bytes per category when allocated was highest since the last `reset_peaks`."""
+        """Return the bytes per category at the peak since the last `reset_peaks`."""
         return list(self._bytes_at_peak)
 
     def reset_peaks(self) -> None:
@@ -257,7 +257,7 @@ class VirtualLedger:
             self._mark_peak()
 
     def empty_cache(self) -> None:
-        """Give what is cached back to the device."""
+        """Release the unused cached memory to the device."""
         self.settle()
         with self._lock:
             self.allocator.empty_cache()
@@ -306,7 +306,7 @@ class VirtualLedger:
                 self._give_back(entry)
 
     def _settle_late(self) -> None:
-        # Deaths that were noted while the lock was held.
+        # Storages may have died while the lock was held.
         if self._dead:
             self.settle()
 

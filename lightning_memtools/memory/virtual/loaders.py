@@ -1,4 +1,4 @@
-"""Data loaders: a dataset is host memory, and so is all that happens until a batch is yielded."""
+"""Counts the batches of data loaders; datasets, and all that loaders do until they yield, are host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 
 def watch_loaders(patches: Patches, find: FindMode) -> None:
-    """Count the batches that data loaders yield, and nothing else of theirs."""
+    """Count the batches that data loaders yield, and nothing else that loaders make."""
     copies: weakref.WeakKeyDictionary[LoaderIterator, list[LedgerEntry]] = weakref.WeakKeyDictionary()
 
     def make_iter(original: Any) -> Any:
@@ -26,7 +26,7 @@ def watch_loaders(patches: Patches, find: FindMode) -> None:
             if mode is None:
                 return original(self)
             mode.leave_on_host(tensors_in(self.dataset))
-            # Silent: it draws a seed, and starts workers and threads that are no part of the device.
+            # The iterator draws a seed and starts workers and threads, all in host memory.
             with mode.silence():
                 return original(self)
 
@@ -35,7 +35,7 @@ def watch_loaders(patches: Patches, find: FindMode) -> None:
     def make_next(original: Any) -> Any:
         def fetch(self: LoaderIterator) -> Any:
             mode = find()
-            # A loader inside a dataset: its batches stay on the host.
+            # The batches of a loader inside a dataset stay on the host.
             if mode is None or mode.silent:
                 return original(self)
             made: set[int] = set()
@@ -46,10 +46,10 @@ def watch_loaders(patches: Patches, find: FindMode) -> None:
                     batch = original(self)
                 now = count_batch(mode, batch, made, from_workers=isinstance(self, WorkerLoaderIterator))
             finally:
-                # A loop lets go of a batch when it has the next one, or none. The dataset may hold these tensors for
-                # good, but not their copies on the device.
+                # A loop frees a batch when it gets the next one, or none. The dataset may hold these tensors for good,
+                # but not their copies on the device.
                 for entry in before:
-                    # By identity: weak references are equal where what they refer to is.
+                    # Compared by identity, because weak references compare the objects that they refer to.
                     if all(entry is not kept for kept in now):
                         mode.drop(entry)
             copies[self] = now
@@ -73,25 +73,25 @@ def _leaves_dataset_on_host(original: Any, find: FindMode) -> Any:
 
 
 def count_batch(mode: AccountingMode, batch: Any, made: set[int], *, from_workers: bool) -> list[LedgerEntry]:
-    """Enter a batch as moving it to a GPU would: a storage where the batch has its own, or else a copy per tensor.
+    """Enter a batch as moving it to a GPU would: storages of its own as they are, and else one copy per tensor.
 
     Args:
         mode: The accounting mode of this thread.
-        batch: What the loader yields.
-        made: The storages made while it was fetched.
-        from_workers: Whether worker processes sent it: then all its storages are its own.
+        batch: The batch.
+        made: The storages that were made while it was fetched.
+        from_workers: Worker processes sent the batch, so all its storages are its own.
 
     Returns:
         The copies.
 
     Raises:
-        torch.OutOfMemoryError: The device has too little.
+        torch.OutOfMemoryError: The device has too little memory.
     """
     copies = []
     for tensor in tensors_in(batch):
         for part in parts(tensor):
             is_own = from_workers or storage_key(part) in made
-            # A view of the dataset, or one of several views of one storage: a GPU would get a copy of just that.
+            # Of a view (of the dataset, or of a storage with several views) a GPU gets a copy of that part alone.
             if is_own and part.numel() * part.element_size() == part.untyped_storage().nbytes():
                 mode.enter_tensor(part, Category.INPUT)
             else:

@@ -1,4 +1,4 @@
-"""Which module is being called, what it is named, and so what the memory is for that is allocated there."""
+"""Tracks the module that is being called and its name, which decide the category of the memory allocated in it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ BACKWARD = "(backward)"
 
 
 def stores_gradient() -> bool:
-    """Whether autograd is just giving a leaf its gradient."""
+    """Return whether autograd is storing a leaf's gradient at this moment."""
     return current_graph_task() != -1 and isinstance(current_autograd_node(), AccumulateGrad)
 
 
 class ModuleScopes:
-    """One thread's place in the program.
+    """The calls that one thread is in.
 
     Attributes:
-        scopes: What is under way, innermost last: paths of modules that are being called, `OPTIMIZER` within an
-            optimizer's step, `OUTSIDE` within a closure that a step calls.
+        scopes: The calls, innermost last: paths of modules that are being called, `OPTIMIZER` within an optimizer's
+            step, `OUTSIDE` within a closure that a step calls.
     """
 
     def __init__(self, ledger: VirtualLedger) -> None:
@@ -42,28 +42,29 @@ class ModuleScopes:
             self._ledger.listener.on_module(self.scopes[-1] if self.scopes else OUTSIDE)
 
     def leave_to(self, depth: int) -> None:
-        """What began at this depth has ended, well or not."""
+        """Remove the scopes from this depth on, whose calls have returned or raised."""
         del self.scopes[depth:]
-        self.tell_listener()
+        if self._ledger.listener is not None:
+            self.tell_listener()
 
     def leave_step(self) -> None:
-        """The optimizer's step that is under way here, if one is, has ended, well or not."""
+        """Remove the scope of the optimizer's step, if this thread is in one, which has returned or raised."""
         while self.scopes and self.scopes[-1] is OPTIMIZER:
             self.scopes.pop()
 
     @property
     def in_step(self) -> bool:
-        """Whether this is an optimizer's own work."""
+        """True within an optimizer's step, but not within its closure."""
         return bool(self.scopes) and self.scopes[-1] is OPTIMIZER
 
     @property
     def caller(self) -> str | None:
-        """The module that is being called; None outside of all."""
+        """The module that is being called; None outside of all modules."""
         scope = self.scopes[-1] if self.scopes else OUTSIDE
         return None if scope is OUTSIDE or scope is OPTIMIZER else scope
 
     def purpose(self, args: Any, kwargs: Any) -> tuple[Category, str]:
-        """What a storage is for that an operator with these arguments makes now, and whom it is charged to."""
+        """Return the category and the module of a storage that an operator with these arguments makes now."""
         scope = self.scopes[-1] if self.scopes else OUTSIDE
         if current_graph_task() != -1:
             if isinstance(current_autograd_node(), AccumulateGrad):
@@ -88,14 +89,14 @@ class ModuleScopes:
 
 
 class ModuleNames:
-    """Paths of modules such as ``"ResNet.layer1.0.conv1"``, by identity; knows modules without keeping them alive."""
+    """Gives modules names such as ``"ResNet.layer1.0.conv1"``, without keeping the modules alive."""
 
     def __init__(self) -> None:
         self._named: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
 
     def of(self, module: nn.Module, caller: str | None) -> str:
-        """A module's path. A module not seen before is named after its class, below its caller where it has one."""
+        """Return a module's name. A new module is named after its class, below its caller if it has one."""
         known = self._named.get(id(module))
         if known is not None and known[0]() is module:
             return known[1]
@@ -106,7 +107,7 @@ class ModuleNames:
         return self._add_tree(module, f"{caller}.{name}")
 
     def add_root(self, module: nn.Module) -> None:
-        """Name a module and all below it, unless it has a name already."""
+        """Name a module and all modules in it, unless it has a name already."""
         known = self._named.get(id(module))
         if known is not None and known[0]() is module:
             return
@@ -118,12 +119,12 @@ class ModuleNames:
         self._add_tree(module, f"{name}#{same + 1}" if same else name)
 
     def roots(self) -> Iterator[nn.Module]:
-        """The outermost modules that are still alive."""
+        """Yield the outermost modules that are still alive."""
         yield from (module for module in (root() for root in self._roots) if module is not None)
 
     def _add_tree(self, top: nn.Module, top_name: str) -> str:
         for path, module in top.named_modules():
-            # A module that was outermost until its parent was seen gets its path in the parent.
+            # A module that was outermost until its parent was called is renamed to its path in the parent.
             self._named[id(module)] = (weakref.ref(module), f"{top_name}.{path}" if path else top_name)
         return top_name
 

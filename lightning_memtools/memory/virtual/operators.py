@@ -1,9 +1,9 @@
-"""What operators do to storages: make, resize, or sum gradients in place. Read from their schemas once.
+"""Classifies operators by their effect on storages (they make or resize some), and finds sums of gradients.
 
-Autograd adds a gradient to an earlier one of the same tensor in place, if nobody else refers to that one. Under a
-dispatch mode, and for fake tensors, it cannot tell whether this is so and makes a new tensor: in a network with
-residual connections one more of the size of an activation, while both others live. `is_gradient_sum` finds these
-sums; the condition is that of ``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp.
+Autograd adds a gradient to an earlier one of the same tensor in place, if nothing else refers to the earlier one. Under
+a dispatch mode, and for fake tensors, autograd cannot tell and makes a new tensor: in a network with residual
+connections that is one more tensor of the size of an activation, while both others exist. `is_gradient_sum` finds these
+sums by the condition of ``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lightning_memtools._torch import (
 
 
 class OperatorKind(Enum):
-    """What has to be looked at after an operator has run."""
+    """An operator's effect on storages."""
 
     NOTHING = auto()  # It returns views of its inputs, its inputs themselves, or no tensors.
     FRESH = auto()  # It may return new storages.
-    LIFTED = auto()  # It returns its input, which is new all the same: torch.tensor and from_numpy end with it.
+    LIFTED = auto()  # It returns its input, whose storage is new: torch.tensor and from_numpy end with it.
     RESIZED = auto()  # It may give its first argument a storage of another size, or another storage.
-    OUT = auto()  # It writes to tensors given as `out`, and resizes them when they do not fit.
+    OUT = auto()  # It writes to tensors given as `out`, and resizes them if they have another size.
     DETACHED = auto()  # Autograd stores a gradient by detaching it.
-    COMPOSED = auto()  # It is made of other operators, which are looked at in its place.
+    COMPOSED = auto()  # It consists of other operators, which are classified in its place.
 
 
 _NAMED = {
@@ -57,7 +57,7 @@ _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv",
 
 
 def kind_of(func: Any) -> OperatorKind:
-    """The kind of an operator; of anything but an OpOverload, such as a higher-order operator, `OperatorKind.FRESH`."""
+    """Return an operator's kind. For anything but an OpOverload, such as a higher-order operator, it is FRESH."""
     if not isinstance(func, OpOverload):
         return OperatorKind.FRESH
     schema = operator_schema(func)
@@ -74,7 +74,7 @@ def kind_of(func: Any) -> OperatorKind:
 
 
 def is_matmul(func: Any) -> bool:
-    """Whether cuBLAS computes this operator on a GPU."""
+    """Return whether cuBLAS computes this operator on a GPU."""
     return isinstance(func, OpOverload) and operator_schema(func).name in _MATMULS
 
 
@@ -100,13 +100,14 @@ def bytes_to_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
 
 
 def compose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of `OperatorKind.COMPOSED` by the operators it is made of."""
+    """Run an operator of `OperatorKind.COMPOSED` as the operators that it consists of."""
     return run_composite(func, args, kwargs)
 
 
 def _is_composed(func: OpOverload) -> bool:
-    # Under inference_mode these arrive whole: their schemas promise aliases that reshape, contiguous, to do not keep.
-    # Only kernels in C++ count: the Python decompositions that `func.decompose` prefers compute other roundings.
+    # Under inference_mode these operators are not split before they get here, and the schemas of reshape, contiguous
+    # and `to` promise aliases that they do not return. Only kernels in C++ count: the Python decompositions that
+    # `func.decompose` prefers round differently.
     schema = operator_schema(func)
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
@@ -117,13 +118,13 @@ def _may_hold_tensors(kind: torch.JitType) -> bool:
 
 
 _ADD = torch.ops.aten.add.Tensor
-# Without these counts, which are private in torch, sums take a new tensor each.
 
 
 def is_gradient_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Whether this operator is autograd's sum of two gradients, and the first one is held by autograd alone.
+    """Return whether this operator is autograd's sum of two gradients, of which only autograd holds the first.
 
-    A formula of backward that adds to a tensor which it alone holds looks the same, and is taken for it.
+    A formula of backward that adds to a tensor which only it holds looks the same, and counts as such a sum. Where
+    torch's reference counts are not available it is False, and each sum takes a new tensor.
     """
     if func is not _ADD or kwargs or current_graph_task() == -1 or not CAN_COUNT_REFERENCES:
         return False
@@ -142,7 +143,7 @@ def _fits(total: Any, gradient: Any) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of dimensions."""
+    """Return whether the elements lie side by side, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -153,15 +154,16 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """How many refer to the first argument: in C++, to its storage, and in Python."""
+    """Return the number of references to the first argument: those in C++, those to its storage, those in Python."""
     return *reference_counts(args[0]), sys.getrefcount(args[0])
 
 
 @cache
 def references_of_autograd() -> tuple[int, int, int]:
-    """What `_references` is for a gradient held by autograd alone; versions of torch differ in it.
+    """Return `_references` of a gradient that only autograd holds; versions of torch differ in it.
 
-    Found by a small backward, so it has to be called before any operator is handled, where autograd is off.
+    The result comes from a small backward. So the first call must come before any operator is handled, because autograd
+    is off then.
     """
     if not CAN_COUNT_REFERENCES:
         return 0, 0, 0

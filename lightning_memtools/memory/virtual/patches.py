@@ -1,4 +1,4 @@
-"""Functions of torch that are replaced while a device is active: to take the path of CUDA, and to run eagerly."""
+"""Replaces functions of torch while a device is active, so that code behaves as on CUDA and runs eagerly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replaced attributes, put back in the opposite order; putting back twice does no harm."""
+    """Replaces attributes, and restores them in the opposite order; restoring twice does no harm."""
 
     def __init__(self) -> None:
         self._done: list[tuple[Any, str, Any, Any]] = []
@@ -29,14 +29,14 @@ class Patches:
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Set ``owner.name`` to ``make(original)``, which keeps the original's name and docstring."""
         original = getattr(owner, name)
-        # What a class inherits is deleted afterwards, not set.
+        # An inherited attribute is restored by deleting the new one.
         own = vars(owner).get(name, _ABSENT)
         new = functools.wraps(original)(make(original)) if callable(original) else make(original)
         setattr(owner, name, new)
         self._done.append((owner, name, own, new))
 
     def undo(self) -> None:
-        """Put everything back, but for what somebody else has replaced since: our function stays below theirs."""
+        """Restore everything, except attributes that other code has replaced since: its function calls ours."""
         while self._done:
             owner, name, own, new = self._done.pop()
             if vars(owner).get(name) is not new:
@@ -48,11 +48,10 @@ class Patches:
 
 
 def behave_like_cuda(patches: Patches) -> None:
-    """Dropout keeps a mask of bools, and optimizers use their foreach implementation unless told otherwise.
+    """Make dropout keep a mask of bools, and optimizers use their foreach implementation unless they are told not to.
 
     On CPU tensors, dropout keeps its mask in the input's type and draws other random numbers for it, and optimizers
-    update one parameter after the other. So a run with these differs from one without by its dropout masks, and by
-    rounding.
+    update one parameter after the other. So a run differs from one without this by its dropout masks and by rounding.
     """
 
     def make_dropout(original: Any) -> Any:
@@ -74,10 +73,10 @@ def behave_like_cuda(patches: Patches) -> None:
 
 
 class EagerCompilation:
-    """Has compiled code run eagerly, and leaves the compiler as it was.
+    """Makes compiled code run eagerly, and leaves the compiler as it was.
 
-    Under a dispatch mode torch does not compile. But it would run what it has compiled before, whose memory no mode
-    sees, and it would remember of each function called that it is not to be compiled, for good.
+    Under a dispatch mode torch does not compile. But it would run code that it has compiled before, whose memory no
+    mode sees, and it would mark every function that is called as one that is never to be compiled.
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ class EagerCompilation:
         self._said = False
 
     def begin(self, patches: Patches) -> None:
-        """Switch compilation off; where the compiler is not loaded yet, only when somebody first compiles."""
+        """Switch compilation off now if the compiler is loaded, or else at the first call of `torch.compile`."""
         if is_compiler_loaded():
             self._force_eager()
 
@@ -100,7 +99,7 @@ class EagerCompilation:
         patches.replace(torch, "compile", make)
 
     def say(self) -> None:
-        """Warn, the first time."""
+        """Warn at the first call."""
         if self._said:
             return
         self._said = True
@@ -119,5 +118,5 @@ class EagerCompilation:
 
     def _force_eager(self) -> None:
         if self._stance is None:
-            # Takes effect at once; used as a context manager it remembers what to go back to.
+            # This takes effect at once; leaving it as a context manager restores the stance of before.
             self._stance = torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""The tensors with memory of their own that a tensor of any kind is made of."""
+"""Finds the tensors with storages of their own that a tensor of any kind consists of."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _not_counted: set[str] = set()
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor with memory of its own is in what stands for the device's memory: that of the CPU."""
-    # A fake tensor's real device is meta, and asking it for `device` costs a dispatch.
+    """Return whether a tensor with a storage of its own is on the CPU, which stands for the device."""
+    # A fake tensor's real device is meta, and reading its `device` costs a dispatch.
     return tensor.fake_device.type == "cpu" if isinstance(tensor, FakeTensor) else tensor.is_cpu
 
 
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with one storage each that hold a tensor's data.
+    """Yield the tensors that hold a tensor's data, each with one storage.
 
-    Dense, quantized and nested tensors are their own part; sparse ones have indices and values, and wrapper subclasses
-    (DTensor, jagged nested tensors) what they wrap. A kind that shows no part is named once, in a warning.
+    Dense, quantized and nested tensors are their own part. Sparse ones have indices and values, and wrapper subclasses
+    (DTensor, jagged nested tensors) have the tensors that they wrap. A warning names each other kind once.
     """
     if is_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -46,12 +46,12 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, for one that has a storage of its own (see `parts`)."""
+    """Return the identity of the storage of a tensor that has one (see `parts`)."""
     return storage_id(tensor.untyped_storage())
 
 
 def flat(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results: there are lists of them, but nothing deeper."""
+    """Yield the tensors among an operator's arguments or results, also those in lists, which is the deepest nesting."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
@@ -63,7 +63,7 @@ def flat(values: Any) -> Iterator[torch.Tensor]:
 
 
 def is_among(key: int, args: Any, kwargs: Any) -> bool:
-    """Whether a storage is that of one of an operator's arguments."""
+    """Return whether a storage belongs to one of an operator's arguments."""
     for value in args:
         if isinstance(value, torch.Tensor):
             if _has_storage(value, key):

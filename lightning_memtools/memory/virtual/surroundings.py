@@ -1,6 +1,6 @@
-"""What the device watches beside operators: modules, optimizers, storages, threads.
+"""Watches modules, optimizers, storages and threads for the device, beside the operators that a mode sees.
 
-Each `watch_...` replaces functions or adds hooks; what they add does nothing in a thread without an accounting mode.
+Each `watch_...` replaces functions or adds hooks, which do nothing in a thread without an accounting mode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches,
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
-    """Know which module is being called, and with what."""
+    """Tell the accounting mode of every module call and its arguments."""
 
     def make(original: Any) -> Any:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None
 
 
 def watch_registrations(find: FindMode) -> list[RemovableHandle]:
-    """Know parameters and buffers from the moment that a module gets them."""
+    """Give parameters and buffers their category as soon as a module registers them."""
 
     def note(category: Category) -> Callable[[nn.Module, str, Any], None]:
         def hook(module: nn.Module, name: str, tensor: Any) -> None:
@@ -63,7 +63,7 @@ def watch_registrations(find: FindMode) -> list[RemovableHandle]:
 
 
 def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
-    """Know when an optimizer's step runs, but for the closure it may call."""
+    """Tell the accounting mode when an optimizer's step runs, without the closure that the step may call."""
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = find()
@@ -95,7 +95,7 @@ def _outside(place: ModuleScopes, depth: int, closure: Callable[[], Any]) -> Cal
         try:
             out = closure()
         except BaseException:
-            # The error ends the step as well, and its end hook will not be called.
+            # The error ends the step as well, and torch will not call its post hook.
             place.leave_to(depth)
             raise
         place.leave_to(depth + 1)
@@ -105,7 +105,7 @@ def _outside(place: ModuleScopes, depth: int, closure: Callable[[], Any]) -> Cal
 
 
 def watch_storages(patches: Patches, find: FindMode) -> None:
-    """See storages that no operator makes: resized in place, wrapped around a buffer, copied as bytes."""
+    """Count storages that no operator makes: those that are resized in place or wrap a buffer."""
 
     def make_resize(original: Any) -> Any:
         def resize_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
@@ -118,8 +118,8 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
         return resize_
 
     def make_copy(original: Any) -> Any:
-        # Copies run by way of a tensor around either storage, though neither is new to the device: deepcopy copies a
-        # storage and then makes a tensor of it, and only that counts.
+        # torch copies storages through temporary tensors, which would count although no memory is new. deepcopy copies
+        # a storage and then makes a tensor of it, which counts.
         def copy_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
             mode = find()
             if mode is None:
@@ -147,7 +147,7 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
 
 
 def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Callable[[], None]], None]) -> None:
-    """Count in threads that are started from a counting thread. Autograd takes the mode to its own threads itself."""
+    """Count in threads that a counting thread starts. Autograd itself activates the mode in its own threads."""
 
     def make(original: Any) -> Any:
         def start(self: threading.Thread) -> None:
@@ -168,13 +168,13 @@ def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Calla
 
 
 class DeviceHooks:
-    """Watches what an accounting mode cannot see by itself.
+    """Watches the events that an accounting mode cannot see by itself.
 
     Args:
-        find: Finds the accounting mode of the thread it is called in.
-        seen: Told of each optimizer that takes a step.
+        find: Returns the accounting mode of the thread that calls it.
+        seen: Called with each optimizer that takes a step.
         run_counted: Runs a new thread's work with an accounting mode.
-        cuda_like: Take CUDA's path where CPU tensors take another.
+        cuda_like: Make dropout and optimizers behave as on CUDA.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class DeviceHooks:
         self._compilation = EagerCompilation()
 
     def begin(self) -> None:
-        """Replace and hook."""
+        """Replace the functions and add the hooks."""
         patches, find = self._patches, self._find
         watch_modules(patches, find, self._compilation.say)
         watch_storages(patches, find)
@@ -207,7 +207,7 @@ class DeviceHooks:
         self._hooks += watch_optimizers(find, self._seen)
 
     def end(self) -> None:
-        """Leave torch as it was; twice does no harm."""
+        """Restore torch; calling this twice does no harm."""
         self._patches.undo()
         self._compilation.end()
         while self._hooks:
