@@ -19,7 +19,7 @@ def seen(tmp_path_factory):
     return [json.loads((root / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("pair", map("+".join, pairs()))
+@pytest.mark.parametrize("pair", ["+".join(pair) for pair in pairs()])
 def test_both_ranks_train_alike(pair, seen):
     zero, one = (rank.get(pair, {"error": "did not get so far"}) for rank in seen)
     assert zero["error"] == one["error"] == ""
