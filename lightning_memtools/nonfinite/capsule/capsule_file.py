@@ -164,7 +164,7 @@ def _contents(capsule: Capsule, left_out: list[str]) -> dict[str, Any]:
             "parameters": {plain_name(name): compact(each) for name, each in module.named_parameters()},
             "buffers": {plain_name(name): compact(each) for name, each in module.named_buffers()},
         },
-        "micro": [_micro(each, left_out) for each in capsule.micro if each.batch is not None],
+        "micro": [_micro(each, module, left_out) for each in capsule.micro if each.batch is not None],
         "optimizers": [to_plain(each.state_dict(), [], "optimizer") for each in capsule.optimizers],
         "scaler": dict(capsule.scaler),
         "parameters": list(capsule.parameters),
@@ -200,20 +200,22 @@ def _attributes(attributes: Attributes) -> Attributes:
     return {plain_name(name): values for name, values in attributes.items() if values}
 
 
-def _micro(micro: MicroBatch, left_out: list[str]) -> dict[str, Any]:
+def _micro(micro: MicroBatch, module: Module, left_out: list[str]) -> dict[str, Any]:
     return {
         "index": micro.index,
         "batch": to_plain(micro.batch, left_out, "batch"),
-        "start": _start(micro.start),
+        "start": _start(micro.start, module),
         "steps_before": micro.steps_before,
-        "resumed": _start(micro.resumed) if micro.steps_before else None,
+        "resumed": _start(micro.resumed, module) if micro.steps_before else None,
     }
 
 
-def _start(start: BatchStart | None) -> dict[str, Any] | None:
+def _start(start: BatchStart | None, module: Module) -> dict[str, Any] | None:
     if start is None:
         return None
-    frozen = None if start.frozen is None else sorted(map(plain_name, start.frozen))
+    # Only where it is not what the capsule says of the module, because a step toggles it.
+    is_other = start.frozen not in {None, frozenset(n for n, p in module.named_parameters() if not p.requires_grad)}
+    frozen = sorted(map(plain_name, start.frozen or ())) if is_other else None
     return {"random": start.random.packed(), "attributes": _attributes(start.attributes), "frozen": frozen}
 
 
