@@ -142,7 +142,8 @@ def test_a_log_directory_of_50000_points_is_there_in_2_seconds(window, board):
 def test_each_one_step_peak_of_50000_points_is_seen(window, board):
     open_tab(window, board, "long")
     tops = column_tops(window, ALLOCATED)
-    high = [x for x, top in enumerate(tops) if top is not None and top < 0.35]
+    # The capacity is 8 GiB: the curve of 1 GiB lies at 0.8 of the height, and the peaks of 3 GiB reach 0.6.
+    high = [x for x, top in enumerate(tops) if top is not None and top < 0.7]
     peaks = sum(1 for i, x in enumerate(high) if i == 0 or x - high[i - 1] > 5)
     assert peaks == 3
     assert "so no peak is lost" in text_of(window)
