@@ -10,7 +10,7 @@ from lightning_memtools.doctor.checkpoint_checks import CheckpointKeys
 from lightning_memtools.doctor.graph_checks import EvaluationGraphs, RetainedGraphs
 from lightning_memtools.doctor.loader_checks import BatchNormOneSample, ChangedBatch, DataWaiting, SharedMemory
 from lightning_memtools.doctor.loss_checks import LossSpikes, StepTrial
-from lightning_memtools.doctor.memory_checks import MemoryGrowth
+from lightning_memtools.doctor.memory_checks import GrowingMemory
 from lightning_memtools.doctor.module_checks import Devices, ModuleModes
 from lightning_memtools.doctor.parameter_checks import MissingGradients, OptimizerParameters, SymmetricWeights
 from lightning_memtools.doctor.settings_checks import RejectedSettings, Reproducibility
@@ -35,7 +35,7 @@ CHECKS: Mapping[str, Callable[[TrainingCase], Any] | None] = {
     "module_modes": ModuleModes,
     "changed_batch": ChangedBatch,
     "data_waiting": DataWaiting,
-    "memory_growth": MemoryGrowth,
+    "memory_growth": GrowingMemory,
     "loss_spikes": LossSpikes,
 }
 _BY_TRIAL = {"loss_broadcast", "loss_sum", "devices"}

@@ -14,7 +14,7 @@ from lightning_memtools.memory.sizes import format_size
 MIN_GROWTHS = 6
 
 
-class MemoryGrowth:
+class GrowingMemory:
     """Check: memory that is allocated at the end of each step grows in every one, once the optimizer has its state."""
 
     def __init__(self, case: TrainingCase) -> None:

@@ -71,7 +71,7 @@ class BroadcastInputs:
 
 @dataclass(slots=True)
 class TrialFacts:
-    """What a trial of the training step showed.
+    """The result of a trial of the training step.
 
     Attributes:
         error: The exception that ended it; None if it ran through.
