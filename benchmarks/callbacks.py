@@ -96,7 +96,8 @@ class Measure(L.Callback):
         reader = FakeCudaReader()
         run = self.ours._run
         assert run is not None
-        scalars = run.training_point(0)
+        scalars: dict[str, float] = {}
+        run.add_training_point(0, lambda found, _step: scalars.update(found))
         per_step: list[Callable[[Any], None]] = [
             lambda c: c.on_train_batch_start(trainer, pl_module, batch, batch_idx),
             lambda c: c.on_before_backward(trainer, pl_module, outputs["loss"]),

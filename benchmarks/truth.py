@@ -95,7 +95,7 @@ def built(case: TruthCase) -> nn.Module:
     if not on_meta:
         model = case.build()
     model.train(case.stage == "train")
-    return model.to(memory_format=torch.channels_last) if case.channels_last else model  # type: ignore[call-overload, no-any-return]
+    return model.to(memory_format=torch.channels_last) if case.channels_last else model  # type: ignore[call-overload]
 
 
 def run(case: TruthCase, model: nn.Module) -> None:

@@ -6,10 +6,6 @@ PENDING: dict[str, set[str]] = {
     "WRONG_IMPORTS": set(),
     "PRIVATE_NAMES": set(),
     "SUPPRESSED_PRIVATE_ACCESS": set(),
-    "DUPLICATE_CLASSES": {
-        "MemoryGrowth",
-    },
-    "QUESTIONING_DOCSTRINGS": {
-        "doctor/step_trial.py",
-    },
+    "DUPLICATE_CLASSES": set(),
+    "QUESTIONING_DOCSTRINGS": set(),
 }

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How a stream's state is read, and how it is set."""
+"""Two functions: one reads a stream's state, the other sets it."""
 
 
 class DrawnStreams:

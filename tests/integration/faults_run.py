@@ -76,7 +76,11 @@ class FaultError(Exception):
 
 
 def at(moment: str, act: Callable[[L.Trainer], object]) -> Fault:
-    return lambda now, trainer: act(trainer) if now == moment else None  # type: ignore[func-returns-value]
+    def fault(now: str, trainer: L.Trainer) -> None:
+        if now == moment:
+            act(trainer)
+
+    return fault
 
 
 def fail(trainer: L.Trainer) -> None:
