@@ -238,7 +238,7 @@ export class StepChart {
       let at = (plot.cursor.left >= 0 ? plot.cursor.idx : by > 0 ? -1 : steps.length) + by;
       while (at >= 0 && at < steps.length && !inside(at)) at += by;
       if (at < 0 || at >= steps.length) return;
-      plot.setCursor({ left: plot.valToPos(steps[at], "x"), top: plot.over.clientHeight / 2 });
+      plot.setCursor({ left: plot.valToPos(steps[at], "x"), top: plot.over.clientHeight / 2 }, true, true); // the other charts too
       this.speak();
     };
     const actions = {
