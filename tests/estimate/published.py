@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memtools.memory.sizes import find_gpu
+from lightning_memtools.simulation.cuda_ops.reductions import GpuShape
 from lightning_memtools.simulation.step import Precision, Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from tests.estimate.networks import classify
@@ -35,7 +37,9 @@ def predicted_reserved(run: dict[str, Any]) -> int:
     batch = torch.empty(size, 3, 86, 86, device="meta"), torch.empty(size, dtype=torch.long, device="meta")
     subject = Subject(model=model, step=classify, optimizer=partial(getattr(torch.optim, run["optimizer"]), lr=1e-3))
     recipe = Recipe(precision=Precision.parse("32-true"), steps=3, clip=1.0, zero_grad="after_step")
-    traced = trace(subject, batch, recipe, SimulationSettings(cuda=True, cublas_workspace="8519680B"))
+    # The GPU of these runs, on whose multiprocessors the workspaces of reductions depend.
+    gpu = GpuShape.of(find_gpu("RTX 3060"))
+    traced = trace(subject, batch, recipe, SimulationSettings(cuda=True, cublas_workspace="8519680B", gpu=gpu))
     peak = traced.device.stats().peak_reserved
     assert peak is not None
     return peak
