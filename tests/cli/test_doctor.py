@@ -1,0 +1,60 @@
+"""`memtools doctor`, as its users run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def parts(n, *layers):
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 1))
+    return {
+        "model": model,
+        "dataloader": DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+        "step": lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        "steps": 3,
+    }
+
+def healthy():
+    return parts(32, nn.ReLU())
+
+def broken():
+    return parts(33, nn.BatchNorm1d(8))
+"""
+
+
+def memtools(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "project.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "lightning_memtools.cli.main", "doctor", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=180)
+
+
+@pytest.mark.parametrize(("target", "status"), [("healthy", 0), ("broken", 1)])
+def test_the_exit_status_tells_whether_something_serious_was_found(target, status, tmp_path):
+    result = memtools(tmp_path, f"project:{target}", "--json")
+    assert result.returncode == status, result.stderr
+    report = json.loads(result.stdout)
+    assert report["serious"] == status
+    assert report["steps"] == 3
+    assert [one["check"] for one in report["findings"] if one["severity"] != "info"] == (
+        ["batch_norm_one_sample"] if status else []
+    )
+
+
+def test_the_table_and_an_unknown_check(tmp_path):
+    result = memtools(tmp_path, "project:broken", "--checks", "batch_norm_one_sample")
+    assert result.returncode == 1
+    assert "1 checks, 3 training steps: 1 findings, 1 serious." in result.stdout
+    result = memtools(tmp_path, "project:broken", "--checks", "batch_norm")
+    assert result.returncode == 1
+    assert "There is no check 'batch_norm'. Did you mean 'batch_norm_one_sample'?" in result.stderr
