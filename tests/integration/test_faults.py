@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from tests.integration import faults_run
 from tests.integration.faults_run import FAULTS, LIMIT_S
 from tests.two_processes import run_script
+
+# Two processes for each of 19 faults, with and without us: some minutes.
+pytestmark = pytest.mark.skipif("MEMTOOLS_FAULTS" not in os.environ, reason="takes minutes: set MEMTOOLS_FAULTS=1")
 
 
 @pytest.fixture(scope="module")
