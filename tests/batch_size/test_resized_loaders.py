@@ -144,13 +144,13 @@ class Whole(Dataset[torch.Tensor]):
     ],
     ids=["no loader", "data set makes batches", "no batch_size", "made up before"],
 )
-def test_why_a_loader_cannot_be_resized(loader, reason):
+def test_the_reason_why_a_loader_cannot_be_resized(loader, reason):
     with pytest.raises(CannotResizeError, match=reason) as caught:
         resize_loader(loader, 8)
     assert any(word in str(caught.value) for word in ("Pass ", "Let ", "Give "))  # what to change
 
 
-def test_what_loaders_tell():
+def test_the_facts_that_are_read_from_loaders():
     assert n_samples_of(DataLoader(DATA, 3)) == 20
     assert drops_last(DataLoader(DATA, 3, drop_last=True))
     assert not drops_last(DataLoader(DATA, 3))
@@ -174,7 +174,7 @@ def test_the_largest_samples_come_first():
     assert worst_first(DataLoader(DATA, 2), 2, None).sampler is not None
 
 
-def test_a_dataset_can_tell_its_worst_itself():
+def test_a_dataset_may_name_its_largest_samples_itself():
     class Knows(Lengths):
         def worst_case(self, n):
             return [4, 3][:n]
@@ -182,6 +182,6 @@ def test_a_dataset_can_tell_its_worst_itself():
     assert next(iter(worst_first(DataLoader(Knows(), 2), 2, None))).tolist() == [5, 7]
 
 
-def test_a_loader_that_nobody_can_tell_of_stays():
+def test_a_loader_of_unknown_sizes_is_left_as_it_is():
     loader = DataLoader(DATA, 2)
     assert worst_first(loader, 2, None) is loader

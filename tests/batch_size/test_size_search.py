@@ -92,7 +92,7 @@ def test_growing_slack_is_predicted():
     assert len(device.ran) == 3
 
 
-def test_of_several_ranks_the_tightest_decides():
+def test_among_several_ranks_the_one_with_the_least_memory_decides():
     device = Device(lambda n: 10 * MIB + n * MIB, 1000 * MIB, base=10 * MIB, ranks=2)
     found = device.search()
     assert 0.97 * 465 <= found <= 465

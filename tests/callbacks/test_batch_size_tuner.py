@@ -90,7 +90,7 @@ def test_no_size_exceeds_max_val(tmp_path, max_val):
     assert max(trial.size for trial in tuner.result.trials) == max_val
 
 
-def test_multiple_of(tmp_path):
+def test_the_found_size_is_a_multiple_of_the_given_number(tmp_path):
     tuner = Tuner(multiple_of=8, stages=("train",))
     fit(tmp_path, tuner)
     assert all(trial.size % 8 == 0 for trial in tuner.result.trials)
@@ -238,7 +238,7 @@ def test_an_unchanged_learning_rate_is_noted_once(tmp_path):
     ],
     ids=str,
 )
-def test_bad_arguments(arguments, message):
+def test_bad_arguments_of_the_tuner_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         BatchSizeTuner(**arguments)
 
@@ -263,7 +263,7 @@ def test_two_validation_loaders(tmp_path):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path):
+def test_on_a_gpu_the_found_size_keeps_the_margin(tmp_path):
     torch.cuda.set_per_process_memory_fraction(1.0)
 
     class Big(Small):

@@ -117,7 +117,7 @@ def test_validation_at_another_shape_fails_without_it_because_a_live_tensor_pins
         pinned(tmp_path)
 
 
-def test_and_passes_with_it(tmp_path):
+def test_validation_at_another_shape_passes_when_the_cache_is_emptied(tmp_path):
     model, stats = pinned(tmp_path, EmptyCache())
     assert model.n_steps["val"] == 1
     assert stats.alloc_retries == 0  # not even the allocator's own retry was needed
@@ -187,7 +187,7 @@ def test_the_sanity_check_is_an_evaluation_too(tmp_path):
     assert in_mib(run.logger.curves, "memory/cache/freed_gib") == [(0, 0), (0, 50), (0, 10), (1, 50), (1, 0)]
 
 
-def test_standalone_runs_give_back_at_their_start_and_when_they_are_over(tmp_path):
+def test_standalone_runs_release_the_cache_at_their_start_and_end(tmp_path):
     with VirtualDevice("200MiB") as device:
         model = Wide(val=[[50]], test=[[60]], predict=[[70]])
         torch.empty(30 * MIB, dtype=torch.uint8)
@@ -321,7 +321,7 @@ def test_weights_optimizer_and_random_numbers_are_the_same_bits_with_and_without
     assert one.val_losses == other.val_losses
 
 
-def test_a_device_without_a_cache_is_told_of_once_and_training_goes_on(tmp_path, caplog):
+def test_a_device_without_a_cache_gives_one_warning_and_training_continues(tmp_path, caplog):
     callback = EmptyCache()
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         run = quiet(tmp_path, callback)
@@ -380,7 +380,7 @@ def test_a_minimum_out_of_range_is_refused(minimum):
 
 
 @pytest.mark.parametrize("count", [0, 2.5, None])
-def test_what_is_no_count_of_epochs_is_refused(count):
+def test_a_value_that_is_no_count_of_epochs_is_refused(count):
     with pytest.raises(ValueError, match=r"is not a count of epochs\. Give a whole number of 1 or more") as error:
         EmptyCache(warn_after=count)
     assert f"warn_after={count}" in str(error.value)

@@ -156,7 +156,7 @@ def test_manual_optimization_with_two_optimizers(tmp_path):
     assert "Keeps.batches (a list of 12;" in text
 
 
-def test_a_leak_is_told_of_once_in_a_run(tmp_path):
+def test_a_leak_is_reported_once_in_a_run(tmp_path):
     assert len(warnings_of(tmp_path, KeepsValidationOutputs(), epochs=8)) == 1
 
 
@@ -174,7 +174,7 @@ def test_validation_every_second_epoch_is_compared_with_the_last_one(tmp_path):
     assert len(texts) == 1
 
 
-def test_without_the_ledger_nothing_is_said(tmp_path):
+def test_without_the_ledger_no_leak_is_reported(tmp_path):
     with VirtualDevice("1GiB"):
         run = trainer(tmp_path, EmptyCache(ledger=False), max_epochs=4, logger=False)
         run.fit(KeepsValidationOutputs(), loader(), loader(16))  # a warning would be an error

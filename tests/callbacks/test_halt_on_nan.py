@@ -277,7 +277,7 @@ def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_pat
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_bf16(precision, tmp_path):
+def test_bf16_training_halts_and_names_the_cause(precision, tmp_path):
     error = halted(trainer(tmp_path, HaltOnNaN(), precision=precision), Net(), loader(BAD))
     assert (error.step, error.cause) == (BAD, NonFiniteCause.DIRTY_DATA)
 
@@ -318,7 +318,7 @@ def test_skips_of_the_gradient_scaler_are_normal_at_first(fused, tmp_path):
 
 
 @fused_or_not
-def test_too_many_skips_in_a_row_are_not(fused, tmp_path):
+def test_too_many_skips_of_the_scaler_in_a_row_halt(fused, tmp_path):
     model = Big(fused=fused)
     before = state_bits(model, [])
     run = trainer(tmp_path, HaltOnNaN(amp_patience=3), plugins=half(2.0**24))

@@ -162,7 +162,7 @@ def test_the_gradient_norm_is_the_mean_before_clipping(tmp_path):
     assert scalars(fit.log_dir)["grad/norm"] == approx([(1, mean(norms[:2])), (3, mean(norms[2:]))])
 
 
-def test_gradients_that_cannot_be_seen_are_not_passed_over_in_silence(tmp_path):
+def test_gradients_that_cannot_be_seen_give_a_warning(tmp_path):
     class TakesGradientsAway(L.Callback):
         """As DeepSpeed, which keeps them outside p.grad."""
 
@@ -228,7 +228,7 @@ def test_a_loss_that_never_appears_gives_one_warning_that_lists_what_exists(tmp_
 
 
 @pytest.mark.parametrize("bad", ["", [], [""], ["a", 3]])
-def test_names_that_are_none_are_refused(bad):
+def test_values_that_are_no_names_are_refused(bad):
     with pytest.raises(ValueError, match="names no loss"):
         LossCurves(train=bad)
 

@@ -125,7 +125,7 @@ def test_layers_run_again_in_backward_and_their_hooks_fire_again():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_calls_pass_straight_through(mode, monkeypatch):
+def test_without_gradients_the_plain_chain_runs(mode, monkeypatch):
     model = same_seed(nested).eval()
     expected = model(torch.ones(2, 32))
     with applied_to(model, Range(0, 8)):
@@ -137,7 +137,7 @@ def test_without_gradients_calls_pass_straight_through(mode, monkeypatch):
 
 
 @pytest.mark.parametrize("trained_in_evaluation_mode", [False, True])
-def test_evaluation_passes_straight_through_unless_the_model_is_trained_like_that(trained_in_evaluation_mode):
+def test_evaluation_runs_the_plain_chain_unless_the_model_was_in_evaluation_mode_before(trained_in_evaluation_mode):
     model = same_seed(nested)
     runs: Counter[str] = Counter()
     model[0].register_forward_hook(lambda *_: runs.update(["first layer"]))
@@ -220,7 +220,7 @@ PLACES = {
         if place != "at its end" or ways not in {"another operator", "more tensors"}
     ],
 )
-def test_a_layer_that_does_something_else_the_second_time_is_named(ways, place, autocast):
+def test_a_layer_whose_recomputation_differs_is_named(ways, place, autocast):
     odd = nn.Sequential(nn.Tanh(), Alternates(*DIFFERENT[ways]))
     model = nn.Sequential(nn.Linear(4, 4), odd, nn.Linear(4, 4), nn.Tanh())
     with applied_to(model, PLACES[place]), torch.autocast("cpu", enabled=autocast):

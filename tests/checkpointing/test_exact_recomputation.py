@@ -96,7 +96,7 @@ def test_infinite_activations_leave_the_statistics_as_they_would_be():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["encoder", "conv_bn_relu", "shared"])
-def test_under_autocast(name, dtype):
+def test_under_autocast_gradients_and_weights_are_bitwise_equal(name, dtype):
     make, shape = SMALL[name]
     ends = []
     for recompute in (False, True):
@@ -154,7 +154,7 @@ class Pair(nn.Module):
         return self.one(pair[0]).relu(), self.two(pair[1] + pair[0]).tanh()
 
 
-def test_tuples_pass_through():
+def test_layers_may_pass_tuples_to_each_other():
     ends = []
     for recompute in (False, True):
         model = same_seed(lambda: nn.Sequential(*[Pair() for _ in range(4)]))

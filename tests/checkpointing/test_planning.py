@@ -291,7 +291,7 @@ def test_nothing_to_apply_to_is_a_warning_with_what_could_be_taken():
         ({"segments": 2, "memory_budget": 0.5}, "contradict each other"),
     ],
 )
-def test_bad_options_are_named_with_what_is_accepted(options, message):
+def test_errors_of_options_name_the_value_and_what_is_accepted(options, message):
     with pytest.raises(ValueError, match=message):
         plan_checkpoints(nested(), torch.empty(6, 32), **options)
 

@@ -117,7 +117,7 @@ class Cached(nn.Module):
         return x.sin() * self.length
 
 
-def test_a_cache_that_is_made_once_is_no_count():
+def test_a_cache_that_is_made_once_is_not_a_call_counter():
     model = nn.Sequential(*[one for _ in range(4) for one in (nn.Linear(64, 64), Cached(), nn.Tanh())])
     assert plan_checkpoints(model, torch.empty(2048, 64)).chains[0].outside == {}
 

@@ -93,7 +93,7 @@ def test_an_operator_without_a_fake_kernel_is_named():
     assert "torch.library.register_fake" in note
 
 
-def test_an_operator_made_with_torchs_decorator_is_named_too():
+def test_an_operator_made_with_custom_op_is_named_too():
     @torch.library.custom_op("memtools_test::twice", mutates_args=())  # type: ignore[untyped-decorator]
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -171,12 +171,12 @@ def test_bad_arguments_name_what_is_accepted(changes, message):
         ({"optimizer": lambda _parameters: 3}, "optimizer returned 3: it has to return a torch.optim.Optimizer"),
     ],
 )
-def test_arguments_of_another_kind_are_told_what_to_be(changes, message):
+def test_an_argument_of_a_wrong_type_raises_an_error_that_names_the_types(changes, message):
     with pytest.raises(TypeError, match=message):
         estimate_memory(mlp(4, 4), torch.ones(1, 4), **({"step": total} | changes))
 
 
-def test_a_step_without_a_loss_is_told_what_to_return():
+def test_a_step_without_a_loss_raises_an_error_that_says_what_to_return():
     with pytest.raises(TypeError, match=r"returned a tensor of shape \[2, 4\].*has to return the loss"):
         estimate_memory(mlp(4, 4), torch.ones(2, 4), step=lambda m, b: m(b))
 
@@ -198,7 +198,7 @@ def test_manual_optimization_clips_and_accumulates_by_itself(changes):
         estimate_memory(Gan(), torch.zeros(4, 64), **changes)
 
 
-def test_a_model_whose_parameters_are_made_later_is_told_when():
+def test_a_model_that_makes_parameters_in_configure_model_is_refused_with_the_reason():
     class Later(Classifier):
         def __init__(self):
             super().__init__()
@@ -216,11 +216,11 @@ def test_a_model_whose_parameters_are_made_later_is_told_when():
     assert estimate_memory(module, batch).parameter_count == 32 * 4 + 4
 
 
-def test_a_lazy_module_is_to_be_run_first():
+def test_a_lazy_module_is_refused_until_it_has_run_once():
     with pytest.raises(ValueError, match=r"has no shape yet.*Run the model once"):
         estimate_memory(nn.LazyLinear(3), torch.ones(2, 4), step=total)
 
 
-def test_what_is_not_a_module_is_refused():
+def test_an_object_that_is_no_module_is_refused():
     with pytest.raises(TypeError, match="model is a function"):
         estimate_memory(lambda x: x, torch.ones(2, 4), step=total)

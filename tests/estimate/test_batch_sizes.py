@@ -61,7 +61,7 @@ def test_four_trials_are_enough_where_sizes_are_straight_lines():
     assert fits(found, 1000 * MIB)
 
 
-def test_what_was_tried_before_is_not_tried_again():
+def test_sizes_that_were_tried_are_not_tried_again():
     limit = 1000 * MIB
     expected, _ = search(limit)
     tried = []
@@ -94,7 +94,7 @@ def test_nothing_fits():
     assert search(2 * MIB, start=4)[0] == 0
 
 
-def test_without_traces_it_is_bisection_from_the_line_through_the_peaks():
+def test_without_traces_the_search_bisects_around_the_line_through_the_peaks():
     tried = []
 
     def attempt(n):
@@ -110,7 +110,7 @@ def test_a_program_that_takes_the_same_at_every_size_has_no_answer():
         search(100 * MIB, per_sample=0, n_tensors=0)
 
 
-def test_a_batch_of_one_that_cannot_run_is_judged_by_a_batch_of_two() -> None:
+def test_a_model_that_cannot_run_one_sample_is_tried_with_two() -> None:
     """BatchNorm refuses one value per channel in training, where the first guess of a search can be one sample."""
 
     def search(most: int) -> int:

@@ -27,7 +27,7 @@ def test_it_is_quicker_than_memtracker_on_the_same_model(model):
     assert 2 * ours < theirs
 
 
-def test_what_was_measured_was_the_whole_model():
+def test_the_cost_benchmark_measured_the_whole_model():
     assert RESULTS["ResNet-50, batch 8"]["estimate_memory"]["parameters"] == 25_557_032
     assert RESULTS["GPT-2 small, 4 x 512"]["estimate_memory"]["parameters"] == 124_439_808
     large = RESULTS["7B transformer, 1 x 1024"]["estimate_memory"]

@@ -155,7 +155,7 @@ def test_ddp_holds_every_gradient_once_more():
     assert in_ddp.composition["gradients"] == 2 * alone.composition["gradients"]
 
 
-def test_gradients_that_are_views_of_ddps_buckets_exist_twice_where_buckets_are_made_anew():
+def test_gradients_as_bucket_views_exist_twice_while_ddp_rebuilds_its_buckets():
     model, rows = layers(4), torch.zeros(4, WIDTH)
     made = estimate(model, rows, torch.optim.SGD, ddp_bucket_mb=25, gradient_as_bucket_view=True)
     # In the second forward; later one gradient at a time exists twice, until it is in its bucket.
@@ -263,7 +263,7 @@ def test_mixed_precision_keeps_less_for_backward(model, batch, step, precision):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, when it loads the compiler
-def test_what_is_compiled_is_estimated_as_the_eager_step_and_says_so():
+def test_a_compiled_model_is_estimated_as_its_eager_step_with_a_note():
     rows = torch.zeros(32, WIDTH)
     plain = estimate(layers(2), rows, torch.optim.SGD)
     whole = estimate(torch.compile(layers(2)), rows, torch.optim.SGD)
@@ -279,7 +279,7 @@ def test_what_is_compiled_is_estimated_as_the_eager_step_and_says_so():
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_step_may_name_the_gpu_that_is_not_here(reads):
+def test_a_step_may_use_the_name_of_a_cuda_device_that_does_not_exist(reads):
     def moves(model, rows):
         rows = rows.cuda(non_blocking=True).to("cuda:0").to(torch.device("cuda", 1), torch.float32)
         shape = rows.shape

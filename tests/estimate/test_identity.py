@@ -149,7 +149,7 @@ def test_manual_optimization_is_the_real_run():
     )
 
 
-def test_an_optimizer_under_a_scheduler_takes_no_step() -> None:
+def test_an_estimate_takes_no_step_of_an_optimizer_under_a_scheduler() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps `step` on the instance

@@ -23,7 +23,7 @@ def estimate():
     return estimate_memory(mlp(256, 1024, 256), torch.zeros(2048, 256), step=total, optimizer=ADAM)
 
 
-def test_parts_add_up_to_what_is_allocated_at_every_event(estimate):
+def test_categories_add_up_to_allocated_memory_at_every_event(estimate):
     timeline = estimate.timeline
     assert len(timeline.allocated) > 50
     for event, allocated in enumerate(timeline.allocated):
@@ -33,7 +33,7 @@ def test_parts_add_up_to_what_is_allocated_at_every_event(estimate):
     assert sum(estimate.composition.values()) == estimate.peak_allocated
 
 
-def test_fits_exactly_what_the_allocator_can_serve(estimate):
+def test_the_peak_reserved_fits_and_less_than_the_peak_allocated_does_not(estimate):
     reserved = estimate.peak_reserved
     assert estimate.fits(f"{reserved}B")
     # Emptying the cache may help for a while, but not below what is allocated.
@@ -135,7 +135,7 @@ def test_a_snapshot_tells_the_same_peak(estimate, tmp_path):
     assert sum(segment["total_size"] for segment in snapshot["segments"]) == estimate.peak_reserved
 
 
-def test_the_picture_shows_every_part_at_its_height(estimate, tmp_path):
+def test_the_pictures_areas_have_the_heights_of_the_categories(estimate, tmp_path):
     path = tmp_path / "memory.svg"
     estimate.save_picture(path)
     picture = ET.parse(path).getroot()  # noqa: S314, written above
@@ -163,7 +163,7 @@ def test_tables_hold_the_figures(estimate):
     assert [row[0] for row in estimate.module_table(top=1).rows] == ["1"]
 
 
-def test_a_capacity_that_is_enough_is_said_so():
+def test_the_table_says_that_a_sufficient_capacity_suffices():
     made = estimate_memory(mlp(8, 8), torch.zeros(1, 8), step=total, capacity="RTX 4090")
     assert "It fits in RTX 4090." in made.to_markdown()
 

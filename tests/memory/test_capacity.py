@@ -70,12 +70,12 @@ def test_what_resembles_nothing_is_quoted_and_the_units_are_listed(text: str) ->
     assert "KiB, MiB, GiB, TiB (powers of 1024)" in str(caught.value)
 
 
-def test_nothing_is_no_capacity() -> None:
+def test_a_capacity_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="more than zero bytes"):
         parse_capacity("0GiB")
 
 
-def test_a_size_is_no_gpu() -> None:
+def test_a_size_is_not_accepted_as_a_gpu() -> None:
     assert find_gpu("24GiB") is None
 
 

@@ -10,7 +10,7 @@ from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 
 
-def test_a_backward_that_ran_out_of_memory_holds_nothing_any_more():
+def test_a_backward_that_ran_out_of_memory_is_released():
     with VirtualDevice("52MiB") as device:
 
         def fail():

@@ -60,7 +60,7 @@ def test_unreachable_tensors_are_collected_and_their_memory_is_released(device):
     assert device.stats().reserved == 2 * MIB
 
 
-def test_without_collection_they_stay(device):
+def test_without_a_collection_unreachable_tensors_stay(device):
     model = nn.Linear(2, 2, bias=False)
     Cycle(30)
     released, retained = releaser(device, collect_garbage=False).release(model, [])
@@ -68,7 +68,7 @@ def test_without_collection_they_stay(device):
     assert retained.unaccounted == 30 * MIB
 
 
-def test_less_than_the_minimum_is_kept(device):
+def test_a_cache_below_the_minimum_is_kept(device):
     model = nn.Linear(2, 2, bias=False)
     Cycle(30)
     released, _ = releaser(device, "31MiB").release(model, [])
@@ -106,7 +106,7 @@ def test_what_survives_one_collection_does_not_cause_another(device, collections
     del kept
 
 
-def test_where_no_exact_figure_is_needed_only_what_is_worth_releasing_is_a_reason_to_collect(device, collections):
+def test_without_the_ledger_garbage_is_collected_only_if_it_is_worth_releasing(device, collections):
     model = nn.Linear(2, 2)
     work = releaser(device, "4MiB")
     Cycle(3)
@@ -145,7 +145,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_slow_collection_is_done_again_only_once_it_is_little_of_the_time_since(device, collections, clock):
+def test_a_slow_collection_is_repeated_only_when_it_is_a_small_share_of_the_time_since(device, collections, clock):
     model = nn.Linear(2, 2)
     work = releaser(device, "1MiB")
     for moment, expected_mib in ((10, 0), (50, 1), (90, 2), (213, 0)):  # 2 s are 1% of the 200 s since 12
@@ -159,7 +159,7 @@ def test_a_slow_collection_is_done_again_only_once_it_is_little_of_the_time_sinc
     assert work.collect_now(retained.owned).unaccounted == 0
 
 
-def test_an_exact_figure_alone_may_cost_less(device, collections, clock):
+def test_a_collection_for_the_ledger_alone_has_a_smaller_share_of_the_time(device, collections, clock):
     model = nn.Linear(2, 2)
     work = releaser(device, "10MiB")
     for moment, expected_mib in ((10, 0), (213, 1), (1000, 2), (1013, 0)):  # 2 s are 0.2% of the 1000 s since 12
@@ -169,7 +169,7 @@ def test_an_exact_figure_alone_may_cost_less(device, collections, clock):
     assert len(collections) == 2
 
 
-def test_the_time_of_the_first_collection_is_guessed(device, collections, clock):
+def test_the_time_of_the_first_collection_is_estimated_from_the_number_of_objects(device, collections, clock):
     objects = [[i] for i in range(1_500_000)]  # two blocks each: 0.3 s
     model = nn.Linear(2, 2)
     work = releaser(device, "2MiB")
@@ -237,7 +237,7 @@ def test_a_device_that_cannot_empty_its_cache_is_asked_once(device):
     assert work.cannot_empty == "odd:0 cannot empty its cache: no emptyCache on this backend"
 
 
-def test_the_failure_of_a_kernel_is_not_hidden(device):
+def test_an_error_of_an_earlier_kernel_is_raised_when_the_cache_is_emptied(device):
     torch.empty(30 * MIB, dtype=torch.uint8)
     reader = Stubborn(device, torch.AcceleratorError("an illegal memory access was encountered"))
     work = MemoryReleaser(reader, device.holds, threshold=ReleaseThreshold("2MiB"))

@@ -58,12 +58,12 @@ def test_every_tensor_that_is_found_is_replaced_and_the_original_stays(kind):
     assert kind == "proxy" or type(made) is type(thing)
 
 
-def test_tensors_come_in_the_order_in_which_they_stand():
+def test_tensors_are_yielded_in_the_order_of_the_containers():
     thing = {"deep": [[[ROWS]]], "shallow": MORE, "again": ROWS}
     assert [id(tensor) for tensor in tensors_in(thing)] == [id(ROWS), id(MORE)]
 
 
-def test_what_holds_no_tensor_is_the_same_object():
+def test_an_object_that_holds_no_tensor_is_returned_as_it_is():
     word = {"a": [1, "b"]}
     made = map_tensors({"tensor": ROWS, "word": word}, torch.clone)
     assert made["word"] is word

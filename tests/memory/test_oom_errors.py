@@ -36,7 +36,7 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda e: str(e)[:40])
-def test_every_wording_is_known(error):
+def test_every_wording_of_out_of_memory_is_recognised(error):
     assert is_out_of_memory(error)
     assert not is_killed_worker(error)
 
@@ -53,11 +53,11 @@ def test_every_wording_is_known(error):
     ],
     ids=str,
 )
-def test_other_errors_are_not_taken_for_it(error):
+def test_other_errors_are_not_recognised_as_out_of_memory(error):
     assert not is_out_of_memory(error)
 
 
-def test_errors_raised_from_it_or_while_handling_it_or_grouped():
+def test_an_out_of_memory_error_is_found_in_causes_contexts_and_groups():
     def raised_from() -> None:
         try:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -100,7 +100,7 @@ def test_the_simulated_error_and_the_cpu_allocators_own():
         "DataLoader worker (pid 1) is killed by signal: Bus error. Workers may be out of shared memory.",
     ],
 )
-def test_a_killed_worker_is_known(text):
+def test_a_killed_worker_is_recognised(text):
     assert is_killed_worker(RuntimeError(text))
 
 

@@ -59,7 +59,7 @@ def test_nested_optimizer_state_counts():
     assert owned.by_category["optimizer"] > rounded(*[t.numel() for t in nested])
 
 
-def test_what_a_virtual_device_holds_is_told_apart_from_the_host():
+def test_tensors_of_a_virtual_device_are_distinguished_from_those_of_the_host():
     made_before = torch.zeros(5)
     with VirtualDevice() as device:
         on_device = on_device_of(device, torch.device("cpu"))
@@ -71,7 +71,7 @@ def test_what_a_virtual_device_holds_is_told_apart_from_the_host():
         assert on_device(made_before)
 
 
-def test_what_is_owned_is_what_the_virtual_device_has_allocated_for_it():
+def test_owned_bytes_equal_those_that_the_virtual_device_allocated():
     with VirtualDevice() as device:
         model = nn.Sequential(nn.Linear(33, 77), nn.BatchNorm1d(77), nn.Linear(77, 5))
         optimizer = torch.optim.AdamW(model.parameters())

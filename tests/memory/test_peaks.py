@@ -51,7 +51,7 @@ def test_a_window_that_leaves_the_counter_alone_never_resets_it():
     assert window.allocated == 90  # the device's running maximum, older than the window
 
 
-def test_what_is_forgotten_is_given_to_no_window():
+def test_a_forgotten_peak_belongs_to_no_window():
     device = ScriptedDevice()
     counter = peak_counter(device)
     window, other = counter.open(), counter.open(leave_counter_alone=True)
@@ -69,7 +69,7 @@ def test_what_is_forgotten_is_given_to_no_window():
     assert device.n_resets == n_resets, "whoever reads the counter besides is left with it"
 
 
-def test_restart_begins_at_the_present_level():
+def test_a_restarted_window_begins_at_the_current_level():
     device = ScriptedDevice()
     counter = peak_counter(device)
     window = counter.open()
@@ -105,7 +105,7 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS)
-def test_three_windows_hold_what_a_full_record_says(actions):
+def test_three_windows_agree_with_a_full_record_of_events(actions):
     """Brute force: keep every level that was passed while each window was running."""
     device = ScriptedDevice()
     counter = peak_counter(device)

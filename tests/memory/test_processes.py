@@ -49,7 +49,7 @@ def test_under_rocm_amdsmi_is_asked(monkeypatch):
     assert other_gpu_processes(0) == expected
 
 
-def test_under_rocm_without_amdsmi_that_is_said(monkeypatch):
+def test_under_rocm_without_amdsmi_the_report_names_it(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     assert other_gpu_processes(0) == "not known: the package amdsmi, which comes with ROCm, is not installed"
@@ -95,7 +95,7 @@ def test_in_a_container_this_process_is_not_taken_for_another(monkeypatch):
     assert through_nvml(monkeypatch) == "not known: the driver lists no process, not even this one, as in a container"
 
 
-def test_whatever_the_drivers_library_raises_is_a_line_of_the_report(monkeypatch):
+def test_an_error_of_the_drivers_library_is_a_line_of_the_report(monkeypatch):
     def broken(_: int) -> None:
         raise OSError("driver is gone")
 

@@ -70,20 +70,20 @@ def test_with_a_minimum_of_nothing_all_that_can_be_released_is_worth_it():
         assert not threshold.is_reached(MemoryStats(allocated=GIB, reserved=GIB, capacity=20 * GIB))
 
 
-def test_nothing_is_never_worth_it():
+def test_releasing_zero_bytes_is_never_worth_it():
     assert not ReleaseThreshold("0MiB").is_reached(MemoryStats(allocated=0, reserved=0))
     assert not ReleaseThreshold(0.05).is_reached(MemoryStats(allocated=0, reserved=0))
 
 
 @pytest.mark.parametrize("minimum", [-0.1, 1.5, 2, True, float("nan"), "512", "lots", "-1MiB", ""])
-def test_anything_else_is_refused_with_what_is_accepted(minimum):
+def test_other_values_are_refused_with_what_is_accepted(minimum):
     with pytest.raises(ValueError, match=r"neither a share nor a size.*from 0 to 1.*\"512MiB\"") as error:
         ReleaseThreshold(minimum)
     assert repr(minimum) in str(error.value)
 
 
 @pytest.mark.gpu
-def test_what_can_be_given_back_on_cuda_is_what_empty_cache_gives_back():
+def test_the_releasable_bytes_on_cuda_are_those_that_empty_cache_releases():
     from lightning_memtools.memory.readers import CudaReader  # noqa: PLC0415, needs the device
 
     torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ def test_a_validation_run_inside_training_neither_hides_nor_fakes_a_training_pea
     assert watch.peaks["val"].allocated == 500
 
 
-def test_what_came_after_the_last_point_still_counts_in_the_maximum():
+def test_memory_after_the_last_point_still_counts_in_the_maximum():
     device = ScriptedDevice()
     watch = StageWatch(peak_counter(device))
     watch.enter("train")

@@ -68,7 +68,7 @@ def test_a_line_of_an_installed_library_names_the_user_who_called_it():
     assert str(line).startswith("timm/layers/norm.py:4, called from ")
 
 
-def test_torch_only_passes_calls_on():
+def test_frames_of_torch_are_not_the_users_line():
     assert called_by_a_library(torch.nn.functional.__file__).function == "called_by_a_library"
 
 
@@ -76,7 +76,7 @@ def test_the_search_ends_at_a_file_to_stop_at():
     assert line_on_stack(stop_at={__file__}) is None
 
 
-def test_short_paths():
+def test_paths_of_libraries_and_of_the_working_directory_are_shortened():
     assert short_path(f"{INSTALLED}/timm/layers/norm.py") == "timm/layers/norm.py"
     assert short_path(str(Path.cwd() / "model.py")) == "model.py"
     assert short_path("/elsewhere/model.py") == "/elsewhere/model.py"

@@ -156,7 +156,7 @@ def test_a_buffer_that_changes_its_shape_is_kept_anew():
 
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Module()])
-def test_modules_without_buffers(module):
+def test_a_module_without_buffers_needs_no_copies(module):
     keeper = BufferKeeper(module)
     keeper.keep()
     keeper.keep(unless=torch.ones(()))

@@ -14,7 +14,7 @@ from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 1e20, -3.0, math.nan, math.inf, -math.inf]), min_size=1), max_size=5))
-def test_counts_are_those_of_python(values):
+def test_counts_of_non_finite_values_agree_with_python(values):
     named = [(f"t{i}", torch.tensor(each)) for i, each in enumerate(values)]
     expected = [
         (f"t{i}", sum(map(math.isnan, each)), sum(map(math.isinf, each)), len(each))
@@ -28,7 +28,7 @@ def test_a_norm_that_overflows_is_not_bad():
     assert find_bad([("large", torch.full((100,), 1e20)), ("none", torch.zeros(0))]) == []
 
 
-def test_text_names_counts_and_share():
+def test_the_text_of_a_count_names_numbers_and_share():
     (bad,) = find_bad([("layer.weight", torch.tensor([1.0, torch.nan, torch.inf, torch.nan]))])
     assert str(bad) == "layer.weight (2 NaN and 1 Inf of 4, 75%)"
     assert bad.share == pytest.approx(0.75)

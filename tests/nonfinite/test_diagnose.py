@@ -52,7 +52,7 @@ def past(norms: list[float]) -> list[PastStep]:
         (evidence(plain_sgd=True, learning_rates=(0.5,), weight_norm=0.0), CALM, NonFiniteCause.DOMAIN),
     ],
 )
-def test_causes(seen, norms, cause):
+def test_every_class_of_cause_is_recognised(seen, norms, cause):
     assert diagnose([seen], {0: past(norms)}).cause == cause
 
 
@@ -85,5 +85,5 @@ def test_the_rank_with_the_bad_loss_and_batch_is_the_culprit():
         ([0.0, 1.0], None),
     ],
 )
-def test_growth(values, expected):
+def test_the_growth_of_losses_and_norms_is_measured(values, expected):
     assert growth(values) == (expected if expected is None else pytest.approx(expected))

@@ -71,7 +71,7 @@ def test_memory_that_is_given_to_another_tensor_is_not_confused():
     assert root_of(compute) == "aten.log"
 
 
-def test_values_count_what_went_in():
+def test_value_counts_are_those_of_the_operations_inputs():
     values = values_of(torch.tensor([[0.0, -5.0], [torch.nan, 2.0], [0.0, 0.0]]))
     assert values is not None
     assert (values.n_elements, values.n_zeros, values.n_bad, values.n_negative) == (6, 3, 1, 1)

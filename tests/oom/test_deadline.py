@@ -17,7 +17,7 @@ def clock(monkeypatch) -> list[float]:
     return now
 
 
-def test_it_is_over_when_its_seconds_are(clock) -> None:
+def test_a_deadline_ends_after_its_seconds(clock) -> None:
     deadline = Deadline(8.0)
     clock[0] += 7.9
     deadline.check()

@@ -47,7 +47,7 @@ def test_on_cuda_stacks_are_pythons_and_the_history_is_bounded(cuda) -> None:
     assert arguments(cuda[-1])["enabled"] is None
 
 
-def test_what_somebody_else_records_goes_on(cuda, monkeypatch) -> None:
+def test_a_recording_that_other_code_began_continues(cuda, monkeypatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
     recorded = record(READER)
     assert recorded is not None

@@ -62,7 +62,7 @@ class Watched:
         self.optimizer.step()
 
 
-def test_both_splits_agree_in_forward_backward_and_update_and_with_a_leak():
+def test_the_split_by_walking_agrees_with_that_of_the_virtual_device():
     with VirtualDevice() as device:
         watched = Watched(device)
         for _ in range(3):
@@ -72,7 +72,7 @@ def test_both_splits_agree_in_forward_backward_and_update_and_with_a_leak():
     assert watched.compared == 3 * 11
 
 
-def test_modules_go_by_their_names_in_the_model_and_the_largest_comes_first():
+def test_modules_are_listed_by_name_with_the_largest_first():
     with VirtualDevice() as device:
         model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 64)))
         out = model(torch.ones(1024, 8))

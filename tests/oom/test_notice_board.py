@@ -28,14 +28,14 @@ def test_the_first_notice_stands_and_others_read_it(tmp_path):
 
 
 @pytest.mark.usefixtures("temporary")
-def test_where_the_directory_cannot_be_written_to_the_temporary_one_serves(tmp_path):
+def test_if_the_directory_cannot_be_written_to_a_temporary_one_is_used(tmp_path):
     (tmp_path / "taken").write_text("a file")
     assert NoticeBoard(tmp_path / "taken", "run").leave(NOTICE)
     assert NoticeBoard(tmp_path / "taken", "run").read() == NOTICE
     assert NoticeBoard(None, "run").read() == NOTICE
 
 
-def test_without_any_file_the_store_serves(tmp_path, monkeypatch):
+def test_if_no_file_can_be_written_the_store_is_used(tmp_path, monkeypatch):
     (tmp_path / "taken").write_text("a file")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "taken"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

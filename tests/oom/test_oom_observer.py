@@ -44,7 +44,7 @@ def test_cudas_observer_is_attached_once_and_switched(attached) -> None:
     assert heard == [("first", 1), ("second", 1), ("second", 2), ("third", 0)]
 
 
-def test_what_a_listener_raises_takes_nobodys_place(attached) -> None:
+def test_an_error_of_a_listener_does_not_replace_the_out_of_memory_error(attached) -> None:
     heard: list[int] = []
 
     def fails(*_: int) -> None:
@@ -57,7 +57,7 @@ def test_what_a_listener_raises_takes_nobodys_place(attached) -> None:
 
 
 @pytest.mark.usefixtures("attached")
-def test_an_allocator_that_tells_nobody_is_left_to_the_exception(monkeypatch) -> None:
+def test_an_allocator_without_observers_is_reported_from_the_exception(monkeypatch) -> None:
     def refuse(_: Any) -> None:
         raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver")
 

@@ -44,7 +44,7 @@ def test_a_trace_where_they_do_not():
     assert carry_out(NOT_HELPED, 300 * MIB, "expandable_segments:True").failed_at is not None
 
 
-def test_where_they_are_on_already_that_is_said():
+def test_a_setting_that_is_already_on_is_named_as_such():
     verdict = with_expandable_segments(carry_out(NOT_HELPED, 300 * MIB, "expandable_segments:True").history)
     assert (verdict.served, verdict.why) == (False, "expandable segments are on already")
 
@@ -60,7 +60,7 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(ACTIONS, max_size=60), st.integers(40, 160))
-def test_the_verdict_is_what_the_same_program_would_have_met(program: Program, capacity: int):
+def test_the_verdict_agrees_with_the_same_program_under_that_setting(program: Program, capacity: int):
     program = [*program, ("malloc", capacity * MIB // 2), ("malloc", capacity * MIB // 2)]
     run = carry_out(program, capacity * MIB)
     if run.failed_at is None:
@@ -106,7 +106,7 @@ def test_more_memory_helps_from_where_it_is_enough():
 
 
 @pytest.mark.parametrize("max_entries", [3, 12])
-def test_a_history_that_is_cut_off_gives_no_verdict_it_cannot_know(max_entries):
+def test_a_history_that_is_cut_off_gives_no_verdict(max_entries):
     run = carry_out(HELPED, 300 * MIB, max_entries=max_entries)
     failed = run.history.failed
     assert failed is not None

@@ -44,7 +44,7 @@ def test_a_console_that_cannot_print_does_not_end_the_program(before, shell, tmp
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
-def test_every_encoding_shows_what_it_can(encoding, tmp_path):
+def test_characters_that_an_encoding_lacks_are_replaced(encoding, tmp_path):
     done = run(tmp_path, PYTHONIOENCODING=encoding, shell="| iconv -f " + encoding + " -t utf-8")
     path = "gr??e" if encoding == "ascii" else "größe"
     assert f"a path: /tmp/{path}\n[bold]no markup[/bold]\n" in done.stdout

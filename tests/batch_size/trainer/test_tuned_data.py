@@ -117,7 +117,7 @@ def test_workers_shared_memory_caps_the_size(tmp_path, monkeypatch):
     assert any("shared memory" in note for note in tuner.result.notes)
 
 
-def test_no_such_attribute(tmp_path):
+def test_an_attribute_that_does_not_exist_is_named(tmp_path):
     class Other(Small):
         def __init__(self):
             super().__init__()

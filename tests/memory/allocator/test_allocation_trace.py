@@ -61,7 +61,7 @@ def test_events_are_recorded_in_order_with_allocations_by_number() -> None:
     ]
 
 
-def test_stream_pool_and_label_are_kept_once() -> None:
+def test_stream_pool_and_label_are_stored_once() -> None:
     allocator = CachingAllocator(record=True)
     for label in ["a", "a", "b", "a"]:
         allocator.malloc(512, label=label)
@@ -70,7 +70,7 @@ def test_stream_pool_and_label_are_kept_once() -> None:
     assert len(allocator.trace) == 4 + 3
 
 
-def test_an_event_takes_8_bytes_and_a_little_spare_room() -> None:
+def test_a_recorded_event_takes_about_8_bytes() -> None:
     allocator = CachingAllocator(record=True)
     for _ in range(10_000):
         allocator.free(allocator.malloc(4096))
@@ -131,7 +131,7 @@ def test_a_trace_between_two_or_beyond_them_has_sizes_in_proportion() -> None:
     assert [number for _, number in four.extrapolated(eight, Fraction(1, 1000)).events()][1:3] == [1000, 1209]
 
 
-def test_traces_of_other_events_are_told_apart() -> None:
+def test_traces_with_different_events_are_distinguished() -> None:
     one = trace_of(1000, 2000)
     assert not one.has_same_events(trace_of(1000, 2000, labels=("a", "b")))
     assert not one.has_same_events(trace_of(1000, labels=("a",)))

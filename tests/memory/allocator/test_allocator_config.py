@@ -7,7 +7,7 @@ from lightning_memtools.memory.allocator import AllocatorConfig
 MIB = 2**20
 
 
-def test_nothing_means_torchs_defaults() -> None:
+def test_an_empty_setting_means_torchs_defaults() -> None:
     config = AllocatorConfig.parse("")
     assert config == AllocatorConfig()
     assert config.max_split_size is None
@@ -92,7 +92,7 @@ def test_errors_quote_the_bad_part_and_list_the_accepted_keys(text: str, quoted:
 
 
 @pytest.mark.parametrize("text", ["backend:cudaMallocAsync", "throw_on_cudamalloc_oom:True"])
-def test_what_torch_knows_but_is_not_simulated_says_so(text: str) -> None:
+def test_settings_that_torch_has_and_the_simulation_lacks_are_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match=f"'{text}' in .* is not simulated"):
         AllocatorConfig.parse(text)
 

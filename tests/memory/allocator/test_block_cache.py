@@ -133,20 +133,20 @@ def test_an_oversize_request_takes_a_block_less_than_20_mib_too_large() -> None:
     assert allocator.reserved == 100 * MIB
 
 
-def test_how_much_too_large_can_be_set() -> None:
+def test_the_rounding_of_oversize_blocks_can_be_set() -> None:
     allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40,max_non_split_rounding_mb:30"))
     cached(allocator, 60 * MIB)
     assert allocator.malloc(40 * MIB).size == 60 * MIB
 
 
-def test_below_the_limit_blocks_are_split_as_ever() -> None:
+def test_below_the_limit_blocks_are_split_as_usual() -> None:
     allocator = CachingAllocator(OVERSIZE)
     cached(allocator, 38 * MIB)
     assert allocator.malloc(30 * MIB).size == 30 * MIB
     assert allocator.reserved == 38 * MIB
 
 
-def test_the_block_that_is_found_first_decides_even_if_another_would_do() -> None:
+def test_the_first_candidate_decides_even_if_another_block_would_serve() -> None:
     # torch looks at the best fit only: 60 MiB is refused, the 70 MiB behind it are refused with it.
     allocator = CachingAllocator(OVERSIZE)
     cached(allocator, 60 * MIB, 70 * MIB)

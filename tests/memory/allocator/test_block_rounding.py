@@ -74,7 +74,7 @@ def test_segments(size: int, segment: int) -> None:
     assert segment_size(size) == segment
 
 
-def test_another_large_segment_size_holds_below_10_mib_only() -> None:
+def test_a_large_segment_size_setting_applies_to_requests_below_10_mib() -> None:
     assert segment_size(5 * MIB, large_segment=64 * MIB) == 64 * MIB
     assert segment_size(11 * MIB, large_segment=64 * MIB) == 12 * MIB
     assert segment_size(512, large_segment=64 * MIB) == 2 * MIB

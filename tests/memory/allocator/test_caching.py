@@ -107,7 +107,7 @@ def test_freeing_twice_is_an_error() -> None:
 # --- the miss sequence
 
 
-def test_a_full_device_gives_cached_segments_back_and_counts_a_retry() -> None:
+def test_a_full_device_releases_cached_segments_and_counts_a_retry() -> None:
     allocator = CachingAllocator(capacity=40 * MIB)
     allocator.free(allocator.malloc(24 * MIB))
     block = allocator.malloc(30 * MIB)
@@ -116,7 +116,7 @@ def test_a_full_device_gives_cached_segments_back_and_counts_a_retry() -> None:
     assert (stats.reserved, stats.alloc_retries, stats.ooms) == (30 * MIB, 1, 0)
 
 
-def test_out_of_memory_says_all_that_cudas_message_says() -> None:
+def test_the_out_of_memory_error_has_every_figure_of_cudas_message() -> None:
     allocator = CachingAllocator(capacity=100 * MIB, used_by_others=10 * MIB)
     allocator.malloc(41 * MIB)
     allocator.malloc(1000)
@@ -157,7 +157,7 @@ def test_a_capacity_is_reached_exactly() -> None:
         allocator.malloc(1)
 
 
-def test_others_may_take_and_give_memory_back() -> None:
+def test_other_processes_may_allocate_and_free_memory() -> None:
     allocator = CachingAllocator(capacity=40 * MIB)
     allocator.used_by_others = 30 * MIB
     with pytest.raises(SimulatedOutOfMemory):
@@ -178,7 +178,7 @@ def test_the_memory_fraction_refuses_before_the_device_does() -> None:
     assert "Simulated device out of memory" in str(caught.value)
 
 
-def test_free_memory_callbacks_come_first() -> None:
+def test_free_memory_callbacks_run_before_the_cache_is_released() -> None:
     allocator = CachingAllocator(capacity=40 * MIB)
     held = allocator.malloc(30 * MIB)
     calls: list[str] = []
@@ -199,7 +199,7 @@ def test_free_memory_callbacks_come_first() -> None:
     assert (allocator.alloc_retries, allocator.reserved) == (0, 30 * MIB)
 
 
-def test_with_a_private_pool_the_error_gives_what_it_holds_free() -> None:
+def test_the_error_names_the_free_memory_of_private_pools() -> None:
     allocator = CachingAllocator(capacity=60 * MIB)
     allocator.free(allocator.malloc(12 * MIB, pool=1))
     with pytest.raises(SimulatedOutOfMemory) as caught:

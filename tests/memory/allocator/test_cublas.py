@@ -25,7 +25,7 @@ def test_the_default_depends_on_the_gpu(compute_capability: tuple[int, int] | No
 @pytest.mark.parametrize(
     ("config", "n_bytes"), [(":4096:2:16:8", 8_519_680), (":4096:8", 32 * MIB), (":16:8", 131_072), (":0:0", 0)]
 )
-def test_a_config_says_how_many_kib_and_how_often(config: str, n_bytes: int) -> None:
+def test_a_cublas_config_gives_sizes_in_kib_and_counts(config: str, n_bytes: int) -> None:
     assert cublas_workspace_bytes(compute_capability=(9, 0), config=config) == n_bytes
 
 

@@ -170,7 +170,7 @@ def test_pages_mapped_before_memory_ran_out_stay_cached() -> None:
     assert allocator.malloc(20 * MIB).address == blocks[1].address
 
 
-def test_a_fraction_is_held_against_the_size_of_an_ordinary_segment() -> None:
+def test_a_memory_fraction_is_compared_with_the_size_of_an_ordinary_segment() -> None:
     # As torch does: 4 MiB more would map nothing, but 20 MiB are asked for in the comparison.
     config = AllocatorConfig.parse("expandable_segments:True,per_process_memory_fraction:0.5")
     allocator = CachingAllocator(config, capacity=100 * MIB)

@@ -128,7 +128,7 @@ def test_an_expandable_segment_with_gaps_is_shown_as_its_mapped_stretches() -> N
     ]
 
 
-def test_settings_are_told_under_torchs_names() -> None:
+def test_settings_are_shown_under_torchs_names() -> None:
     config = "expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:4"
     settings = take_snapshot(CachingAllocator(AllocatorConfig.parse(config)))["allocator_settings"]
     assert settings["expandable_segments"] is True
@@ -194,7 +194,7 @@ def test_torchs_command_line_reads_it_too(tmp_path: Path) -> None:
     assert "total_reserved: 22.0MiB" in run.stdout
 
 
-def test_the_pickle_has_only_what_the_viewer_can_read(tmp_path: Path) -> None:
+def test_the_snapshots_pickle_holds_only_types_that_the_viewer_reads(tmp_path: Path) -> None:
     # torch/utils/viz/MemoryViz.js reads pickles with a reader of its own, which knows these and up to protocol 4.
     known = {
         *("APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE", "DICT"),

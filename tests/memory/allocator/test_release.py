@@ -31,7 +31,7 @@ def test_emptying_the_cache_spares_segments_in_use() -> None:
     assert allocator.reclaimable == 22 * MIB
 
 
-def test_one_oversize_block_that_is_large_enough_goes_back_and_no_other() -> None:
+def test_one_oversize_block_that_is_large_enough_is_released_and_no_other() -> None:
     allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40"), capacity=200 * MIB)
     cached(allocator, 50 * MIB, 90 * MIB, 20 * MIB)
     allocator.malloc(60 * MIB)  # 90 is 20 MiB or more too large to be taken, and 40 are left
@@ -39,7 +39,7 @@ def test_one_oversize_block_that_is_large_enough_goes_back_and_no_other() -> Non
     assert (allocator.alloc_retries, allocator.ooms) == (0, 0)
 
 
-def test_several_oversize_blocks_go_back_the_largest_first_until_there_is_enough() -> None:
+def test_oversize_blocks_are_released_from_the_largest_until_there_is_enough() -> None:
     allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40"), capacity=200 * MIB)
     cached(allocator, 42 * MIB, 60 * MIB, 50 * MIB, 20 * MIB)
     allocator.malloc(100 * MIB)  # 60, then 50: together more than 100
@@ -47,7 +47,7 @@ def test_several_oversize_blocks_go_back_the_largest_first_until_there_is_enough
     assert allocator.alloc_retries == 0
 
 
-def test_when_the_oversize_blocks_are_not_enough_everything_goes_back() -> None:
+def test_everything_is_released_when_oversize_blocks_are_not_enough() -> None:
     allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40"), capacity=200 * MIB)
     cached(allocator, 42 * MIB, 60 * MIB, 50 * MIB, 20 * MIB)
     allocator.malloc(180 * MIB)
@@ -55,7 +55,7 @@ def test_when_the_oversize_blocks_are_not_enough_everything_goes_back() -> None:
     assert allocator.alloc_retries == 1
 
 
-def test_a_small_request_gives_back_no_large_oversize_block_before_the_retry() -> None:
+def test_a_small_request_releases_no_oversize_block_before_the_retry() -> None:
     # release_available_cached_blocks looks in the request's own pool.
     allocator = CachingAllocator(AllocatorConfig.parse("max_split_size_mb:40"), capacity=100 * MIB)
     cached(allocator, 50 * MIB, 50 * MIB)
@@ -67,7 +67,7 @@ def test_a_small_request_gives_back_no_large_oversize_block_before_the_retry() -
 GARBAGE = AllocatorConfig.parse("garbage_collection_threshold:0.5,per_process_memory_fraction:0.8")
 
 
-def test_above_the_threshold_the_oldest_cached_segments_go_back() -> None:
+def test_above_the_threshold_the_oldest_cached_segments_are_released() -> None:
     allocator = CachingAllocator(GARBAGE, capacity=250 * MIB)  # 200 allowed, collected above 100
     old = allocator.malloc(30 * MIB)
     allocator.free(old)
@@ -82,7 +82,7 @@ def test_above_the_threshold_the_oldest_cached_segments_go_back() -> None:
     assert allocator.alloc_retries == 0
 
 
-def test_collection_goes_on_with_the_new_average_until_enough_went() -> None:
+def test_collection_continues_with_the_new_average_age_until_enough_is_released() -> None:
     allocator = CachingAllocator(GARBAGE, capacity=250 * MIB)
     oldest = allocator.malloc(12 * MIB)
     allocator.free(oldest)
@@ -94,7 +94,7 @@ def test_collection_goes_on_with_the_new_average_until_enough_went() -> None:
     assert held_segments(allocator) == [110]
 
 
-def test_below_the_threshold_nothing_goes_back() -> None:
+def test_below_the_threshold_nothing_is_released() -> None:
     allocator = CachingAllocator(GARBAGE, capacity=250 * MIB)
     cached(allocator, 30 * MIB, 32 * MIB)
     allocator.malloc(36 * MIB)

@@ -23,7 +23,7 @@ def growing_batches() -> AllocationTrace:
     return allocator.trace
 
 
-def test_other_settings_show_what_they_would_have_done() -> None:
+def test_a_replay_under_other_settings_shows_their_effect() -> None:
     trace = growing_batches()
     as_recorded = replay(trace)
     assert as_recorded.stats.peak_reserved == sum(range(20, 60, 4)) * MIB
@@ -55,7 +55,7 @@ def test_the_recorded_capacity_holds_unless_another_is_given() -> None:
     assert replay(allocator.trace, capacity=None).stats.peak_reserved == 66 * MIB
 
 
-def test_a_request_that_failed_is_tried_and_given_up_at_once_where_it_succeeds() -> None:
+def test_a_recorded_failure_that_succeeds_in_the_replay_is_freed_at_once() -> None:
     allocator = CachingAllocator(capacity=40 * MIB, record=True)
     kept = allocator.malloc(20 * MIB)
     with pytest.raises(SimulatedOutOfMemory):

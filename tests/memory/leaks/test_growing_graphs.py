@@ -109,7 +109,7 @@ def test_tensors_with_a_graph_are_found_wherever_an_attribute_leads():
     assert found == {id(kept[name]) for name in "abcdef"}
 
 
-def test_long_containers_are_looked_into_only_so_far():
+def test_long_containers_are_searched_up_to_a_limit():
     holder = Holder(data=list(range(5000)), total=loss_of(weight()))
     holder.data.append(loss_of(weight()))
     assert [id(t) for t in tensors_with_graph([holder])] == [id(holder.total)]

@@ -205,7 +205,7 @@ def test_a_global_a_class_attribute_and_a_default_argument():
 
 
 @pytest.mark.usefixtures("_quick")
-def test_the_nearest_object_with_a_name_is_told():
+def test_the_nearest_object_with_a_name_is_reported():
     model = Model()
     recorder = Recorder()
     recorder.kept.append(new())
@@ -217,7 +217,7 @@ def test_the_nearest_object_with_a_name_is_told():
 
 
 @pytest.mark.usefixtures("_quick")
-def test_without_anything_named_above_it_the_outermost_object_is_told():
+def test_if_no_holder_has_a_name_the_outermost_object_is_reported():
     def hidden():
         recorder = Recorder()
         recorder.kept.append(new())

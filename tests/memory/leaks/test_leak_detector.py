@@ -162,7 +162,7 @@ def test_several_places_are_listed_with_the_largest_first(device):
     assert [f.holder.container_path for f in report.findings] == ["Model.other", "Model.kept"]
 
 
-def test_what_is_tiny_beside_a_leak_is_not_looked_for(device, monkeypatch):
+def test_the_holders_of_tiny_growth_are_not_searched_for(device, monkeypatch):
     looked_for = []
     find = leak_detector.find_holder
     monkeypatch.setattr(
@@ -242,7 +242,7 @@ def test_growth_that_does_not_go_on_is_not_worth_a_slow_census(device, slow_cens
     assert len(slow_census) == 1
 
 
-def test_where_a_census_is_slow_a_leak_is_named_as_soon(device, slow_census):
+def test_with_a_slow_census_a_leak_is_named_as_early(device, slow_census):
     for warn_after in (1, 2, 3, 5):
         slow_census.clear()
         model = Model()
@@ -320,7 +320,7 @@ def test_a_census_knows_which_tensors_were_there_before(device):
     assert (born[id(old)], born[id(young)], born[id(again)]) == (1, 2, 3)
 
 
-def test_a_census_counts_a_storage_once_and_leaves_out_what_it_is_told_to(device):
+def test_a_census_counts_a_storage_once_and_leaves_out_excluded_tensors(device):
     model = nn.Linear(4, 4)
     whole = new(64)
     views = [whole[:2], whole.view(8, 8)]

@@ -44,7 +44,7 @@ def test_compiled_code_runs_eagerly_inside_and_compiled_afterwards() -> None:
     assert len(graphs) == 2
 
 
-def test_it_is_said_once() -> None:
+def test_the_note_about_compiled_code_is_given_once() -> None:
     with VirtualDevice():
         with pytest.warns(UserWarning, match=r"torch\.compile has no effect inside a VirtualDevice"):
             net: Any = torch.compile(nn.Linear(3, 3), backend="eager")

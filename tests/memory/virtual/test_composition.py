@@ -300,7 +300,7 @@ def test_module_that_failed_does_not_claim_what_comes_after() -> None:
         del x, y
 
 
-def test_what_is_learnt_later_corrects_the_peak() -> None:
+def test_a_category_learnt_later_corrects_the_composition_at_the_peak() -> None:
     with VirtualDevice() as device:
         weights = torch.ones(1000)
         assert device.composition_at_peak()["other"] == 4096

@@ -46,7 +46,7 @@ def test_one_element_takes_512_bytes_of_a_2_mib_segment() -> None:
         assert (stats.reserved, stats.peak_allocated, stats.peak_reserved) == (0, 0, 0)
 
 
-def test_batches_small_large_small_reserved_rises_stays_and_falls_when_emptied() -> None:
+def test_reserved_memory_rises_with_a_large_batch_and_falls_when_the_cache_is_emptied() -> None:
     net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
     reserved = []
     with VirtualDevice() as device:
@@ -134,7 +134,7 @@ def test_record_keeps_a_trace() -> None:
         ({"capacity": "1GiB", "used_by_others": "2GiB"}, r"Nothing is left of the capacity '1GiB' \(1.00 GiB\)"),
     ],
 )
-def test_bad_options_are_named_with_what_is_accepted(options: dict[str, Any], message: str) -> None:
+def test_errors_of_options_name_the_value_and_what_is_accepted(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VirtualDevice(**options)
 
@@ -226,7 +226,7 @@ def test_everything_is_undone_on_exit_and_a_second_exit_does_no_harm(fails: bool
     assert allocated(device) == 0
 
 
-def test_what_dies_after_exit_is_freed_and_what_is_made_is_not_counted() -> None:
+def test_after_exit_tensors_are_still_freed_and_new_ones_are_not_counted() -> None:
     with VirtualDevice() as device:
         tensor = torch.ones(1000)
     other = torch.ones(1000)
@@ -240,7 +240,7 @@ def test_what_dies_after_exit_is_freed_and_what_is_made_is_not_counted() -> None
         del again
 
 
-def test_somebody_elses_later_patch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_patch_by_other_code_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     device = VirtualDevice()
     original = nn.Module.__call__
@@ -296,7 +296,7 @@ def test_tracking_more_than_fits_is_out_of_memory() -> None:
         device.track(net)
 
 
-def test_options_travel_when_pickled_and_accounting_does_not() -> None:
+def test_pickling_keeps_the_options_and_drops_the_accounting() -> None:
     device = VirtualDevice("1GiB", allocator="max_split_size_mb:64", used_by_others="1MiB", cuda_like=True)
     with device:
         kept = torch.ones(1000)

@@ -39,7 +39,7 @@ def test_peaks_are_those_of_the_real_allocator(gpu: Any, model: str, optimizer: 
 
 
 @pytest.mark.gpu
-def test_one_element_tensor_takes_what_it_takes_here(gpu: Any) -> None:
+def test_a_one_element_tensor_takes_as_much_as_in_the_simulation(gpu: Any) -> None:
     gpu.clean_up()
     tensor = torch.ones(1, device="cuda")
     assert torch.cuda.memory_allocated() == 512
@@ -48,7 +48,7 @@ def test_one_element_tensor_takes_what_it_takes_here(gpu: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_error_has_the_words_of_the_real_one(gpu: Any) -> None:
+def test_the_error_has_the_wording_of_the_real_one(gpu: Any) -> None:
     gpu.clean_up()
     total = torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(torch.OutOfMemoryError) as real:
@@ -65,7 +65,7 @@ def without_figures(text: str) -> str:
     return re.sub(r"[\d.]+ (bytes|[KMG]iB)", "#", text)
 
 
-def test_benchmark_refuses_politely_without_a_gpu(
+def test_the_benchmark_says_that_it_needs_a_gpu(
     gpu: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.is_available():

@@ -61,7 +61,7 @@ def test_random_history_keeps_sums_and_the_peaks_composition() -> None:
         assert ledger.bytes_at_peak() == at_peak
 
 
-def test_later_knowledge_moves_bytes_now_and_at_the_peak_it_was_part_of() -> None:
+def test_a_category_learnt_later_moves_bytes_of_now_and_of_the_peak() -> None:
     ledger = VirtualLedger(CachingAllocator())
     early, late = storage(1000), storage(2000)
     entry = ledger.add(early, Category.OTHER, "m")

@@ -91,7 +91,7 @@ def test_storage_is_counted_once_and_freed_with_its_last_view(device: VirtualDev
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_storage_is_host_memory_where_the_user_says_so(device: VirtualDevice, source: str) -> None:
+def test_storages_made_inside_host_are_host_memory(device: VirtualDevice, source: str) -> None:
     saved_before.seek(0)
     with device.host():
         made = SOURCES[source]()

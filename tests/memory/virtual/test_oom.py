@@ -20,7 +20,7 @@ MIB = 2**20
 host = torch.ones(4 * MIB)
 
 
-def test_the_words_are_cudas() -> None:
+def test_the_message_has_the_wording_of_cudas_error() -> None:
     with VirtualDevice("64MiB", context="4MiB", used_by_others="5MiB") as device:
         kept = [torch.empty(30 * MIB, dtype=torch.uint8), torch.empty(512 * 3, dtype=torch.uint8)]
         with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -56,7 +56,7 @@ def test_sizes_are_printed_as_cuda_prints_them(n_bytes: int, text: str) -> None:
     assert cuda_size(n_bytes) == text
 
 
-def test_recognisers_take_it_for_the_real_one() -> None:
+def test_code_that_recognises_the_real_error_recognises_the_simulated_one() -> None:
     with VirtualDevice("4MiB"), pytest.raises(torch.cuda.OutOfMemoryError) as caught:
         torch.empty(8 * MIB, dtype=torch.uint8)
     assert is_oom_error(caught.value)
@@ -91,7 +91,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_it_runs_out_in_each_phase_and_nothing_stays(phase: str) -> None:
+def test_after_an_error_in_each_phase_no_memory_remains_allocated(phase: str) -> None:
     capacity, too_many, fits = PHASES[phase]
     with VirtualDevice(capacity) as device:
         training = Training(phase)
@@ -150,7 +150,7 @@ def test_weights_are_untouched_by_a_step_that_ran_out_before_the_optimizer() -> 
             assert torch.equal(old, new)
 
 
-def test_cached_memory_is_given_back_before_it_runs_out() -> None:
+def test_cached_memory_is_released_before_the_error_is_raised() -> None:
     with VirtualDevice("64MiB") as device:
         # Segments of 22 and 30 MiB leave too little for 40, and 40 for 63.
         sizes = [21, 30, 40, 63]
@@ -173,7 +173,7 @@ def test_cached_memory_is_given_back_before_it_runs_out() -> None:
         host.clone,
     ],
 )
-def test_every_source_can_run_out_and_leaves_nothing(make: Callable[[], Any]) -> None:
+def test_an_error_from_every_kind_of_allocation_leaves_nothing_allocated(make: Callable[[], Any]) -> None:
     with VirtualDevice("8MiB") as device:
         with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 16\.00 MiB"):
             make()
@@ -244,7 +244,7 @@ def test_the_device_is_asked_before_the_host_for_more_than_the_host_has(ask: Cal
         assert allocated(device) == kept.nbytes
 
 
-def test_what_only_the_host_refuses_is_the_hosts_error() -> None:
+def test_a_request_that_only_the_host_refuses_raises_the_hosts_error() -> None:
     with VirtualDevice() as device, pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
         torch.empty(100 * TEBIBYTE, dtype=torch.uint8)
     assert device.stats().ooms == 0
@@ -277,7 +277,7 @@ def test_a_tensor_that_cannot_fit_is_refused_before_the_host_fills_it() -> None:
     assert len(made) == 1
 
 
-def test_what_takes_little_memory_for_its_sizes_is_not_refused() -> None:
+def test_sparse_and_meta_tensors_of_huge_shapes_are_not_refused() -> None:
     with VirtualDevice("64MiB") as device:
         sparse = torch.zeros(2**20, 2**20, layout=torch.sparse_coo)
         meta = torch.empty(2**40, device="meta")

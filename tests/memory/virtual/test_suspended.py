@@ -15,7 +15,7 @@ from tests.memory.virtual.reading import allocated
 MIB = 2**20
 
 
-def test_nothing_counts_meanwhile_and_what_dies_gives_its_block_back():
+def test_while_suspended_nothing_counts_and_freed_tensors_free_their_blocks():
     with VirtualDevice() as device:
         first, second = torch.empty(MIB), torch.empty(MIB)
         call = nn.Module.__call__
