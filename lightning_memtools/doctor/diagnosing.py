@@ -97,6 +97,7 @@ def diagnose(
                 optimizers=optimizers,
                 train_loader=dataloader,
                 evaluation_loaders=() if val_dataloader is None else (val_dataloader,),
+                n_train_batches=_length_of(dataloader),
                 forward=_forward(step, optimizers),
                 device=next((p.device for p in model.parameters()), torch.device("cpu")),
                 precision=precision,
@@ -249,6 +250,13 @@ def _batches(loader: Iterable[Any], n: int) -> Iterator[Any]:
             yield batch
         if n == before:
             return
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a generator, or a loader of an iterable data set
+        return None
 
 
 def _backward(loss: Any, *args: Any, **kwargs: Any) -> None:

@@ -61,6 +61,7 @@ class Examination:
     def batch_start(self, batch: Any) -> None:
         """A training batch is on the device."""
         self._tell("batch_start", batch, self.n_steps)
+        self.case.trial = None  # its error holds the step's frames
 
     def before_backward(self, loss: Any) -> None:
         """The forward pass is over."""

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 
 from lightning_memtools._torch import AnyBatchNorm, write_count
 from lightning_memtools.doctor.findings import Finding
-from lightning_memtools.doctor.step_trial import place_of_error, try_step
+from lightning_memtools.doctor.step_trial import place_of_error, trial_of, try_step
 from lightning_memtools.doctor.training_case import TrainingCase, listed
 from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 from lightning_memtools.memory.nested_tensors import tensors_in
@@ -36,7 +36,7 @@ class BatchNormOneSample:
         if index or size is None or n_samples is None or not _normalizes(case) or not _ends_with_one(case):
             return
         facts = try_step(case, batch, size=1)
-        if facts.error is None or try_step(case, batch).error is not None:
+        if facts.error is None or trial_of(case, batch).error is not None:
             return  # the check named "trial" reports a step that fails whatever the size
         if not any(text in str(facts.error) for text in _TOO_FEW):
             return
@@ -195,7 +195,7 @@ class DataWaiting:
     def conclude(self) -> Iterator[Finding]:
         """Compare the time of the waits with that of the steps."""
         waits, steps = self._waits[self.WARM_UP :], self._steps[self.WARM_UP :]
-        if len(waits) < self.WARM_UP or self._n_idle < len(self._waits) / 2:
+        if self._case.computes_nothing or len(waits) < self.WARM_UP or self._n_idle < len(self._waits) / 2:
             return
         share = sum(waits) / (sum(waits) + sum(steps))
         if share < self.MIN_SHARE or sum(waits) / len(waits) < self.MIN_WAIT_S:

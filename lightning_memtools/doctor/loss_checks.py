@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import l2_norm_of_each
 from lightning_memtools.doctor.findings import Finding
-from lightning_memtools.doctor.step_trial import gradient_growth, place_of_error, try_step
+from lightning_memtools.doctor.step_trial import gradient_growth, place_of_error, trial_of
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.arriving_values import ArrivingValues
 
 
 class StepTrial:
-    """Checks by a trial of the first batch's forward pass on fake tensors: broadcasting, sums, discarded moves."""
+    """Checks by a trial of the first batch's forward pass on fake tensors: broadcasting and sums."""
 
     # A sum doubles the gradient exactly; half of that allows for a part of the loss that is a mean.
     MIN_GROWTH = 1.5
@@ -31,7 +31,7 @@ class StepTrial:
         """Make the trial, and report what it showed."""
         if index or self._case.forward is None:
             return
-        facts = try_step(self._case, batch)
+        facts = trial_of(self._case, batch)
         if facts.error is not None:
             yield Finding(
                 "trial",
@@ -51,16 +51,6 @@ class StepTrial:
                     f"Its inputs {one.first} and {one.second} broadcast to {one.result} in a trial on fake tensors.",
                     "Every prediction is compared with every target: training runs and learns the mean.",
                     "Give both the same shape: target.unsqueeze(1), or prediction.squeeze(1).",
-                )
-        if "devices" in self._names:
-            for line in dict.fromkeys(facts.discarded_moves):
-                yield Finding(
-                    "devices",
-                    "warning",
-                    str(line),
-                    f"`{line.source}` moves a tensor and throws the moved copy away.",
-                    "The tensor stays where it was: unlike module.to(), tensor.to() returns a copy.",
-                    f"Assign the result: x = {line.source}",
                 )
         if "loss_sum" in self._names and facts.error is None and (facts.sum_lines or facts.sums_last):
             growth = gradient_growth(self._case, batch)

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_memtools._torch import AnyBatchNorm, AnyDropout, write_count
 from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.step_trial import trial_of
 from lightning_memtools.doctor.training_case import TrainingCase, listed
+from lightning_memtools.memory.user_code import CodeLine
 
 
 class ModuleModes:
@@ -97,24 +98,17 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 
 class Devices:
-    """Check: parameters, buffers and plain tensor attributes on another device than the model."""
+    """Check: parameters, buffers and plain tensor attributes on another device than the model, and unused moves."""
 
     def __init__(self, case: TrainingCase) -> None:
         self._case = case
 
     def before_training(self) -> Iterator[Finding]:
-        """Compare devices."""
-        model = self._case.model
-        if hasattr(model, "hf_device_map") or any(hasattr(part, "hf_device_map") for part in model.children()):
-            return  # accelerate moves the inputs of each part
-        parameters = dict(model.named_parameters())
-        sizes: Counter[torch.device] = Counter()
-        for parameter in parameters.values():
-            sizes[parameter.device] += parameter.numel()
-        if not sizes:
+        """Compare the devices of what is registered."""
+        home = self._case.home()
+        if home is None or self._is_spread_by_accelerate():
             return
-        home = sizes.most_common(1)[0][0]
-        registered = {**parameters, **dict(model.named_buffers())}
+        registered = {**dict(self._case.model.named_parameters()), **dict(self._case.model.named_buffers())}
         away = {name: tensor.device for name, tensor in registered.items() if tensor.device.type != home.type}
         if away:
             name, device = next(iter(away.items()))
@@ -126,20 +120,43 @@ class Devices:
                 "The forward pass raises 'Expected all tensors to be on the same device' where they meet.",
                 f"model.to({str(home)!r}) once everything is registered (tensor.to() alone returns a copy).",
             )
-        plain = {
-            f"{name}.{key}" if name else key: value.device
-            for name, module in model.named_modules()
-            for key, value in vars(module).items()
-            # A tensor with one element may stay on the host: every device takes it.
-            if isinstance(value, Tensor) and value.device.type != home.type and value.dim() > 0
-        }
-        if plain:
-            name, device = next(iter(plain.items()))
+
+    def batch_start(self, batch: Any, index: int) -> Iterator[Finding]:
+        """Report plain attributes, and what the trial showed of them."""
+        if index:
+            return
+        facts = trial_of(self._case, batch)
+        strays = {} if self._is_spread_by_accelerate() else self._case.strays()
+        for met in (True, False):
+            plain = [name for name in strays if (name in facts.meetings) is met]
+            if plain:
+                yield self._plain_attributes(plain, facts.meetings.get(plain[0]))
+        for line in dict.fromkeys(facts.discarded_moves):
             yield Finding(
                 "devices",
-                "warning" if home.type != "cpu" else "info",
-                listed(list(plain)),
-                f"{len(plain)} tensors are plain attributes of modules: {name} is on {device}, the model on {home}.",
-                "model.to() does not move them, state_dict() does not save them, and mixing devices raises.",
-                f"self.register_buffer({name.rpartition('.')[2]!r}, tensor, persistent=False)",
+                "warning",
+                str(line),
+                f"`{line.source}` moves a tensor and throws the moved copy away.",
+                "The tensor stays where it was: unlike module.to(), tensor.to() returns a copy.",
+                f"Assign the result: x = {line.source}",
             )
+
+    def _plain_attributes(self, names: list[str], meeting: CodeLine | None) -> Finding:
+        module, key = self._case.strays()[names[0]]
+        place = f"{names[0]} is on {getattr(module, key).device}, the model on {self._case.home()}"
+        return Finding(
+            "devices",
+            "info" if meeting is None else "warning",
+            listed(names),
+            f"{len(names)} tensors are plain attributes of modules: {place}."
+            + (f" In a trial on fake tensors it meets a tensor of the model's device at {meeting}." if meeting else ""),
+            "The step raises 'Expected all tensors to be on the same device' there."
+            if meeting
+            else "model.to() does not move them, and state_dict() does not save them.",
+            f"self.register_buffer({key!r}, tensor, persistent=False)",
+        )
+
+    def _is_spread_by_accelerate(self) -> bool:
+        """Return whether accelerate has placed the model's parts, and moves the inputs of each."""
+        model = self._case.model
+        return any(hasattr(part, "hf_device_map") for part in (model, *model.children()))

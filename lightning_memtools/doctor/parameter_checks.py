@@ -130,7 +130,7 @@ class MissingGradients:
                 seen.n_steps += 1
                 if parameter.grad is None:
                     seen.n_missing += 1
-                elif parameter.grad.layout is torch.strided:
+                elif parameter.grad.layout is torch.strided and not self._case.computes_nothing:
                     key = parameter.grad.device, parameter.grad.dtype
                     with_gradient.setdefault(key, []).append((seen, parameter.grad))
         for pairs in with_gradient.values():
@@ -168,7 +168,7 @@ class MissingGradients:
             and seen.n_zero == seen.n_steps
             and (seen.parameter.grad is None or not seen.parameter.grad.any())
         ]
-        shrunk = [seen for seen in zero if self._shrinks.get(seen.name, 0.0) > 0]
+        shrunk = [seen for seen in zero if seen.weight_decay and self._shrinks.get(seen.name, 0.0) > 0]
         if shrunk:
             yield self._shrinking(shrunk)
         rest = [seen for seen in zero if seen not in shrunk]

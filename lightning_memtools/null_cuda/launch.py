@@ -6,14 +6,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_memtools.memory.sizes import find_gpu, known_gpus, parse_capacity
 from lightning_memtools.null_cuda.stubs import installed_torch, stub_libraries
+
+if TYPE_CHECKING:
+    import torch
 
 # Without a GPU and a capacity nothing is to run out, so that what is needed can be told.
 _DEFAULT_GPU = "A100 80GB"
 _NO_LIMIT_BYTES = 2**40
 _DRY_RUN = " (dry run)"
+
+
+def computes_nothing(device: torch.device) -> bool:
+    """Return whether a device is one of a dry run, whose values come back as zeros."""
+    import torch  # noqa: PLC0415, the program that starts a dry run needs no torch itself
+
+    return device.type == "cuda" and torch.cuda.get_device_name(device).endswith(_DRY_RUN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,6 +276,36 @@ def test_zero_gradients_alone_are_worth_a_remark_only(norm):
     assert finding.place == "0.weight, 0.bias, 3.weight"
 
 
+class HalfUsed(nn.Module):
+    """Its second part takes part in the loss times zero, as is done so that DDP finds no unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = network(), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.used(x) + 0.0 * sum(parameter.sum() for parameter in self.unused.parameters())
+
+
+def test_weights_that_only_weight_decay_moves_are_found_with_their_shrink_per_step():
+    model = HalfUsed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    finding = only(found(model, rows(), optimizer=optimizer), "missing_gradients")
+    assert (finding.severity, finding.place) == ("warning", "unused.weight, unused.bias")
+    assert "The gradients of 2 parameters were exactly zero in all of 8 steps" in finding.evidence
+    assert "weight_decay=0.1 shrank unused." in finding.evidence
+    assert "by 0.001 of its norm in one step" in finding.evidence  # lr x weight_decay
+    assert "63% are lost in 1000 such steps" in finding.effect  # 1 - 0.999 ** 1000
+
+
+def test_weights_without_a_gradient_that_no_weight_decay_moves_are_worth_a_remark_only():
+    model = HalfUsed()
+    groups = [{"params": model.used.parameters()}, {"params": model.unused.parameters(), "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    finding = only(found(model, rows(), optimizer=optimizer), "missing_gradients")
+    assert (finding.severity, finding.place) == ("info", "unused.weight, unused.bias")
+
+
 def test_total_loss_with_a_graph_is_found_with_its_holder():
     class Sums(nn.Module):
         def __init__(self) -> None:
