@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from typing import Any
+import sys
+from contextlib import redirect_stdout
 
-from lightning_memtools.cli.estimate import UsageError, load
+from lightning_memtools.cli.targets import Target, UsageError
 from lightning_memtools.reporting.tables import console_table
+
+TARGET = Target("diagnose", ("model", "dataloader"), "optimizer")
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,17 +20,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description=__doc__,
         epilog="Exit status: 0 if nothing serious was found, 1 if something was, or the command line is wrong.",
     )
-    parser.add_argument(
-        "target",
-        metavar="MODULE:CALLABLE",
-        help="a function without arguments that returns (model, dataloader), (model, dataloader, optimizer), or a dict "
-        "with the arguments of diagnose",
-    )
+    TARGET.add_to(parser, "A plain module needs the dict, with its step: step=lambda model, batch: loss.")
     parser.add_argument("--checkpoint", metavar="FILE", help="compare its keys with the model, before it is loaded")
     parser.add_argument("--checks", nargs="+", metavar="NAME", help="make these checks only")
     parser.add_argument("--ignore", nargs="+", metavar="NAME", help="leave these checks out")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps to run (20)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps to run (default: 20)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
     parser.set_defaults(run=run)
 
 
@@ -42,34 +39,18 @@ def run(chosen: argparse.Namespace) -> int:
 
     from lightning_memtools.doctor.diagnosing import diagnose  # noqa: PLC0415
 
-    arguments = _arguments_of(load(chosen.target)(), chosen.target)
-    for name in ("checkpoint", "checks", "ignore", "steps"):
-        if getattr(chosen, name) is not None:
-            arguments[name] = getattr(chosen, name)
-    try:
-        report = diagnose(**arguments)
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
+    # What the user's own code prints must not get between the lines of the JSON.
+    with redirect_stdout(sys.stderr):
+        arguments = TARGET.arguments(chosen, ("checkpoint", "checks", "ignore", "steps"))
+        try:
+            report = diagnose(**arguments)
+        except (ValueError, TypeError) as error:
+            raise UsageError(str(error)) from error
     if chosen.json:
         print(report.as_json())  # noqa: T201, a command prints
     else:
         console = rich.console.Console()
         if report.findings:
             console.print(console_table(report.table()))
-        console.print(
-            f"{len(report.checks)} checks, {report.steps} training steps: {len(report.findings)} findings, "
-            f"{len(report.serious)} serious.",
-            markup=False,
-        )
+        console.print(report.summary(), markup=False)
     return 1 if report.serious else 0
-
-
-def _arguments_of(returned: Any, target: str) -> dict[str, Any]:
-    if isinstance(returned, Mapping):
-        return dict(returned)
-    if isinstance(returned, tuple) and len(returned) in {2, 3}:
-        return dict(zip(("model", "dataloader", "optimizer"), returned, strict=False))
-    raise UsageError(
-        f"{target} returned {returned!r:.80}. Return (model, dataloader), (model, dataloader, optimizer), or a dict "
-        "with the arguments of diagnose."
-    )

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from lightning_memtools.cli.targets import Target, UsageError
 from lightning_memtools.reporting.tables import Table, console_table
 
 PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 STAGES = ("train", "val", "test", "predict")
-
-
-class UsageError(Exception):
-    """The command line is wrong; the message says how, and what to do."""
+TARGET = Target("estimate_memory", ("model", "batch"), "step")
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,12 +20,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="predict the memory of a training step, without a GPU",
         description=__doc__,
     )
-    parser.add_argument(
-        "target",
-        metavar="MODULE:CALLABLE",
-        help="a function without arguments that returns (model, batch), or (model, batch, step), or a dict with the "
-        "arguments of estimate_memory. Build large models under torch.device('meta').",
-    )
+    TARGET.add_to(parser, "Build large models under torch.device('meta').")
     parser.add_argument("--optimizer", metavar="NAME", help="a class of torch.optim, such as AdamW")
     parser.add_argument("--precision", choices=PRECISIONS)
     parser.add_argument("--stage", choices=STAGES)
@@ -48,7 +37,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.set_defaults(run=run)
 
 
-def run(chosen: argparse.Namespace) -> None:  # noqa: C901, one branch per option
+def run(chosen: argparse.Namespace) -> None:
     """Estimate, and print the result.
 
     Raises:
@@ -60,10 +49,8 @@ def run(chosen: argparse.Namespace) -> None:  # noqa: C901, one branch per optio
 
     if chosen.max_batch and chosen.capacity is None:
         raise UsageError("--max-batch needs --capacity, such as --capacity 24GiB.")
-    arguments = arguments_of(load(chosen.target)(), chosen.target)
-    for name in ("precision", "stage", "steps", "accumulate", "clip", "device", "allocator", "capacity"):
-        if getattr(chosen, name) is not None:
-            arguments[name] = getattr(chosen, name)
+    options = ("precision", "stage", "steps", "accumulate", "clip", "device", "allocator", "capacity")
+    arguments = TARGET.arguments(chosen, options)
     if chosen.optimizer is not None:
         arguments["optimizer"] = optimizer_of(chosen.optimizer)
     try:
@@ -89,50 +76,6 @@ def run(chosen: argparse.Namespace) -> None:  # noqa: C901, one branch per optio
     if chosen.picture:
         estimate.save_picture(chosen.picture)
         console.print(f"Picture: {chosen.picture}", markup=False)
-
-
-def load(target: str) -> Callable[[], Any]:
-    """Return the callable that MODULE:CALLABLE names; modules are also looked for in the working directory.
-
-    Raises:
-        UsageError: There is none.
-    """
-    module_name, colon, name = target.partition(":")
-    if not colon or not name:
-        raise UsageError(f"{target!r} names no callable: write MODULE:CALLABLE, such as my_project:model_and_batch.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise UsageError(f"No module {error.name!r} here or among what is installed. You are in {here}.") from error
-    for part in name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            raise UsageError(f"Module {module_name!r} has no {name!r}.")
-    if not callable(found):
-        raise UsageError(f"{target} is {found!r:.80}, which cannot be called: name a function.")
-    function: Callable[[], Any] = found
-    return function
-
-
-def arguments_of(returned: Any, target: str) -> dict[str, Any]:
-    """Return the arguments of estimate_memory that a target returned.
-
-    Raises:
-        UsageError: It is none of the accepted forms.
-    """
-    if isinstance(returned, Mapping):
-        return dict(returned)
-    if isinstance(returned, tuple) and len(returned) in {2, 3}:
-        return dict(zip(("model", "batch", "step"), returned, strict=False))
-    raise UsageError(
-        f"{target} returned {returned!r:.80}. Return (model, batch), (model, batch, step), or a dict with "
-        "the arguments of estimate_memory."
-    )
 
 
 def optimizer_of(name: str) -> Any:

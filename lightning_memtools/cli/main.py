@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_memtools.cli import doctor, dry_run, estimate, replay, report
+from lightning_memtools.cli.targets import UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         return chosen.run(chosen) or 0
-    except estimate.UsageError as error:
+    except UsageError as error:
         print(f"memtools: {error}", file=sys.stderr)  # noqa: T201, a command prints
         return 1
 

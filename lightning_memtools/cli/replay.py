@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_memtools.cli.estimate import UsageError, load
+from lightning_memtools.cli.targets import UsageError, load
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.findings import Finding, counted
 from lightning_memtools.doctor.training_case import TrainingCase, listed
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 
@@ -34,18 +35,22 @@ class CheckpointKeys:
     def before_loading(self) -> Iterator[Finding]:
         """Load the checkpoint into a copy of the model without memory."""
         path = self._case.checkpoint
-        if path is None or not Path(path).is_file():  # a directory of shards, or a name such as "last"
+        if path is None:
             return
         try:
             state = weights_in(path)
         except Exception as error:  # noqa: BLE001, whatever is wrong with the file
+            is_refused = isinstance(error, UnpicklingError) and is_zipfile(path)
             yield Finding(
                 "checkpoint_keys",
-                "info",
+                # Objects other than tensors are refused, and are no mistake: loading them would run their code.
+                "info" if is_refused else "error",
                 path,
                 f"It could not be read: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}",
-                "Its keys were not compared.",
-                "Check that it is a checkpoint, and complete.",
+                "Its keys were not compared with the model's.",
+                "Save the state_dict alone, or compare by hand: model.load_state_dict(state, strict=False)."
+                if is_refused
+                else "Check that it is a checkpoint, and complete.",
             )
             return
         yield from compare_keys(self._case.model, state, path)
@@ -92,7 +97,8 @@ def compare_keys(model: nn.Module, state: Mapping[str, Tensor], path: str) -> It
             "checkpoint_keys",
             "error",
             f"{path}: {listed(counters)}",
-            f"A trial load misses {len(counters)} counters of batches, which BatchNorm has had since PyTorch 0.4.1.",
+            f"A trial load misses {counted(len(counters), 'counter', 'counters')} of batches, which BatchNorm has had "
+            "since PyTorch 0.4.1.",
             "load_state_dict raises 'Missing key(s)'. The counter matters only to BatchNorm(momentum=None).",
             f"Add state[key] = torch.tensor(0) for each of them ({counters[0]!r} is one), or load with strict=False.",
         )
@@ -101,7 +107,8 @@ def compare_keys(model: nn.Module, state: Mapping[str, Tensor], path: str) -> It
             "checkpoint_keys",
             "error",
             f"{path}: {listed(extra)}",
-            f"A trial load finds {len(extra)} statistics of BatchNorm that the model has no place for.",
+            f"A trial load finds {counted(len(extra), 'statistic', 'statistics')} of BatchNorm that the model "
+            "has no place for.",
             "load_state_dict raises 'Unexpected key(s)'. The model was built without these "
             "layers, or with track_running_stats=False.",
             "Build the model as it was saved, or remove these keys from the state_dict.",
@@ -116,7 +123,8 @@ def compare_keys(model: nn.Module, state: Mapping[str, Tensor], path: str) -> It
             "checkpoint_keys",
             "error",
             f"{path}: {listed([size[0] for size in sizes])}",
-            f"{len(sizes)} tensors have another size: {name} is {saved} in the checkpoint and {current} in the model.",
+            f"{counted(len(sizes), 'tensor has', 'tensors have')} another size: {name} is {saved} in "
+            f"the checkpoint and {current} in the model.",
             "load_state_dict raises 'size mismatch', also with strict=False.",
             "Build the model with the sizes it was saved with, or leave these keys out and train them anew.",
         )

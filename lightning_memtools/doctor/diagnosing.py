@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def diagnose(
         The report. A step that raises is an error in it, at the user's line; what was found until then stands.
 
     Raises:
-        ValueError: A check's name is unknown, `steps` is below 1, or a plain module comes without `step`.
+        ValueError: A check's name is unknown, `steps` is below 1, a plain module comes without `step`, or the
+            checkpoint is no file.
     """
     names = selected_checks(checks, ignore)
     if steps < 1:
@@ -86,6 +88,9 @@ def diagnose(
             f"{type(model).__name__} is no LightningModule, so diagnose does not know its loss. Pass "
             "step=lambda model, batch: loss."
         )
+    if checkpoint is not None and not Path(checkpoint).is_file():
+        is_there = "is a directory; give one file" if Path(checkpoint).is_dir() else "does not exist"
+        raise ValueError(f"checkpoint={os.fspath(checkpoint)!r} {is_there}.")
     snapshot = StateSnapshot([model, optimizer])
     try:
         with warnings.catch_warnings():

@@ -14,7 +14,9 @@ from lightning_memtools.doctor.training_case import TrainingCase
 
 
 class Examination:
-    """Watches the first steps of a training; call the method of each event when it happens.
+    """Watches the first steps of a training and of evaluation; call the method of each event when it happens.
+
+    Events of training after the last watched step, and of evaluation after as many batches, do nothing.
 
     A check that fails itself is left out from then on and reported as information; the others go on.
 
@@ -31,16 +33,6 @@ class Examination:
         self.n_evaluated = 0
         self.is_concluded = False
         self._checks = made_checks(case, names)
-
-    @property
-    def watches_training(self) -> bool:
-        """True until `steps` training batches are over."""
-        return not self.is_concluded
-
-    @property
-    def watches_evaluation(self) -> bool:
-        """True until as many evaluation batches are over."""
-        return self.n_evaluated < self.case.steps
 
     def report(self) -> DoctorReport:
         """Return what was found so far."""
@@ -60,20 +52,20 @@ class Examination:
 
     def batch_start(self, batch: Any) -> None:
         """A training batch is on the device."""
-        self._tell("batch_start", batch, self.n_steps)
+        self._tell_in_training("batch_start", batch, self.n_steps)
         self.case.trial = None  # its error holds the step's frames
 
     def before_backward(self, loss: Any) -> None:
         """The forward pass is over."""
-        self._tell("before_backward", loss)
+        self._tell_in_training("before_backward", loss)
 
     def after_backward(self) -> None:
         """Gradients are there."""
-        self._tell("after_backward")
+        self._tell_in_training("after_backward")
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
-        self._tell("before_optimizer_step", optimizer)
+        self._tell_in_training("before_optimizer_step", optimizer)
 
     def batch_end(self, batch: Any) -> None:
         """A training batch is over; the last watched one ends the examination of training."""
@@ -84,12 +76,14 @@ class Examination:
 
     def evaluation_batch_start(self) -> None:
         """An evaluation batch begins."""
-        self._tell("evaluation_batch_start")
+        if self.n_evaluated < self.case.steps:
+            self._tell("evaluation_batch_start")
 
     def evaluation_batch_end(self, outputs: Any) -> None:
         """An evaluation batch is over."""
-        self.n_evaluated += 1
-        self._tell("evaluation_batch_end", outputs)
+        if self.n_evaluated < self.case.steps:
+            self.n_evaluated += 1
+            self._tell("evaluation_batch_end", outputs)
 
     def evaluation_end(self) -> None:
         """An evaluation within training is over."""
@@ -100,6 +94,10 @@ class Examination:
         if not self.is_concluded:
             self.is_concluded = True
             self._tell("conclude")
+
+    def _tell_in_training(self, event: str, *arguments: Any) -> None:
+        if not self.is_concluded:
+            self._tell(event, *arguments)
 
     def _tell(self, event: str, *arguments: Any) -> None:
         for name, check in list(self._checks):

@@ -13,6 +13,11 @@ Severity = Literal["info", "warning", "error"]
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 
+def counted(n: int, one: str, several: str) -> str:
+    """Return a number with its noun, such as "1 step" or "3 steps"."""
+    return f"{n:,} {one if n == 1 else several}"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A mistake, with the measurement or trial that shows it.
@@ -76,13 +81,19 @@ class DoctorReport:
         ]
         return Table(("severity", "evidence and effect", "fix"), rows, align="lll")
 
+    def summary(self) -> str:
+        """Return the numbers of checks, steps and findings as one line."""
+        made = (
+            f"{counted(len(self.checks), 'check', 'checks')}, {counted(self.steps, 'training step', 'training steps')}"
+        )
+        if not self.findings:
+            return f"{made}. Nothing was found."
+        return f"{made}. Findings: {len(self.findings)}, serious: {len(self.serious)}."
+
     def markdown(self) -> str:
         """Return the report as markdown."""
-        head = f"# TrainingDoctor\n\n{len(self.checks)} checks, {self.steps} training steps watched. "
-        if not self.findings:
-            return f"{head}Nothing was found.\n"
-        n_serious = len(self.serious)
-        return f"{head}Findings: {len(self.findings)}, serious: {n_serious}.\n\n{markdown_table(self.table())}\n"
+        table = f"\n{markdown_table(self.table())}\n" if self.findings else ""
+        return f"# TrainingDoctor\n\n{self.summary()}\n{table}"
 
     def as_json(self) -> str:
         """Return the report as JSON, for programs."""
@@ -105,7 +116,7 @@ class TrainingMistakeError(RuntimeError):
     def __init__(self, report: DoctorReport) -> None:
         self.report = report
         super().__init__(
-            f"TrainingDoctor found {len(report.serious)} serious mistake(s):\n"
+            f"TrainingDoctor found {counted(len(report.serious), 'serious mistake', 'serious mistakes')}:\n"
             + "\n".join(f"- {finding}" for finding in report.serious)
             + "\nNext: mend them, or leave a check out with ignore=[its name]."
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import node_sequence_number
-from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.findings import Finding, counted
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.leaks.growing_graphs import graph_clock, tensors_with_graph
 from lightning_memtools.memory.leaks.holders import find_holder, is_a
@@ -173,8 +173,9 @@ class EvaluationGraphs:
             "evaluation_graphs",
             "warning",
             "evaluation step",
-            f"{len(with_graph)} outputs of an evaluation batch carry an autograd graph; the first has {n_nodes:,} "
-            f"nodes, and gradients are {'enabled' if torch.is_grad_enabled() else 'enabled inside the step'}.",
+            f"{counted(len(with_graph), 'output', 'outputs')} of an evaluation batch came with an autograd graph; the "
+            f"first has {n_nodes:,} nodes, and gradients are enabled"
+            + ("." if torch.is_grad_enabled() else " inside the step."),
             "Evaluation keeps the activations of the whole forward pass, as training does, for nothing.",
             "with torch.no_grad(): around evaluation, and no enable_grad() in it; detach what is returned.",
         )

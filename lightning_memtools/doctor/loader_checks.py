@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 from lightning_memtools._torch import AnyBatchNorm, write_count
-from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.findings import Finding, counted
 from lightning_memtools.doctor.step_trial import place_of_error, trial_of, try_step
 from lightning_memtools.doctor.training_case import TrainingCase, listed
 from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
@@ -96,7 +96,11 @@ class SharedMemory:
         need = sum(ahead) * batch_bytes * case.local_ranks
         if need <= self._free:
             return
-        workers = " + ".join(f"{loader.num_workers} workers x {loader.prefetch_factor} batches" for loader in loaders)
+        workers = " + ".join(
+            f"{counted(loader.num_workers, 'worker', 'workers')} x "
+            f"{counted(loader.prefetch_factor, 'batch', 'batches')}"
+            for loader in loaders
+        )
         ranks = f", on {case.local_ranks} ranks," if case.local_ranks > 1 else ""
         yield Finding(
             "shared_memory",

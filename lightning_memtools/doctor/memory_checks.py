@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.findings import Finding, counted
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import format_size
@@ -49,7 +49,11 @@ class GrowingMemory:
             str(self._case.device),
             f"Allocated memory grew in each of {len(growths)} steps after the third, by {format_size(per_step)} on "
             f"average, to {format_size(levels[-1])}."
-            + (f" {n_left:,} more steps fill the device; an epoch has {n_batches:,}." if fills else ""),
+            + (
+                f" {counted(n_left or 0, 'more step fills', 'more steps fill')} the device; an epoch has {n_batches:,}."
+                if fills
+                else ""
+            ),
             "Training runs out of memory." if fills else "An epoch's collected outputs do that too, until it ends.",
             "Find what is collected (EmptyCache names it), and keep numbers, or tensors on the host: x.detach().cpu().",
         )

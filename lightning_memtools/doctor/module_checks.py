@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_memtools._torch import AnyBatchNorm, AnyDropout, write_count
-from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.findings import Finding, counted
 from lightning_memtools.doctor.step_trial import trial_of
 from lightning_memtools.doctor.training_case import TrainingCase, listed
 from lightning_memtools.memory.user_code import CodeLine
@@ -71,8 +71,8 @@ class ModuleModes:
             "module_modes",
             "warning",
             listed(changed),
-            f"{len(changed)} BatchNorm layers are in train mode in evaluation, and an evaluation batch has changed "
-            "their running statistics.",
+            f"{counted(len(changed), 'BatchNorm layer is', 'BatchNorm layers are')} in train mode in evaluation, and "
+            "an evaluation batch has changed their running statistics.",
             "Evaluation depends on how its data is batched, and leaks into the trained model.",
             "Call model.eval() before evaluation, and do not call train() on a part of it there.",
         )
@@ -116,7 +116,8 @@ class Devices:
                 "devices",
                 "warning",
                 listed(list(away)),
-                f"{len(away)} parameters and buffers are not on {home}, where the others are: {name} is on {device}.",
+                f"{counted(len(away), 'parameter or buffer is', 'parameters and buffers are')} not on {home}, where "
+                f"the others are: {name} is on {device}.",
                 "The forward pass raises 'Expected all tensors to be on the same device' where they meet.",
                 f"model.to({str(home)!r}) once everything is registered (tensor.to() alone returns a copy).",
             )
@@ -148,7 +149,7 @@ class Devices:
             "devices",
             "info" if meeting is None else "warning",
             listed(names),
-            f"{len(names)} tensors are plain attributes of modules: {place}."
+            f"{counted(len(names), 'tensor is a plain attribute', 'tensors are plain attributes')} of modules: {place}."
             + (f" In a trial on fake tensors it meets a tensor of the model's device at {meeting}." if meeting else ""),
             "The step raises 'Expected all tensors to be on the same device' there."
             if meeting

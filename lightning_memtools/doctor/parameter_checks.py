@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import l2_norm_of_each
-from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.findings import Finding, counted
 from lightning_memtools.doctor.training_case import TrainingCase, listed
 
 # Fewer steps show nothing: a generator may be trained in every second step.
@@ -43,7 +43,8 @@ class OptimizerParameters:
                 "optimizer_parameters",
                 "warning",
                 listed([names.get(key, "a tensor") for key in twice]),
-                f"{len(twice)} parameters are listed more than once: in {' and in '.join(places[twice[0]])}.",
+                f"{counted(len(twice), 'parameter is', 'parameters are')} listed more than once: "
+                f"in {' and in '.join(places[twice[0]])}.",
                 "Every step moves them several times, with several states and weight decays.",
                 "Give each parameter to one group of one optimizer.",
             )
@@ -52,7 +53,8 @@ class OptimizerParameters:
                 "optimizer_parameters",
                 "info",
                 listed(frozen),
-                f"{len(frozen)} parameters in the optimizer have requires_grad=False.",
+                f"{counted(len(frozen), 'parameter in the optimizer has', 'parameters in the optimizer have')} "
+                "requires_grad=False.",
                 "They cannot get a gradient, and stay as they are.",
                 "optimizer(p for p in model.parameters() if p.requires_grad) makes that explicit.",
             )
@@ -76,8 +78,8 @@ class OptimizerParameters:
             "optimizer_parameters",
             "warning",
             listed(list(left_out)),
-            f"{len(left_out)} parameters get gradients ({n_bytes:,} bytes after {MIN_STEPS} steps) and are in no "
-            "optimizer.",
+            f"{counted(len(left_out), 'parameter gets', 'parameters get')} gradients ({n_bytes:,} bytes after "
+            f"{MIN_STEPS} steps) without being in any optimizer.",
             "They are never trained, and their gradients add up and cost time and memory.",
             "Add them to the optimizer, or call requires_grad_(False) on them.",
         )
@@ -177,7 +179,8 @@ class MissingGradients:
                 "missing_gradients",
                 "info",
                 listed([seen.name for seen in rest]),
-                f"The gradients of {len(rest)} parameters were exactly zero in all of {rest[0].n_steps} steps.",
+                f"The gradients of {counted(len(rest), 'parameter', 'parameters')} were exactly zero in all of "
+                f"{rest[0].n_steps} steps.",
                 "They do not learn; dead ReLUs, a loss that ignores them, or saturated values are common reasons.",
                 "Follow their output to the loss, or look at the activations behind them.",
             )
@@ -187,7 +190,8 @@ class MissingGradients:
             "missing_gradients",
             "warning",
             listed([seen.name for seen in missing]),
-            f"{len(missing)} parameters in the optimizer had no gradient (None) in any of {missing[0].n_steps} steps.",
+            f"{counted(len(missing), 'parameter', 'parameters')} in the optimizer had no gradient (None) in any of "
+            f"{missing[0].n_steps} steps.",
             "They are never trained, and DDP raises unless find_unused_parameters is set.",
             "Use them in the loss (no detach() on the way), or call requires_grad_(False) on them.",
         )
@@ -199,8 +203,9 @@ class MissingGradients:
             "missing_gradients",
             "warning",
             listed([seen.name for seen in shrunk]),
-            f"The gradients of {len(shrunk)} parameters were exactly zero in all of {first.n_steps} steps, and "
-            f"weight_decay={first.weight_decay:g} shrank {first.name} by {share:.3g} of its norm in one step.",
+            f"The gradients of {counted(len(shrunk), 'parameter', 'parameters')} were exactly zero in all of "
+            f"{first.n_steps} steps, and weight_decay={first.weight_decay:g} shrank {first.name} by {share:.3g} of "
+            "its norm in one step.",
             f"They shrink towards zero without learning: {1 - (1 - share) ** 1000:.0%} are lost in 1000 such steps.",
             "Leave them out of the optimizer, or let zero_grad() set gradients to None (its default).",
         )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_memtools.cli.main import main
+
 SCRIPT = """
 import torch
 from torch import nn
@@ -26,7 +28,17 @@ def parts(n, *layers):
     }
 
 def healthy():
+    print("prints something")
     return parts(32, nn.ReLU())
+
+def needs(size):
+    return parts(size)
+
+def three():
+    return 3
+
+def plain():
+    return parts(32)["model"], parts(32)["dataloader"]
 
 def broken():
     return parts(33, nn.BatchNorm1d(8))
@@ -43,7 +55,7 @@ def memtools(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_exit_status_tells_whether_something_serious_was_found(target, status, tmp_path):
     result = memtools(tmp_path, f"project:{target}", "--json")
     assert result.returncode == status, result.stderr
-    report = json.loads(result.stdout)
+    report = json.loads(result.stdout)  # and nothing else, whatever the function prints
     assert report["serious"] == status
     assert report["steps"] == 3
     assert [one["check"] for one in report["findings"] if one["severity"] != "info"] == (
@@ -54,7 +66,29 @@ def test_the_exit_status_tells_whether_something_serious_was_found(target, statu
 def test_the_table_and_an_unknown_check(tmp_path):
     result = memtools(tmp_path, "project:broken", "--checks", "batch_norm_one_sample")
     assert result.returncode == 1
-    assert "1 checks, 3 training steps: 1 findings, 1 serious." in result.stdout
+    assert "1 check, 3 training steps. Findings: 1, serious: 1." in result.stdout
     result = memtools(tmp_path, "project:broken", "--checks", "batch_norm")
     assert result.returncode == 1
     assert "There is no check 'batch_norm'. Did you mean 'batch_norm_one_sample'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["project:three"], "project:three returned 3. Return (model, dataloader), (model, dataloader, optimizer), or"),
+        (["project:needs"], "project:needs cannot be called without arguments: missing a required argument: 'size'"),
+        (["project:plain"], "Sequential is no LightningModule, so diagnose does not know its loss"),
+        (["project:healthy", "--steps", "0"], "steps=0 watches nothing"),
+        (["project:healthy", "--checkpoint", "no.ckpt"], "checkpoint='no.ckpt' does not exist."),
+    ],
+)
+def test_a_wrong_command_line_is_explained_in_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "project.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "project", raising=False)
+    assert main(["doctor", *arguments]) == 1
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1].startswith(f"memtools: {message}")
+    assert not said.out
+    del sys.modules["project"]

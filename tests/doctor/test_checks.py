@@ -56,7 +56,7 @@ def test_shared_memory_that_is_too_small_is_found_with_the_need(monkeypatch):
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, num_workers=1, prefetch_factor=8)
     finding = only(found(network(), loader, steps=1), "shared_memory")
     # 8 x (4 + 1) numbers of 4 bytes in a batch, 8 batches ahead
-    assert "1 workers x 8 batches of 160 B need 1.25 KiB" in finding.evidence
+    assert "1 worker x 8 batches of 160 B need 1.25 KiB" in finding.evidence
     assert "1000 B were free" in finding.evidence
     monkeypatch.setattr(loader_checks, "free_shared_memory", lambda: 1280)
     assert not serious(found(network(), loader, steps=1))
@@ -80,6 +80,27 @@ def test_a_checkpoint_that_fits_is_left_alone(tmp_path):
     model = network(norm=True)
     for state in (model.state_dict(), {"state_dict": model.state_dict(), "epoch": 3}):
         assert not serious(found(model, rows(), checkpoint=saved(tmp_path, state), steps=1))
+
+
+def test_a_checkpoint_that_is_no_checkpoint_is_found(tmp_path):
+    path = tmp_path / "weights.pt"
+    path.write_text("half of a download")
+    finding = only(found(network(), rows(), checkpoint=str(path), steps=1), "checkpoint_keys")
+    assert (finding.severity, finding.place) == ("error", str(path))
+    assert "It could not be read: UnpicklingError" in finding.evidence
+
+
+def test_a_checkpoint_with_objects_that_would_run_code_is_no_mistake(tmp_path):
+    path = saved(tmp_path, {"state_dict": network().state_dict(), "settings": Settings("sgd", "32-true", None)})
+    finding = only(found(network(), rows(), checkpoint=path, steps=1), "checkpoint_keys")
+    assert finding.severity == "info"
+    assert "Save the state_dict alone" in finding.fix
+
+
+@pytest.mark.parametrize(("name", "message"), [("", "is a directory; give one file"), ("none.pt", "does not exist")])
+def test_a_checkpoint_that_is_not_there_is_refused(name, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        found(network(), rows(), checkpoint=str(tmp_path / name))
 
 
 def test_missing_counters_of_batch_norm_are_explained(tmp_path):
@@ -362,7 +383,7 @@ def test_graphs_in_evaluation_are_found():
 
     options = {"val_dataloader": rows(16), "steps": 3}
     finding = only(found(network(), rows(), evaluate=evaluate, **options), "evaluation_graphs")
-    assert "1 outputs of an evaluation batch carry an autograd graph" in finding.evidence
+    assert "1 output of an evaluation batch came with an autograd graph" in finding.evidence
     assert not serious(found(network(), rows(), evaluate=torch.no_grad()(evaluate), **options))
 
 

@@ -84,6 +84,21 @@ def test_a_result_of_cuda_that_is_thrown_away_is_found_with_its_line():
     assert "`target.cuda()` moves a tensor and throws the moved copy away" in finding.evidence
 
 
+def test_module_cuda_moves_in_place_and_tensor_cuda_returns_a_copy():
+    """The row of SOURCES.md."""
+    model, scale = network(), torch.ones(4)
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        model.cuda()
+        scale.cuda()
+        return squared(model, [batch[0] * scale.to(batch[0].device), batch[1]])
+
+    model.cuda()
+    finding = only(found(model, rows(), step), "devices")
+    assert "`scale.cuda()` moves a tensor and throws the moved copy away" in finding.evidence
+    assert finding.fix == "Assign the result: x = scale.cuda()"
+
+
 def test_memory_that_would_fill_the_device_is_found():
     kept: list[torch.Tensor] = []
     free = torch.cuda.mem_get_info()[0]

@@ -1,0 +1,100 @@
+"""A function of the user's that a command line names as MODULE:CALLABLE, and the arguments that it returns."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class UsageError(Exception):
+    """The command line is wrong; the message says how, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A target whose function returns the arguments of one of ours, as a dict or as a tuple of the first ones.
+
+    Attributes:
+        function: The name of our function.
+        required: The names of the two arguments that a tuple must have.
+        optional: The name of the third.
+    """
+
+    function: str
+    required: tuple[str, str]
+    optional: str
+
+    @property
+    def forms(self) -> str:
+        """The accepted forms, for messages."""
+        first = ", ".join(self.required)
+        return f"({first}), ({first}, {self.optional}), or a dict with the arguments of {self.function}"
+
+    def add_to(self, parser: argparse.ArgumentParser, advice: str = "") -> None:
+        """Add the target to a command's arguments.
+
+        Args:
+            parser: The command's parser.
+            advice: A sentence for its help.
+        """
+        text = f"a function without arguments that returns {self.forms}. {advice}"
+        parser.add_argument("target", metavar="MODULE:CALLABLE", help=text.strip())
+
+    def arguments(self, chosen: argparse.Namespace, options: tuple[str, ...]) -> dict[str, Any]:
+        """Call the function that the command line names and return the arguments, with the options that were given.
+
+        Raises:
+            UsageError: There is no such function, it needs arguments, or it returns none of the accepted forms.
+        """
+        function = load(chosen.target)
+        try:
+            inspect.signature(function).bind()
+        except TypeError as error:
+            raise UsageError(
+                f"{chosen.target} cannot be called without arguments: {error}. Name a function that needs none."
+            ) from error
+        except ValueError:  # a builtin without a signature
+            pass
+        returned: Any = function()
+        if isinstance(returned, Mapping):
+            arguments = dict(returned)
+        elif isinstance(returned, tuple) and len(returned) in {2, 3}:
+            arguments = dict(zip((*self.required, self.optional), returned, strict=False))
+        else:
+            raise UsageError(f"{chosen.target} returned {returned!r:.80}. Return {self.forms}.")
+        given = {name: getattr(chosen, name) for name in options}
+        return arguments | {name: value for name, value in given.items() if value is not None}
+
+
+def load(target: str) -> Callable[[], Any]:
+    """Return the callable that MODULE:CALLABLE names; modules are also looked for in the working directory.
+
+    Raises:
+        UsageError: There is none.
+    """
+    module_name, colon, name = target.partition(":")
+    if not colon or not name:
+        raise UsageError(f"{target!r} names no callable: write MODULE:CALLABLE, such as my_project:model_and_batch.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise UsageError(f"No module {error.name!r} here or among what is installed. You are in {here}.") from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            raise UsageError(f"Module {module_name!r} has no {name!r}.")
+    if not callable(found):
+        raise UsageError(f"{target} is {found!r:.80}, which cannot be called: name a function.")
+    function: Callable[[], Any] = found
+    return function
