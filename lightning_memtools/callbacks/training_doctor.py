@@ -64,7 +64,7 @@ class TrainingDoctor(Callback):
 
     @property
     def report(self) -> DoctorReport:
-        """What was found so far in the latest fit, on all ranks."""
+        """The findings of all ranks so far, in the latest fit."""
         return DoctorReport(checks=self._names) if self._run is None else self._run.report
 
     @property
