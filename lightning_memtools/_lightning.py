@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -95,21 +95,20 @@ def mark_loops(trainer: Trainer) -> LoopMark:
     set back to an earlier step in public.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
+    batches = epoch_loop.batch_progress
     progresses: list[Any] = [
+        batches,
         trainer.fit_loop.epoch_progress,
-        epoch_loop.batch_progress,
         epoch_loop.scheduler_progress,
         epoch_loop.automatic_optimization.optim_progress.optimizer.step,
         epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad,
         epoch_loop.manual_optimization.optim_step_progress,
     ]
-    trackers: list[object] = [tracker for each in progresses for tracker in (each.total, each.current)]
-    counters = [(tracker, dict(vars(tracker))) for tracker in trackers]
-    for tracker, values in counters:
-        if tracker is epoch_loop.batch_progress.total or tracker is epoch_loop.batch_progress.current:
-            # As if the present batch had not begun: otherwise, a run that resumes from here counts one step too many.
-            values.update(dict.fromkeys(values, values["completed"]))
-    counters.append((epoch_loop.batch_progress, {"is_last_batch": epoch_loop.batch_progress.is_last_batch}))
+    counters = [(tracker, vars(tracker).copy()) for each in progresses for tracker in (each.total, each.current)]
+    for _, values in counters[:2]:
+        # As if the present batch had not begun: otherwise, a run that resumes from here counts one step too many.
+        values.update(dict.fromkeys(values, values["completed"]))
+    counters.append((batches, {"is_last_batch": batches.is_last_batch}))
     return LoopMark(
         counters,
         [(config.scheduler, config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
@@ -124,6 +123,28 @@ def turn_back(trainer: Trainer, mark: LoopMark) -> None:
     for scheduler, state in mark.schedulers:
         scheduler.load_state_dict(state)
     trainer.fit_loop.epoch_loop._batches_that_stepped = mark.batches_that_stepped
+
+
+class EvaluationBatchEnd(NamedTuple):
+    """The arguments of on_validation_batch_end and on_test_batch_end, which every callback gets alike."""
+
+    trainer: Trainer
+    module: LightningModule
+    outputs: Any
+    batch: Any
+    batch_idx: int
+    dataloader_idx: int = 0
+
+    @property
+    def stage(self) -> Literal["val", "test"]:
+        """The stage that is running."""
+        return "test" if self.trainer.testing else "val"
+
+    @property
+    def place(self) -> str:
+        """The batch within its data loader as text, where there are several data loaders; else ""."""
+        n_batches = self.trainer.num_test_batches if self.stage == "test" else self.trainer.num_val_batches
+        return f"batch {self.batch_idx} of data loader {self.dataloader_idx}" if len(n_batches) > 1 else ""
 
 
 def guard_saving(trainer: Trainer, check: Callable[[], None]) -> Callable[[], None]:

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import (
-    changes_gradients,
-    gradient_scaler,
-    guard_saving,
-    mark_loops,
-    training_step,
-    turn_back,
-    values_logged_in_evaluation,
-    watch_updates,
-)
-from lightning_memtools.callbacks.halt_files import HaltFiles, training_run
-from lightning_memtools.memory.sizes import parse_size
-from lightning_memtools.nonfinite.bad_step import BadStep
-from lightning_memtools.nonfinite.diagnosis import bad_state
-from lightning_memtools.nonfinite.evaluation_outputs import OutputWatch, bad_metrics, is_loss
-from lightning_memtools.nonfinite.halt_report import NonFiniteFinding, evaluation_finding
+from lightning_memtools._lightning import EvaluationBatchEnd, gradient_scaler, state_key_of, training_step
+from lightning_memtools.callbacks.halt_run import HaltRun
 from lightning_memtools.nonfinite.halt_session import HaltOptions, HaltSession
-from lightning_memtools.nonfinite.micro_batches import BatchStartRecorder, move_to_host
-from lightning_memtools.nonfinite.nonfinite_error import HaltStage, NonFiniteError
-from lightning_memtools.nonfinite.step_guard import StepGuard, gradients_under
-from lightning_memtools.reporting.console import print_on_console
-from lightning_memtools.reporting.loggers import log_scalars, log_text
-
-# Of what parameters, gradients and an Adam optimizer take together (4 times the parameters), the share that older
-# batches of an accumulation may hold: half of the 0.5% that all callbacks together may add to the peak.
-BATCH_SHARE = 0.0025
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.step_guard import gradients_under
 
 
 class HaltOnNaN(Callback):
@@ -112,153 +88,91 @@ class HaltOnNaN(Callback):
         max_bytes: str = "2GiB",
         directory: str | None = None,
     ) -> None:
-        if max_skips < 0:
-            raise ValueError(f"max_skips={max_skips} is not a number of steps. Use 0 to halt at the first bad step.")
-        if amp_patience < 1:
-            raise ValueError(f"amp_patience={amp_patience} is not a number of steps. Use 1 to halt at the first skip.")
-        if check_outputs not in {True, False, "losses"}:
-            raise ValueError(f'check_outputs={check_outputs!r} is none of True, False and "losses".')
-        parse_size(max_bytes)
-        self.max_skips = max_skips
-        self.amp_patience = amp_patience
-        self.check_outputs = check_outputs
-        self.save_last_good = save_last_good
-        self.explain = explain
-        self.capsule = capsule
-        self.max_bytes = max_bytes
-        self.directory = directory
-        self._files: HaltFiles | None = None
-        self._session: HaltSession | None = None
-        self._watch: OutputWatch | None = None
-        self._unguard_saving: Callable[[], None] = _do_nothing
-        self._unwatch_updates: Callable[[], None] = _do_nothing
-        self._n_logged = 0
-        self._metrics: dict[str, str] = {}
+        self.options = HaltOptions(
+            max_skips=max_skips,
+            amp_patience=amp_patience,
+            check_outputs=check_outputs,
+            save_last_good=save_last_good,
+            explain=explain,
+            capsule=capsule,
+            max_bytes=max_bytes,
+            directory=directory,
+        )
+        self._state_key = state_key_of(self, **asdict(self.options))
+        self._run: HaltRun | None = None
 
     @property
     def state_key(self) -> str:
-        """Two instances with different arguments have different keys."""
-        return f"{type(self).__qualname__}{self._arguments()!r}"
+        """Two instances with different arguments have different keys. Lightning asks for it before each hook."""
+        return self._state_key
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that hide the gradients; connect to the other ranks and find the directory for reports."""
         self._stop()
         if stage == "fit":
             gradients_under(type(trainer.strategy), world_size=trainer.world_size)
-        self._files = HaltFiles(trainer, self.directory, reruns=self.explain or self.capsule)
+        self._run = HaltRun(trainer, self.options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to guard steps and checkpoints."""
-        files = self._opened()
-        reruns: dict[str, Any] = {}
-        if self.explain or self.capsule:
-            reruns = {"start": BatchStartRecorder(pl_module).record, "move": move_to_host}
-        guard = StepGuard(
-            pl_module,
-            max_skips=self.max_skips,
-            amp_patience=self.amp_patience,
-            gradients=gradients_under(type(trainer.strategy), world_size=trainer.world_size),
-            ranks=files.ranks,
-            mark_loop=lambda: partial(turn_back, trainer, mark_loops(trainer)),
-            budget_bytes=int(
-                4 * BATCH_SHARE * sum(p.numel() * p.element_size() for p in pl_module.parameters() if not is_lazy(p))
-            ),
-            **reruns,
-        )
-        options = HaltOptions(
-            explain=self.explain,
-            capsule=self.capsule,
-            max_bytes=parse_size(self.max_bytes),
-            save_last_good=self.save_last_good,
-        )
-        self._session = HaltSession(
-            training_run(trainer, pl_module), guard, files.ranks, files.patient_ranks, files.actions(), options
-        )
-        self._n_logged = 0
-        self._unguard_saving = guard_saving(trainer, lambda: self._check_before_saving(trainer))
-        self._unwatch_updates = watch_updates(trainer, partial(self._before_update, trainer))
-        guard.checks_again = changes_gradients(trainer)
-        guard.is_told_of_updates = True
+        self._opened().start_training(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the batch, and copy the buffers if it begins a step."""
         # Lightning's own rule for when gradients are zeroed. In manual optimization the module decides, and a step
         # begins where the last one ended.
         first = pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0
-        self._running().guard.begin(batch, batch_idx, training_step(trainer), first=first)
+        self._session().guard.begin(batch, batch_idx, training_step(trainer), first=first)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the loss."""
         divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        self._running().guard.loss(loss, divided_by=divided_by, scaler=gradient_scaler(trainer))
+        self._session().guard.loss(loss, divided_by=divided_by, scaler=gradient_scaler(trainer))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the step."""
-        bad_step = self._running().guard.check(
-            optimizer, scaler=gradient_scaler(trainer), reopen=not pl_module.automatic_optimization
-        )
-        self._conclude(trainer, bad_step)
+        session, reopen = self._session(), not pl_module.automatic_optimization
+        session.conclude(session.guard.check(optimizer, scaler=gradient_scaler(trainer), reopen=reopen))
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Release the batch."""
-        self._running().guard.end_batch()
+        self._session().guard.end_batch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, before checkpoints of the epoch."""
-        self._read_rest(trainer)
-        self._running().warn_if_blind()
+        self._session().read_rest()
+        self._session().warn_if_blind()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device."""
-        self._read_rest(trainer)
+        self._session().read_rest()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, and start to check outputs."""
-        self._read_rest(trainer)
-        self._start_to_watch(trainer)
+        run = self._opened()
+        if run.session is not None:
+            run.session.read_rest()
+        run.evaluation.start(sanity=trainer.sanity_checking)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    on_test_start = on_validation_start
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Check the outputs on the device."""
-        if self._watch is not None:
-            self._watch.check(outputs, _place(trainer.num_val_batches, batch_idx, dataloader_idx))
+        end = EvaluationBatchEnd(*args, **kwargs)
+        self._opened().evaluation.check(end.outputs, end.place)
+
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise if outputs or metrics were bad."""
-        self._end_evaluation(trainer, pl_module, "val")
+        self._opened().end_evaluation(pl_module, "test" if trainer.testing else "val")
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to check outputs."""
-        self._start_to_watch(trainer)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Check the outputs on the device."""
-        if self._watch is not None:
-            self._watch.check(outputs, _place(trainer.num_test_batches, batch_idx, dataloader_idx))
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise if outputs or metrics were bad."""
-        self._end_evaluation(trainer, pl_module, "test")
+    on_test_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave a clean state for checkpoints that are written now, and undo what was switched on."""
-        if self._session is not None and not isinstance(exception, NonFiniteError):
-            self._session.leave_clean_state()
+        if self._run is not None and self._run.session is not None and not isinstance(exception, NonFiniteError):
+            self._run.session.leave_clean_state()
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -267,109 +181,19 @@ class HaltOnNaN(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return a fresh instance's state: a run's own cannot be pickled, and no other run needs it."""
-        return vars(type(self)(**self._arguments()))
+        return vars(type(self)(**asdict(self.options)))
 
-    def _arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in inspect.signature(HaltOnNaN).parameters}
-
-    def _opened(self) -> HaltFiles:
-        if self._files is None:
+    def _opened(self) -> HaltRun:
+        if self._run is None:
             raise RuntimeError("HaltOnNaN's hooks were called without its setup hook.")
-        return self._files
+        return self._run
 
-    def _running(self) -> HaltSession:
-        if self._session is None:
+    def _session(self) -> HaltSession:
+        if self._run is None or self._run.session is None:
             raise RuntimeError("HaltOnNaN's hooks were called without its on_train_start hook.")
-        return self._session
-
-    def _read_rest(self, trainer: Trainer) -> None:
-        if self._session is not None:
-            self._conclude(trainer, self._session.guard.drain())
-
-    def _conclude(self, trainer: Trainer, bad_step: BadStep | None) -> None:
-        """Log the steps that were skipped, and raise if there is a bad step."""
-        session = self._running()
-        skipped = session.guard.skipped
-        if len(skipped) > self._n_logged:
-            self._n_logged = len(skipped)
-            log_scalars(trainer, {"nonfinite/skipped": float(len(skipped))}, skipped[-1][0])
-        if bad_step is None:
-            return
-        self._unguard_saving()
-        report = session.halt(bad_step)
-        log_text(trainer, "memtools/nonfinite_report", report.markdown(), bad_step.step.number)
-        if trainer.is_global_zero:
-            print_on_console(report.console(), soft_wrap=True)
-        raise report.error()
-
-    def _before_update(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        if self._session is not None:
-            self._conclude(trainer, self._session.guard.before_update(optimizer))
-
-    def _check_before_saving(self, trainer: Trainer) -> None:
-        self._read_rest(trainer)
-        finding = self._running().bad_update(training_step(trainer))
-        if finding is not None:
-            self._unguard_saving()
-            raise self._error(trainer, finding)
-
-    def _start_to_watch(self, trainer: Trainer) -> None:
-        # The sanity check runs with untrained weights on a few batches, whose metrics mean nothing.
-        is_on = bool(self.check_outputs) and not trainer.sanity_checking
-        self._watch = OutputWatch(only_losses=self.check_outputs == "losses") if is_on else None
-
-    def _note_metrics(self, trainer: Trainer, bad: dict[str, str]) -> None:
-        """Name metrics that are NaN or Inf in a report, each the first time. Collective."""
-        new = {name: text for name, text in bad.items() if name not in self._metrics}
-        if not new:
-            return
-        self._metrics.update(new)
-        if self._session is not None:
-            self._session.metrics[:] = self._metrics.values()
-        text = (
-            f"Metrics that were not finite in evaluation, at first: {'; '.join(self._metrics.values())}.\nTraining "
-            "goes on: a metric may rightly be NaN or Inf. Where it may not, use HaltOnNaN(check_outputs=True).\n"
-        )
-        self._opened().write_report("nonfinite-metrics-report.md", text)
-        log_text(trainer, "memtools/nonfinite_report", text, training_step(trainer))
-
-    def _end_evaluation(self, trainer: Trainer, pl_module: LightningModule, stage: HaltStage) -> None:
-        watch, self._watch = self._watch, None
-        if watch is None:
-            return
-        metrics = bad_metrics(values_logged_in_evaluation(trainer))
-        mere = [] if self.check_outputs is True else [each for each in metrics if not is_loss(each.name)]
-        bad = (*watch.bad_outputs(), *(each for each in metrics if each not in mere))
-        step = training_step(trainer)
-        gathered = self._opened().ranks.objects((bad, {each.name: f"{each} ({stage}, step {step})" for each in mere}))
-        everyone = [theirs for theirs, _ in gathered]
-        self._note_metrics(trainer, {name: text for _, theirs in gathered for name, text in theirs.items()})
-        if any(everyone):
-            weights = bad_state(pl_module)
-            finding = evaluation_finding(everyone, stage=stage, step=training_step(trainer), weights=weights)
-            raise self._error(trainer, finding)
-
-    def _error(self, trainer: Trainer, finding: NonFiniteFinding) -> NonFiniteError:
-        name = f"nonfinite-{finding.stage}-step{finding.step}-report.md"
-        path, note = self._opened().write_report(name, finding.message)
-        log_text(trainer, "memtools/nonfinite_report", finding.message, finding.step)
-        return finding.error(path, note, () if self._session is None else self._session.guard.history)
+        return self._run.session
 
     def _stop(self) -> None:
-        self._unguard_saving()
-        self._unwatch_updates()
-        self._unguard_saving = self._unwatch_updates = _do_nothing
-        if self._session is not None:
-            self._session.guard.close()
-        if self._files is not None:
-            self._files.close()
-        self._files = self._session = self._watch = None
-
-
-def _place(n_batches: Any, batch_idx: int, loader: int) -> str:
-    """Return the place of an evaluation batch as text, where there are several data loaders; else ""."""
-    return f"batch {batch_idx} of data loader {loader}" if isinstance(n_batches, list) and len(n_batches) > 1 else ""
-
-
-def _do_nothing() -> None:
-    """Do nothing: nothing has been switched on."""
+        if self._run is not None:
+            self._run.close()
+        self._run = None

@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import training_step, values_logged_in_evaluation, values_logged_in_step
+from lightning_memtools._lightning import (
+    EvaluationBatchEnd,
+    training_step,
+    values_logged_in_evaluation,
+    values_logged_in_step,
+)
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, write_layout
 from lightning_memtools.reporting.loss_names import likely_losses, scalars_of
 from lightning_memtools.reporting.mean_curves import MeanCurves
@@ -145,22 +150,15 @@ class LossCurves(Callback):
         if self._val_names is not None:
             self._val.expect([name + suffix for name in self._val_names for suffix in _loader_suffixes(trainer)])
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Add the losses that the step returns; on_validation_end knows if a logged metric takes their place."""
-        if trainer.sanity_checking:
+        end = EvaluationBatchEnd(*args, **kwargs)
+        if end.trainer.sanity_checking:
             return
-        returned = scalars_of(outputs)
+        returned = scalars_of(end.outputs)
         names = likely_losses(returned) if self._val_names is None else self._val_names
-        suffix = _loader_suffixes(trainer)[dataloader_idx]
-        weight = _batch_size(batch) if returned else 1
+        suffix = _loader_suffixes(end.trainer)[end.dataloader_idx]
+        weight = _batch_size(end.batch) if returned else 1
         for name in names:
             if name in returned:
                 self._val.add(name + suffix, returned[name], weight)

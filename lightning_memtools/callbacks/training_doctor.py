@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memtools._lightning import EvaluationBatchEnd
 from lightning_memtools.callbacks.doctor_run import DoctorRun
 from lightning_memtools.doctor.check_registry import selected_checks
 from lightning_memtools.doctor.examination import Examination
@@ -123,18 +124,10 @@ class TrainingDoctor(Callback):
         if self._examination is not None:
             self._examination.evaluation_batch_start()
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Look at what the step returned."""
         if self._examination is not None:
-            self._examination.evaluation_batch_end(outputs)
+            self._examination.evaluation_batch_end(EvaluationBatchEnd(*args, **kwargs).outputs)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the time of evaluation out, and stop when nothing is left to watch."""

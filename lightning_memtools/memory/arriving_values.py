@@ -16,7 +16,7 @@ Note = TypeVar("Note")
 @dataclass(frozen=True, slots=True)
 class _PendingCopy(Generic[Note]):
     note: Note
-    values: Tensor
+    values: Tensor | list[float]
     copied: torch.cuda.Event | None
 
     def has_arrived(self) -> bool:
@@ -33,14 +33,15 @@ class ArrivingValues(Generic[Note]):
     def __init__(self) -> None:
         self._pending: deque[_PendingCopy[Note]] = deque()
 
-    def send(self, values: Tensor, note: Note) -> None:
+    def send(self, values: Tensor | list[float], note: Note) -> None:
         """Start copying a tensor to the host, without waiting for the device.
 
         Args:
-            values: The tensor. It must not be changed afterwards: on the CPU no copy is made.
+            values: The tensor, or numbers that are known already. It must not be changed afterwards: on the CPU no copy
+                is made.
             note: Comes back from `receive` together with the values.
         """
-        if values.device.type != "cuda":
+        if isinstance(values, list) or values.device.type != "cuda":
             self._pending.append(_PendingCopy(note, values, None))
             return
         # Only a copy into pinned memory leaves the host free to go on.
@@ -60,7 +61,7 @@ class ArrivingValues(Generic[Note]):
             first = self._pending.popleft()
             if wait and first.copied is not None:
                 first.copied.synchronize()
-            yield first.values.tolist(), first.note
+            yield first.values if isinstance(first.values, list) else first.values.tolist(), first.note
 
     def notes(self) -> list[Note]:
         """Return the notes of the values that were not received yet, oldest first."""

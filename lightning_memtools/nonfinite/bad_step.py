@@ -159,7 +159,6 @@ def growth(values: Sequence[float]) -> float | None:
     return finite[-1] / start if start > 0 else None
 
 
-@torch.no_grad()
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
     """Return a loss as training_step returned it, 0-dim.
 
@@ -169,6 +168,8 @@ def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tenso
         scale: The number it was multiplied by; None without a scaler.
     """
     value = loss.detach()
+    if divided_by == 1 and scale is None and value.dtype == torch.float32 and value.dim() == 0:
+        return value
     # A float64 loss may be finite beyond float32's range.
     value = (value if value.dtype == torch.float64 else value.float()) * divided_by
     if scale is not None:

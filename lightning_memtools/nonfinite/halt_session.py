@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from lightning_memtools.nonfinite.bad_step import BadStep, Evidence
+from torch.optim import Optimizer
+
+from lightning_memtools.memory.sizes import parse_size
+from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
 from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun, RankFindings, TrainingRun, findings_to_report
 from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state, bad_state, diagnose, examine
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.halt_report import CapsuleNote, HaltReport, NonFiniteFinding, overflow_finding
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from lightning_memtools.nonfinite.step_guard import StepGuard
 from lightning_memtools.reporting.ranks import RankGather
 
@@ -31,6 +36,10 @@ class HaltActions:
         save_checkpoint: Writes a checkpoint under this file name. Returns its path and "", or None and the reason. It
             is called on every rank.
         write_report: Writes a text under this file name; returns as `save_checkpoint` does. Called on every rank.
+        step: Returns the training step.
+        log_skipped: Logs the number of skipped steps, at the training step that is given second.
+        publish: Offers a report in markdown to the loggers, prints a short form unless it is empty; the training step.
+        release_checkpoints: Ends the check before each checkpoint.
         directory: Where files go; None where the run keeps none.
         no_directory: The reason for that.
     """
@@ -39,18 +48,54 @@ class HaltActions:
     forbid_saving: Callable[[], None]
     save_checkpoint: Callable[[str], tuple[Path | None, str]]
     write_report: Callable[[str, str], tuple[Path | None, str]]
+    step: Callable[[], int]
+    log_skipped: Callable[[int, int], None]
+    publish: Callable[[str, str, int], None]
+    release_checkpoints: Callable[[], None]
     directory: Path | None
     no_directory: str = ""
+
+    def report(self, finding: NonFiniteFinding, history: Sequence[PastStep]) -> NonFiniteError:
+        """Write the report of a finding, and return the error to raise. Collective."""
+        path, note = self.write_report(f"nonfinite-{finding.stage}-step{finding.step}-report.md", finding.message)
+        self.publish(finding.message, "", finding.step)
+        return finding.error(path, note, history)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HaltOptions:
-    """The arguments of HaltOnNaN that say what is done at a halt."""
+    """The arguments of HaltOnNaN, which says what each means.
 
-    explain: bool
-    capsule: bool
-    max_bytes: int
-    save_last_good: bool
+    Raises:
+        ValueError: One of them is none of its values.
+    """
+
+    max_skips: int = 0
+    amp_patience: int = 20
+    check_outputs: bool | Literal["losses"] = "losses"
+    save_last_good: bool = True
+    explain: bool = True
+    capsule: bool = True
+    max_bytes: str = "2GiB"
+    directory: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_skips < 0:
+            raise ValueError(
+                f"max_skips={self.max_skips} is not a number of steps. Use 0 to halt at the first bad step."
+            )
+        if self.amp_patience < 1:
+            raise ValueError(
+                f"amp_patience={self.amp_patience} is not a number of steps. Use 1 to halt at the first skip."
+            )
+        if self.check_outputs not in {True, False, "losses"}:
+            raise ValueError(f'check_outputs={self.check_outputs!r} is none of True, False and "losses".')
+        parse_size(self.max_bytes)
+
+    @property
+    def reruns(self) -> bool:
+        """True if a bad step is run again, or kept to be run again."""
+        return self.explain or self.capsule
 
 
 class HaltSession:
@@ -63,9 +108,7 @@ class HaltSession:
         patient_ranks: Gathers what takes a rerun of the step to find out.
         actions: What is done to files and checkpoints.
         options: What is done at a halt.
-
-    Attributes:
-        metrics: The metrics of evaluation runs that were not finite, as text, for the report.
+        metrics: The metrics of evaluation runs that were not finite: name to text, for the report. They may come later.
     """
 
     def __init__(  # noqa: PLR0917, one argument for each part of the run
@@ -76,13 +119,43 @@ class HaltSession:
         patient_ranks: RankGather,
         actions: HaltActions,
         options: HaltOptions,
+        metrics: Mapping[str, str],
     ) -> None:
         self.guard = guard
         self._run, self._actions, self._options = run, actions, options
         self._ranks, self._patient_ranks = ranks, patient_ranks
         self._bad_at_start = {each.name for each in self._bad_now()}
         self._has_warned = False
-        self.metrics: list[str] = []
+        self._n_logged = 0
+        self._metrics = metrics
+
+    def conclude(self, bad_step: BadStep | None) -> None:
+        """Log the steps that were skipped, and raise if there is a bad step."""
+        if len(self.guard.skipped) > self._n_logged:
+            self._n_logged = len(self.guard.skipped)
+            self._actions.log_skipped(self._n_logged, self.guard.skipped[-1][0])
+        if bad_step is None:
+            return
+        self._actions.release_checkpoints()
+        report = self.halt(bad_step)
+        self._actions.publish(report.markdown(), report.console(), bad_step.step.number)
+        raise report.error()
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Check the step a last time, right before the update."""
+        self.conclude(self.guard.before_update(optimizer))
+
+    def read_rest(self) -> None:
+        """Read the results that are still on the device, and raise if one is bad."""
+        self.conclude(self.guard.drain())
+
+    def before_saving(self) -> None:
+        """Raise if a checkpoint that is about to be written would hold NaN or Inf. Collective."""
+        self.read_rest()
+        finding = self.bad_update(self._actions.step())
+        if finding is not None:
+            self._actions.release_checkpoints()
+            raise self._actions.report(finding, self.guard.history)
 
     def halt(self, bad_step: BadStep) -> HaltReport:
         """Undo the step, find its cause, and write the capsule, the last good checkpoint and the report."""
@@ -101,7 +174,7 @@ class HaltSession:
             history=histories[everyone[0].rank if diagnosis.rank is None else diagnosis.rank],
             skipped=guard.skipped,
             n_missing=ranks.world_size - len(everyone),
-            metrics=self.metrics,
+            metrics=list(self._metrics.values()),
         )
         self._run_again(bad_step, evidence, report)
         if any(theirs.parameters for theirs in everyone):
@@ -162,7 +235,7 @@ class HaltSession:
     def _run_again(self, bad_step: BadStep, evidence: Evidence, report: HaltReport) -> None:
         """Find the operation and write the capsule, on the rank that had the bad value. Collective."""
         options, rank = self._options, evidence.rank
-        if not options.explain and not options.capsule:
+        if not options.reruns:
             return
         if self.guard.is_sharded:
             report.explanation_note = "not sought: no rank has all weights to run the step again alone"
@@ -185,7 +258,7 @@ class HaltSession:
         note = CapsuleNote(note=self._actions.no_directory)
         if self._actions.directory is not None and rerun is not None and findings.rank == rank:
             name = f"nonfinite-step{evidence.step}-rank{rank}-capsule.pt"
-            note = rerun.write(self._actions.directory / name, options.max_bytes, report.about())
+            note = rerun.write(self._actions.directory / name, parse_size(options.max_bytes), report.about())
         report.capsule = dict(self._patient_ranks.objects((rank, note))).get(findings.rank, note)
 
     def _bad_now(self) -> list[BadTensor]:

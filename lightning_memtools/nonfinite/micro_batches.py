@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
+from operator import attrgetter, not_
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of
 from lightning_memtools.nonfinite.tensor_names import named_tensors
-from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.state.random_state import NumpyStateReader, RandomState
 
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
@@ -164,17 +165,23 @@ class BatchStart:
     frozen: frozenset[str] | None = None
 
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_NONE: frozenset[str] = frozenset()
+
+
 class BatchStartRecorder:
     """Records the state at the start of each batch.
 
-    It waits for no device, and takes some 50 microseconds, and one more for each module that the user wrote.
+    It waits for no device, and takes some 20 microseconds, and one more for each module that the user wrote.
 
     Args:
         module: The module that is trained.
     """
 
     def __init__(self, module: Module) -> None:
-        self._parameters = list(module.named_parameters())
+        named = dict(module.named_parameters())
+        self._names, self._parameters = list(named), list(named.values())
+        self._read_numpy = NumpyStateReader()
         # torch's own modules keep no attribute that a step changes.
         self._written_by_users = [
             (name, vars(part), _n_of_every_module(vars(part)))
@@ -185,8 +192,9 @@ class BatchStartRecorder:
     def record(self, batch: Any) -> BatchStart:
         """Return the present state."""
         attributes = {name: simple_items(held, skip=n) for name, held, n in self._written_by_users}
-        frozen = frozenset([name for name, each in self._parameters if not each.requires_grad])
-        return BatchStart(RandomState.now(), attributes, versions_of(batch), frozen)
+        required = list(map(_REQUIRES_GRAD, self._parameters))
+        frozen = _NONE if all(required) else frozenset(compress(self._names, map(not_, required)))
+        return BatchStart(RandomState.now(self._read_numpy), attributes, versions_of(batch), frozen)
 
 
 def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:

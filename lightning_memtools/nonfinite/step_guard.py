@@ -22,7 +22,7 @@ from lightning_memtools.nonfinite.finite_checks import (
     find_bad,
     gradients_of,
     measure,
-    measure_exactly,
+    measure_and_read,
 )
 from lightning_memtools.nonfinite.micro_batches import MicroBatch, release_batches, restore_frozen
 from lightning_memtools.nonfinite.tensor_names import names_of
@@ -64,13 +64,13 @@ class StepGuard:
         start: Called with each batch before its forward pass; what it returns is kept in `MicroBatch.start`.
         budget_bytes: The memory that older batches of an accumulation may hold.
         move: Called with each older batch beyond that; when left out, such batches are dropped.
+        checks_again: Whether code of the user runs between `check` and the update, so that it is checked once more.
+        is_told_of_updates: Whether `before_update` is called before each update, after clipping and all hooks.
 
     Attributes:
         history: The last steps.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
         saw_losses: Whether there was any loss.
-        checks_again: Whether code of the user runs between `check` and the update, so that it is checked once more.
-        is_told_of_updates: Whether `before_update` is called before each update, after clipping and all hooks.
         saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
 
@@ -83,9 +83,11 @@ class StepGuard:
         gradients: Gradients = "whole",
         ranks: RankGather | None = None,
         mark_loop: Callable[[], Callable[[], None]] = lambda: _nothing,
-        start: Callable[[Any], Any] = lambda _batch: None,
+        start: Callable[[Any], Any] | None = None,
         budget_bytes: int = 0,
         move: Callable[[MicroBatch], object] | None = None,
+        checks_again: bool = False,
+        is_told_of_updates: bool = False,
     ) -> None:
         self.history = StepHistory()
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
@@ -97,7 +99,7 @@ class StepGuard:
         self._gradients = gradients
         self._ranks = ranks or RankGather()
         self._mark_loop = mark_loop
-        self._start = start
+        self._start = start or (lambda _batch: None)
         self._budget_bytes = budget_bytes
         self._move = move
         self._buffers = BufferKeeper(model)
@@ -111,8 +113,8 @@ class StepGuard:
         self._n_steps_in_batch = 0
         self._has_warned = False
         self._held_back: Optimizer | None = None
-        self.is_told_of_updates = False
-        self.checks_again = False
+        self._is_told_of_updates = is_told_of_updates
+        self._checks_again = checks_again
         self._checked: GuardedStep | None = None
 
     @property
@@ -183,7 +185,7 @@ class StepGuard:
         if is_held_back or step is None:
             return None
         why = bad_setting(optimizer)
-        if not why and self.checks_again and self._gradients != "sharded":
+        if not why and self._checks_again and self._gradients != "sharded":
             parameters, gradients = gradients_of(optimizer)
             bad = find_bad(zip(names_of(self._model, parameters), gradients, strict=True))
             why = f"clipping or a hook then made the gradient of {bad[0]} NaN or Inf" if bad else ""
@@ -273,18 +275,23 @@ class StepGuard:
             return bad_step
         if keys is None or created:
             keys = self._keys[optimizer] = StateKeys(optimizer)
-        step.keys, step.settings = keys, settings_of(optimizer)
+        step.keys = keys
         step.parameters, gradients = gradients_of(optimizer)
         self.saw_gradients = self.saw_gradients or bool(gradients)
-        step.traces = GradientTraces(step.parameters)
         losses = step.losses()
-        numbers = measure_exactly(gradients, losses)
-        if numbers is None:
-            return None
-        if self._veto is None:
-            self._veto = UpdateVeto(numbers.device, self._max_skips)
         # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
         n_deciding = 1 if self._gradients == "replicated" else 1 + len(losses)
+        if gradients and gradients[0].device.type == "cpu":  # looking first waits for nothing here
+            values = measure_and_read(gradients, losses) or []
+            self._veto = self._veto or UpdateVeto(gradients[0].device, self._max_skips)
+            if all(map(math.isfinite, values[:n_deciding])) and not self._veto.flag:
+                self._veto.pass_on(optimizer, values, step)
+                return None
+        numbers = measure(gradients, losses, exact=True)
+        if numbers is None:
+            return None
+        step.settings, step.traces = settings_of(optimizer), GradientTraces(step.parameters)
+        self._veto = self._veto or UpdateVeto(numbers.device, self._max_skips)
         self._veto.check(optimizer, numbers.to(self._veto.flag.device, non_blocking=True), n_deciding, step)
         return None
 
@@ -315,12 +322,14 @@ class StepGuard:
         step.parameters, gradients = gradients_of(optimizer)
         self.saw_gradients = self.saw_gradients or bool(gradients)
         losses = step.losses()
-        numbers = measure(gradients, losses)
+        values: list[float] | None
         if self._gradients == "sharded":
-            numbers = over_ranks(numbers, 1 + len(losses), next(self._model.parameters()).device)
-        if numbers is None:
+            device = next(self._model.parameters()).device
+            values = over_ranks(measure(gradients, losses), 1 + len(losses), device).tolist()
+        else:
+            values = measure_and_read(gradients, losses)
+        if values is None:
             return None
-        values = numbers.tolist()
         norm, loss_values, norms = values[0], values[1 : 1 + len(losses)], values[1 + len(losses) :]
         if self._gradients == "sharded":
             is_suspect = not math.isfinite(norms.pop())
@@ -366,7 +375,7 @@ class StepGuard:
         return None
 
     def _skip(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> None:
-        if self.is_told_of_updates and (scaler is None or not takes_scaled_gradients(optimizer)):
+        if self._is_told_of_updates and (scaler is None or not takes_scaled_gradients(optimizer)):
             self._held_back = optimizer
         elif scaler is None:
             hide_gradients(optimizer)

@@ -59,11 +59,19 @@ class UpdateVeto(Generic[Note]):
         halts = self._n_bad > self._max_skips
         # Exactly 0 or 1: the kernels subtract it from the step count.
         self.flag.copy_(bad | halts)
+        self._attach(optimizer)
+        verdict = torch.stack([bad.to(numbers.dtype), halts.to(numbers.dtype)])
+        self._sent.send(torch.cat([verdict, numbers]), note)
+
+    def pass_on(self, optimizer: Optimizer, numbers: list[float], note: Note) -> None:
+        """Let a step pass whose numbers are known to be finite, as they are on a CPU; the flag must be 0."""
+        self._attach(optimizer)
+        self._sent.send([0.0, 0.0, *numbers], note)
+
+    def _attach(self, optimizer: Optimizer) -> None:
         optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         if all(optimizer is not other for other in self._attached):
             self._attached.append(optimizer)
-        verdict = torch.stack([bad.to(numbers.dtype), halts.to(numbers.dtype)])
-        self._sent.send(torch.cat([verdict, numbers]), note)
 
     def notes(self) -> Sequence[Note]:
         """Return the notes of the steps that are not read yet, oldest first."""
@@ -104,11 +112,13 @@ def bad_setting(optimizer: Optimizer) -> str:
     """Say which learning rate or other number of the optimizer is NaN, or which rate is infinite; else ""."""
     for group in optimizer.param_groups:
         for key, value in group.items():
-            # A tensor on a device would have to be waited for.
-            if key == "params" or (isinstance(value, Tensor) and value.device.type != "cpu"):
+            if isinstance(value, Tensor):
+                # A tensor on a device would have to be waited for.
+                if value.device.type != "cpu" or value.numel() != 1:
+                    continue
+            elif not isinstance(value, float):
                 continue
-            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-            if is_number and (math.isnan(value) or (key == "lr" and math.isinf(value))):
+            if not math.isfinite(value) and (key == "lr" or math.isnan(value)):
                 return f"{key} of {type(optimizer).__name__} is {float(value)}"
     return ""
 
