@@ -12,8 +12,9 @@ test: .venv/installed
 	$(BIN)/python -m pytest
 
 # On PyTorch's CUDA build over stubs of NVIDIA's libraries: the real allocator and CUDA code, no GPU, nothing computed.
+# Four GiB: tests that look for the most that fits stay small.
 test-cuda: .venv-cuda/installed
-	PYTHONPATH=$(CURDIR) .venv-cuda/bin/python -m lightning_memtools.null_cuda -m pytest -m cuda_memory
+	PYTHONPATH=$(CURDIR) .venv-cuda/bin/python -m lightning_memtools.null_cuda --capacity 4GiB -m pytest -m cuda_memory
 
 lint: .venv/installed
 	$(BIN)/ruff check
@@ -44,12 +45,13 @@ clean:
 	$(PIP) --no-deps --target .venv/zoo torchvision timm
 	touch $@
 
-# The same versions with torch's CUDA build. "===" leaves CPU builds out; without dependencies, because torch would
+# .venv with torch's CUDA build before its own. "===" leaves CPU builds out; without dependencies, because torch would
 # bring several GB of NVIDIA's libraries, which the stubs replace.
+PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 .venv-cuda/installed: .venv/installed
-	$(PYTHON) -m venv .venv-cuda
-	$(BIN)/pip freeze --exclude-editable | grep -v '^torch==' > .venv-cuda/versions.txt
-	.venv-cuda/bin/pip --disable-pip-version-check install --quiet --no-deps \
-		'torch===$(shell sed -n 's/^torch==//p' constraints.txt)' --requirement .venv-cuda/versions.txt
-	.venv-cuda/bin/pip --disable-pip-version-check install --quiet --no-deps --constraint constraints.txt torchvision timm
+	$(PYTHON) -m venv --clear --without-pip .venv-cuda
+	$(BIN)/python -m pip --disable-pip-version-check --python .venv-cuda/bin/python install --quiet --no-deps \
+		'torch===$(shell sed -n 's/^torch==//p' constraints.txt)'
+	$(BIN)/python -c '$(PACKAGES)' > "$$(.venv-cuda/bin/python -c '$(PACKAGES)')/all_but_torch.pth"
+	ln -s ../.venv/zoo .venv-cuda/zoo
 	touch $@

@@ -27,10 +27,12 @@ import gpu_oom
 import torch
 from machine import save, spread
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from lightning_memtools import VirtualDevice
+from lightning_memtools.simulation.cuda_ops.reductions import GpuShape
+from lightning_memtools.simulation.fakes import TensorExchange
+from lightning_memtools.simulation.simulated import simulated
 
 STEPS = 3
 Case = tuple[nn.Module, torch.Tensor]
@@ -159,12 +161,11 @@ def real_peaks(make: Callable[[], Case], optimizer_name: str) -> dict[str, int]:
 
 def simulated_peaks(make: Callable[[], Case], optimizer_name: str, workspace: int) -> dict[str, int]:
     """The same of a VirtualDevice over fake tensors, with CUDA's paths substituted."""
-    mode = FakeTensorMode()
     model, inputs = make()
-    to_fake(model, mode)
-    inputs = mode.from_tensor(inputs)
-    with mode, VirtualDevice(cuda_like=True, cublas_workspace=f"{workspace}B") as device:
-        device.track(model, inputs)
+    device, exchange = VirtualDevice(cuda_like=True, cublas_workspace=f"{workspace}B"), TensorExchange()
+    with simulated(model, device, exchange, cuda=True, gpu=gpu_shape()):
+        inputs = exchange(inputs)
+        device.track(inputs)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         train(model, inputs, optimizer)
         stats = device.stats()
@@ -178,15 +179,12 @@ def simulated_peaks(make: Callable[[], Case], optimizer_name: str, workspace: in
     }
 
 
-def to_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace a module's parameters and buffers by fake ones."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(mode.from_tensor(parameter.detach()))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = mode.from_tensor(buffer)
+def gpu_shape() -> GpuShape:
+    """The numbers of this GPU that the workspaces of kernels depend on; an A100's where there is none."""
+    if not torch.cuda.is_available():
+        return GpuShape()
+    properties = torch.cuda.get_device_properties(0)
+    return GpuShape(properties.multi_processor_count, properties.max_threads_per_multi_processor)
 
 
 def cublas_workspace() -> int:

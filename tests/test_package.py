@@ -14,8 +14,9 @@ from tests.house_rules import APART, FLOOR, PACKAGE, RULES, imports_of, name_of,
 from tests.pending import PENDING
 
 
-def test_importing_the_package_loads_neither_torch_nor_lightning():
-    code = "import sys, lightning_memtools as m; m.__version__; print({'torch', 'lightning'} & set(sys.modules))"
+@pytest.mark.parametrize("module", ["lightning_memtools", "lightning_memtools.cli.main"])
+def test_importing_the_package_or_its_command_loads_neither_torch_nor_lightning(module):
+    code = f"import sys, {module} as m; m.__name__; print({{'torch', 'lightning'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
 

@@ -45,7 +45,7 @@ class Small(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.append(len(batch))
-        loss = self.loss(batch + 0.1 * torch.rand(len(batch), 1))
+        loss = self.loss(batch + 0.1 * torch.rand(len(batch), 1, device=batch.device))
         self.log("loss", loss)
         return loss
 

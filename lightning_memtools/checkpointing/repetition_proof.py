@@ -71,7 +71,8 @@ def _fingerprints_of(
 
     def note_kept(tensor: Tensor) -> None:
         layer = min(at, len(layers) - 1)
-        found.append((layer, f"a tensor that it keeps for backward, {_shown(tensor)},", fingerprint(tensor)))
+        value = torch.zeros((), dtype=torch.int64) if _is_seed(tensor, layers[layer]) else fingerprint(tensor)
+        found.append((layer, f"a tensor that it keeps for backward, {_shown(tensor)},", value))
 
     with (
         statistics_untouched(norms),
@@ -84,6 +85,15 @@ def _fingerprints_of(
     ):
         run(note_output)
     return found, changed[0] if changed else None
+
+
+def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
+    """Returns whether a tensor may be a seed or offset of attention on a GPU: a number on the host, unset at dropout 0.
+
+    Source: `_efficient_attention_forward` in aten/src/ATen/native/transformers/cuda/attention.cu.
+    """
+    is_number = tensor.ndim == 0 and tensor.dtype == torch.int64 and tensor.device.type == "cpu"
+    return is_number and any(parameter.device.type != "cpu" for parameter in layer.parameters())
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

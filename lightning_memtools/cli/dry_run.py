@@ -11,19 +11,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_memtools.memory.sizes import find_gpu, format_size, parse_size
-from lightning_memtools.memory.virtual.device import DEFAULT_CONTEXT
-from lightning_memtools.null_cuda.launch import environment, null_devices
+from lightning_memtools.memory.sizes import context_bytes, format_size
+from lightning_memtools.null_cuda.launch import USERS, environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.tables import Table, console_table
 
 _CHILD = "lightning_memtools.cli.dry_run_child"
 FITS, FAILED, OUT_OF_MEMORY = 0, 1, 3
-# Taken of a GPU that is named, as a VirtualDevice does; a capacity in bytes is all for the run.
-CONTEXT_BYTES = parse_size(DEFAULT_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,18 +172,16 @@ def dry_run(
 
     Raises:
         DryRunError: There is no CUDA build of torch, no compiler, or this is not Linux; or the process died.
-        FileNotFoundError: The script does not exist.
+        FileNotFoundError: The script or module does not exist.
         ValueError: A GPU's name is not known, or a number is out of its range.
     """
-    if not module and not Path(program).is_file():
-        raise FileNotFoundError(f"There is no script {os.fspath(program)!r}.")
+    _check_there_is(os.fspath(program), module=module)
     if not 0 <= rank < devices:
         raise ValueError(f"rank={rank}: with devices={devices}, ranks go from 0 to {devices - 1}.")
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps}: at least one step has to run.")
-    by_name = gpu if capacity is None else capacity
-    has_context = isinstance(by_name, str) and find_gpu(by_name) is not None
-    found = null_devices(gpu, capacity, count=devices, context_bytes=CONTEXT_BYTES if has_context else 0)
+    taken = context_bytes(gpu if capacity is None else capacity)
+    found = null_devices(gpu, capacity, count=devices, context_bytes=taken)
     place = Path(directory or tempfile.mkdtemp(prefix="memtools-dry-run-")).resolve()
     place.mkdir(parents=True, exist_ok=True)
     spec = DryRunSpec(
@@ -202,10 +198,11 @@ def dry_run(
     wanted.write_text(json.dumps(asdict(spec)), encoding="utf-8")
     result = place / "dry_run.json"
     result.unlink(missing_ok=True)
+    (place / "processes.txt").unlink(missing_ok=True)
     # A session of its own: whatever the script starts ends with it.
     child = subprocess.Popen(  # noqa: S603, the user's own script
         [sys.executable, "-m", _CHILD, str(wanted)],
-        env=environment(found, cache=cache),
+        env=environment(found, cache=cache) | {USERS: str(place / "processes.txt")},
         start_new_session=True,
         stdout=output,
     )
@@ -218,6 +215,13 @@ def dry_run(
             f"The process of the dry run ended with status {status} and left no result. What it printed stands above."
         )
     return DryRunResult.from_json(json.loads(result.read_text(encoding="utf-8")))
+
+
+def _check_there_is(program: str, *, module: bool) -> None:
+    if not module and not Path(program).is_file():
+        raise FileNotFoundError(f"There is no script {program!r}.")
+    if module and PathFinder.find_spec(program.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+        raise FileNotFoundError(f"There is no module {program!r} in this folder or in this Python.")
 
 
 def _end_session(child: subprocess.Popen[bytes]) -> None:
@@ -262,6 +266,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(chosen: argparse.Namespace) -> int:
     """Run the script, print what was found, and return the exit status."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    # A session of its own does not end with this process: it has to be ended.
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         result = dry_run(
             chosen.script,
@@ -276,12 +286,14 @@ def run(chosen: argparse.Namespace) -> int:
             directory=chosen.directory,
             output=sys.stderr if chosen.json else None,
         )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("memtools: interrupted; the script was ended.", file=sys.stderr)  # noqa: T201, a command prints
-        return 130
+        return 128 + (error.args[0] if error.args else signal.SIGINT)
     except (DryRunError, ValueError, FileNotFoundError) as error:
         print(f"memtools: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if chosen.json:
         print(json.dumps(asdict(result), indent=1))  # noqa: T201
     else:
@@ -305,6 +317,8 @@ def _show(result: DryRunResult) -> None:
         OUT_OF_MEMORY: "It runs out of memory.",
         FAILED: "The script ended with an error of its own.",
     }
+    if result.fits and not any(one.peak_allocated for one in result.stages):
+        verdict[FITS] = "There was nothing to measure."
     say(verdict[result.status] + (f" {result.error}" if result.error else ""))
     if result.stages:
         console.print(console_table(result.table()))

@@ -9,15 +9,15 @@ import pickle
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from lightning_memtools._torch import cuda_memory_snapshot, pretend_ranks, record_cuda_history
 from lightning_memtools.cli.dry_run import (
-    CONTEXT_BYTES,
     FAILED,
     FITS,
     OUT_OF_MEMORY,
@@ -29,7 +29,9 @@ from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_wh
 from lightning_memtools.memory.allocator import AllocatorConfig, replay
 from lightning_memtools.memory.allocator.memory_snapshot import trace_until
 from lightning_memtools.memory.oom_errors import is_out_of_memory
-from lightning_memtools.memory.sizes import known_gpus
+from lightning_memtools.memory.sizes import context_bytes, known_gpus
+from lightning_memtools.null_cuda.launch import USERS
+from lightning_memtools.null_cuda.stubs import DryRunError
 
 _HISTORY_ENTRIES = 2_000_000
 
@@ -47,6 +49,41 @@ def _pretend_ranks(spec: DryRunSpec) -> None:
     pretend_ranks(spec.rank, spec.devices)
 
 
+def _run_one_of(spec: DryRunSpec) -> None:
+    """Make `torch.multiprocessing.spawn` run this rank's part here, where it would start a process for each rank."""
+
+    class Ended:
+        """Stands for the processes, which have ended already."""
+
+        processes: ClassVar[list[Any]] = []
+
+        def join(self, *_args: Any, **_options: Any) -> bool:
+            return True
+
+    def start_processes(
+        function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+    ) -> Ended | None:
+        if nprocs != spec.devices:
+            raise DryRunError(
+                f"The script starts {nprocs} processes for as many ranks, and the dry run has --devices "
+                f"{spec.devices}: give --devices {nprocs}."
+            )
+        if spec.rank and not join:
+            raise DryRunError("A script that starts its ranks itself and goes on beside them is run as --rank 0 only.")
+        function(spec.rank, *args)
+        return None if join else Ended()
+
+    modules: tuple[Any, ...] = (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"])
+    for module in modules:
+        module.start_processes = start_processes
+
+
+def _other_processes() -> int:
+    """Return how many other processes have taken memory of the devices."""
+    users = Path(os.environ[USERS])
+    return len(set(users.read_text(encoding="ascii").split()) - {str(os.getpid())}) if users.exists() else 0
+
+
 def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, str | None]:
     """Find the largest known GPU that the recorded run does not fit, and the smallest that it does fit."""
     entries = snapshot["device_traces"][device]
@@ -56,8 +93,9 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
     config = AllocatorConfig.parse(
         os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     )
-    trace = trace_until(snapshot, config, capacity=None, used_by_others=CONTEXT_BYTES, until=end, device=device)
     gpus = sorted(known_gpus(), key=lambda gpu: (gpu.usable_bytes, gpu.name))
+    context = context_bytes(gpus[0].name)
+    trace = trace_until(snapshot, config, capacity=None, used_by_others=context, until=end, device=device)
     low, high = -1, len(gpus)  # gpus[low] is too small, gpus[high] is enough
     while high - low > 1:
         middle = (low + high) // 2
@@ -86,6 +124,18 @@ def _print_error(error: BaseException) -> None:
     traceback.print_exception(error.with_traceback(outer or error.__traceback__))
 
 
+def _judge(error: BaseException) -> tuple[int, str | None]:
+    """Return the status and the message of a program that ended with an error, and print it as Python would have."""
+    if isinstance(error, SystemExit):
+        return (FAILED, f"It ended with exit status {error.code}.") if error.code else (FITS, None)
+    if isinstance(error, DryRunError):
+        return FAILED, str(error)
+    _print_error(error)
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY, str(error).partition(" See documentation")[0]
+    return FAILED, f"{type(error).__name__}: {error}"
+
+
 def main(path: str) -> None:
     """Run what a spec's file says, write the result beside it, and end the process."""
     spec = DryRunSpec(**json.loads(Path(path).read_text(encoding="utf-8")))
@@ -94,27 +144,24 @@ def main(path: str) -> None:
     if spec.devices > 1:
         observer.note("What NCCL allocates for itself is not counted.")
     _pretend_ranks(spec)
+    _run_one_of(spec)
     cut_trainers_when_imported(observer)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     record_cuda_history(_HISTORY_ENTRIES)
     # Registered before the script registers its own functions, so it runs after them.
     atexit.register(_end_here)
-    status, message = FITS, None
     variables: dict[str, Any] = {}
     try:
         variables = _run_program(spec)
-    except SystemExit as error:
-        code = error.code
-        if code not in (None, 0):
-            status, message = FAILED, f"It ended with exit status {code}."
+        status, message = FITS, None
     except BaseException as error:  # noqa: BLE001, the user's error is reported, whatever it is
-        observer.end()
-        _print_error(error)
-        if is_out_of_memory(error):
-            status, message = OUT_OF_MEMORY, str(error).partition(" See documentation")[0]
-        else:
-            status, message = FAILED, f"{type(error).__name__}: {error}"
+        status, message = _judge(error)
     observer.end()
+    if others := _other_processes():
+        observer.note(
+            f"The script started other processes, of which {others} used the devices. They ran whole and are in none "
+            "of these figures: give the script that trains itself, with --devices for its ranks."
+        )
     properties = torch.cuda.get_device_properties(spec.rank)
     snapshot = cuda_memory_snapshot()
     del variables

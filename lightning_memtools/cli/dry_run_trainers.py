@@ -20,6 +20,7 @@ from lightning_memtools.memory.owned import on_device_of, owned_by
 from lightning_memtools.memory.peaks import Phase, PhaseWatch, Stage, StageWatch, peak_counter
 from lightning_memtools.memory.readers import accelerator_reader
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.nonfinite.tensor_names import plain_name
 
 # Checkpoints of larger models are skipped: they would be files of zeros.
 _LARGEST_CHECKPOINT_BYTES = 2**30
@@ -97,8 +98,9 @@ class RunObserver:
             return
         for name, module in model.named_modules():
             if next(module.children(), None) is None:
+                shown = plain_name(f"{name}.").removesuffix(".")
                 self._hooks += [
-                    module.register_forward_pre_hook(functools.partial(self._enter_layer, name)),
+                    module.register_forward_pre_hook(functools.partial(self._enter_layer, shown)),
                     module.register_forward_hook(self._leave_layer),
                 ]
 

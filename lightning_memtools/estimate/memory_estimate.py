@@ -10,8 +10,7 @@ from typing import Self
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, draw
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
-from lightning_memtools.memory.sizes import find_gpu, format_size, known_gpus, parse_capacity, parse_size
-from lightning_memtools.memory.virtual.device import DEFAULT_CONTEXT
+from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, known_gpus, parse_capacity
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 # Compute capabilities 9, 10 and 12, for which torch gives cuBLAS 32 MiB (see memory/allocator).
@@ -265,7 +264,7 @@ class DeviceLimit:
         Raises:
             ValueError: The text is neither.
         """
-        return cls(parse_capacity(text), 0 if find_gpu(text) is None else parse_size(DEFAULT_CONTEXT))
+        return cls(parse_capacity(text), context_bytes(text))
 
     @property
     def usable(self) -> int:

@@ -13,6 +13,9 @@ KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 
+# It varies from 300 to 700 MB by device and loading.
+_CUDA_CONTEXT_BYTES = 500 * MIB
+
 # IEC 80000-13: binary prefixes are powers of 1024, SI prefixes powers of 1000.
 _BYTES_PER_UNIT = {
     "b": 1,
@@ -159,6 +162,15 @@ def find_gpu(text: object) -> Gpu | None:
         names = " or ".join(repr(gpu.name) for gpu in matches)
         raise ValueError(f"{text!r} comes with different sizes: write {names}.")
     return matches[0] if matches else None
+
+
+def context_bytes(capacity: object) -> int:
+    """Return the memory that a CUDA context takes of a GPU given by name; none of a capacity in bytes.
+
+    Raises:
+        ValueError: The GPU comes with different sizes, and the text gives none.
+    """
+    return 0 if find_gpu(capacity) is None else _CUDA_CONTEXT_BYTES
 
 
 def known_gpus() -> list[Gpu]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _DEFAULT_GPU = "A100 80GB"
 _NO_LIMIT_BYTES = 2**40
 _DRY_RUN = " (dry run)"
+# The variable that names a file in which each process that takes memory of the devices writes its number.
+USERS = "NULL_CUDA_USERS"
 
 
 def computes_nothing(device: torch.device) -> bool:

@@ -262,7 +262,7 @@ def test_two_validation_loaders(tmp_path):
     assert 1 < tuner.result.sizes["val"] < tuner.result.sizes["train"]
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 def test_on_a_gpu_the_found_size_keeps_the_margin(tmp_path):
     torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -386,7 +386,7 @@ def test_a_value_that_is_no_count_of_epochs_is_refused(count):
     assert f"warn_after={count}" in str(error.value)
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 def test_on_cuda_memory_goes_back_and_what_stays_is_the_model(tmp_path):
     class Model(Wide):
         def take(self, stage):

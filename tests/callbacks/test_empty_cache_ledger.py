@@ -343,7 +343,7 @@ def test_a_cycle_per_batch_is_collected_and_not_accused(tmp_path):
     assert max(allocated.at_start) < 2**20  # not one of the four is left when validation begins
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 @pytest.mark.parametrize(("model", "holder"), LEAKS)
 def test_leaks_on_cuda(model, holder, tmp_path):
     options = {"accelerator": "cuda", "devices": 1, "max_epochs": 3, "logger": False}
@@ -353,7 +353,7 @@ def test_leaks_on_cuda(model, holder, tmp_path):
     assert holder in text
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 def test_a_healthy_run_on_cuda_with_a_replay_buffer_on_the_host(tmp_path):
     class Replays(Regression):
         def __init__(self) -> None:

@@ -235,7 +235,7 @@ def test_the_reader_of_a_plain_cpu_is_none():
     assert reader_for(torch.device("cpu")) is None
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 @pytest.mark.parametrize("kind", [CudaReader, AcceleratorReader])
 def test_the_reader_says_what_torch_cuda_says(kind):
     device = torch.device("cuda", 0)
@@ -257,7 +257,7 @@ def test_the_reader_says_what_torch_cuda_says(kind):
     del kept
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 def test_no_step_waits_for_cuda(tmp_path):
     from lightning_memtools import LossCurves  # noqa: PLC0415, next to its only use
 

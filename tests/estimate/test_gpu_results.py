@@ -46,7 +46,7 @@ def test_predictions_are_within_two_percent_of_allocated_and_four_of_reserved(be
     assert fmean(errors["reserved"]) < 0.04
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 def test_a_perceptron_is_predicted_to_the_block(benchmark):
     case = next(case for case in benchmark.CASES if case.name == "mlp, 32-true")
     made = benchmark.compare(case, benchmark.capacity_of_this_gpu())

@@ -198,7 +198,7 @@ def test_two_ranks_recompute_the_same_and_end_in_the_same_bits(case, tmp_path):
             assert torch.equal(value, found["checkpointed", rank]["weights"][name]), name
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_measured_peak_on_a_gpu_is_near_the_predicted_one(dropout):
     from lightning_memtools.checkpointing.planning import plan_checkpoints  # noqa: PLC0415

@@ -82,7 +82,7 @@ def test_other_values_are_refused_with_what_is_accepted(minimum):
     assert repr(minimum) in str(error.value)
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 def test_the_releasable_bytes_on_cuda_are_those_that_empty_cache_releases():
     from lightning_memtools.memory.readers import CudaReader  # noqa: PLC0415, needs the device
 

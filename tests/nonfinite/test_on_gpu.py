@@ -24,8 +24,6 @@ from tests.nonfinite.gallery import FAILING, HEALTHY, Small, bad_data, good_data
 from tests.nonfinite.observe import Observer, differences, state_bits
 from tests.nonfinite.replay_models import halted
 
-pytestmark = pytest.mark.gpu
-
 FUSED = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
     "adam": lambda ps: torch.optim.Adam(ps, fused=True),
@@ -70,6 +68,7 @@ def step(
     return trip
 
 
+@pytest.mark.cuda_memory
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("max_skips", [0, 3])
 def test_with_a_fused_kernel_no_step_waits_for_the_device(name, max_skips):
@@ -86,6 +85,7 @@ def test_with_a_fused_kernel_no_step_waits_for_the_device(name, max_skips):
     assert [past.step for past in guard.history] == list(range(8))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", FUSED)
 def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
     model, optimizer = made(name)
@@ -111,6 +111,7 @@ def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
         assert all(torch.equal(value, kept[name]) for name, value in entries.items())
 
 
+@pytest.mark.gpu
 def test_exact_norms_are_exact_and_take_no_memory():
     gradients = [torch.full((1000, 1000), 1e20, device="cuda"), torch.ones(10, device="cuda", dtype=torch.bfloat16)]
     torch.cuda.synchronize()
@@ -124,6 +125,7 @@ def test_exact_norms_are_exact_and_take_no_memory():
     assert measure(gradients, [], exact=True).isfinite().tolist() == [False, False, True]
 
 
+@pytest.mark.cuda_memory
 def test_without_a_fused_kernel_one_read_is_all():
     """The read is the only thing that waits: with it taken out, nothing does."""
     model, _ = made("adamw")
@@ -153,6 +155,7 @@ class OnGpu(Small):
     """The gallery's simplest module."""
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_whole_runs_end_in_the_bits_before_the_bad_step(fused, accumulate, tmp_path):
@@ -181,6 +184,7 @@ def test_whole_runs_end_in_the_bits_before_the_bad_step(fused, accumulate, tmp_p
     assert differences(weights, ours) == []
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_healthy_runs_in_every_precision(precision, fused, tmp_path):
@@ -194,6 +198,7 @@ def test_healthy_runs_in_every_precision(precision, fused, tmp_path):
     assert run.global_step == 200
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["log_of_zero", "sqrt_backward_at_zero", "nan_in_one_sample", "zero_deviation"])
 def test_the_gallery_with_the_gradient_scaler(name, fused, tmp_path):
@@ -209,6 +214,7 @@ def test_the_gallery_with_the_gradient_scaler(name, fused, tmp_path):
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("name", ["accumulation", "manual"])
 def test_a_capsule_replays_bit_for_bit(name, precision, tmp_path):
@@ -221,6 +227,7 @@ def test_a_capsule_replays_bit_for_bit(name, precision, tmp_path):
         assert torch.equal(gradient.nan_to_num(), found.gradients[parameter].nan_to_num())
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("part", ["cuda", "scale"])
 def test_the_random_numbers_of_the_device_and_the_scale_are_needed(part, tmp_path):
     more = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed"}
@@ -235,14 +242,15 @@ def test_the_random_numbers_of_the_device_and_the_scale_are_needed(part, tmp_pat
     assert not replay(tmp_path / "less.pt").exact
 
 
+@pytest.mark.cuda_memory
 def test_what_a_replay_needs_is_noted_without_waiting():
     model, _ = made("sgd")
     batch = {"x": torch.randn(8, 6, device="cuda"), "mask": torch.ones(1, 6, device="cuda").expand(8, 6)}
     keeper = BatchStartRecorder(model)
-    keeper.note(batch)
+    keeper.record(batch)
     torch.empty(1000, pin_memory=True)  # the first pinned memory waits
     with nothing_may_wait():
-        start = keeper.note(batch)
+        start = keeper.record(batch)
         micro = MicroBatch(0, batch, start=start)
         move_to_host(micro)
     torch.cuda.synchronize()

@@ -84,6 +84,19 @@ def test_what_is_read_back_is_zero():
     assert printed(code) == "0.0 [0.0, 0.0, 0.0, 0.0] 0"
 
 
+def test_what_nothing_has_touched_since_is_read_back_as_it_was_written():
+    """DDP writes the order of its buckets to the device, reads it back and indexes with it."""
+    code = """
+        import torch
+        x = torch.tensor([3, 4, 5])
+        y = x.cuda()
+        read = y.tolist()
+        y.add_(1)
+        print(read, y.tolist())
+    """
+    assert printed(code) == "[3, 4, 5] [0, 0, 0]"
+
+
 def test_host_tensors_keep_their_values_beside_the_device():
     code = """
         import torch

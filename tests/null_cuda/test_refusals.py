@@ -42,6 +42,14 @@ def test_a_script_that_does_not_exist_is_named():
     assert (done.returncode, done.stderr) == (2, "memtools: There is no script 'nowhere/train.py'.\n")
 
 
+def test_a_module_that_does_not_exist_is_named():
+    done = memtools("dry-run", "-m", "nowhere.train")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "memtools: There is no module 'nowhere.train' in this folder or in this Python.\n",
+    )
+
+
 def test_another_system_than_linux_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(
@@ -56,6 +64,15 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path, monkeypa
     with pytest.raises(DryRunError, match=r"needs a C compiler and binutils .* apt-get install gcc"):
         stub_libraries(build, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_command_answers_an_unknown_gpu_in_one_line(tmp_path):
+    (tmp_path / "train.py").touch()
+    done = memtools("dry-run", "--gpu", "RTX 409", str(tmp_path / "train.py"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("memtools: Not a capacity: 'RTX 409'.")
+    assert "Did you mean 'RTX 4090 24GB'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_an_unknown_gpu_is_answered_with_near_ones():

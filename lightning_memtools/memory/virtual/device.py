@@ -24,7 +24,7 @@ from lightning_memtools.memory.allocator import (
     SimulatedOutOfMemory,
     take_snapshot,
 )
-from lightning_memtools.memory.sizes import find_gpu, format_size, parse_capacity, parse_size
+from lightning_memtools.memory.sizes import context_bytes, format_size, parse_capacity, parse_size
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, OperatorReplacement
 from lightning_memtools.memory.virtual.attribution import attribute, composition_of, enter_all, trackable
@@ -38,9 +38,6 @@ from lightning_memtools.memory.virtual.surroundings import DeviceHooks
 
 OomObserver = Callable[[int, int, int, int], object]
 """Called, like torch's observers for CUDA, with the device's index, the requested, the total and the free bytes."""
-
-DEFAULT_CONTEXT = "500MiB"
-"""The memory of a CUDA context on a GPU given by name; it varies from 300 to 700 MB by device and loading."""
 
 _here = threading.local()
 _active: list[VirtualDevice] = []
@@ -110,7 +107,7 @@ class VirtualDevice:
     ) -> None:
         """Set all state to that of a device that was never entered."""
         self._capacity = None if capacity is None else parse_capacity(capacity)
-        self._context = _size_of("context", context) if context is not None else _default_context(capacity)
+        self._context = _size_of("context", context) if context is not None else context_bytes(capacity)
         self._cublas_workspace = _size_of("cublas_workspace", cublas_workspace)
         self._cuda_like = _checked_switch("cuda_like", cuda_like)
         others = self._context + _size_of("used_by_others", used_by_others)
@@ -458,10 +455,6 @@ class VirtualDevice:
 def _mode_here() -> AccountingMode | None:
     """Return the mode that counts in this thread; None if there is none."""
     return getattr(_here, "mode", None)
-
-
-def _default_context(capacity: str | int | None) -> int:
-    return 0 if find_gpu(capacity) is None else parse_size(DEFAULT_CONTEXT)
 
 
 def _size_of(option: str, size: str | int) -> int:

@@ -138,7 +138,11 @@ Error cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from
   for (size_t row = 0; row < height; row++) null_copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
   return SUCCESS;
 }
-Error cudaMemset(void *to, int value, size_t bytes) { if (!null_is_device_address(to)) memset(to, value, bytes); return SUCCESS; }
+Error cudaMemset(void *to, int value, size_t bytes) {
+  null_forget_copy();
+  if (!null_is_device_address(to)) memset(to, value, bytes);
+  return SUCCESS;
+}
 Error cudaMemsetAsync(void *to, int value, size_t bytes, Handle stream) { return cudaMemset(to, value, bytes); }
 
 // The devices.
@@ -217,6 +221,9 @@ Error cudaStreamCreateWithFlags(Handle *stream, unsigned flags) { *stream = null
 Error cudaStreamCreateWithPriority(Handle *stream, unsigned flags, int priority) { *stream = null_handle(); return SUCCESS; }
 Error cudaStreamGetPriority(Handle stream, int *priority) { *priority = 0; return SUCCESS; }
 Error cudaStreamAddCallback(Handle stream, void (*callback)(Handle, Error, void *), void *data, unsigned flags) { callback(stream, SUCCESS, data); return SUCCESS; }
+Error cudaLaunchKernel(const void *kernel, ...) { null_forget_copy(); return SUCCESS; }
+Error __cudaLaunchKernel(Handle kernel, ...) { null_forget_copy(); return SUCCESS; }  // of CUDA 13's compiler
+Error cudaLaunchKernelExC(const void *config, ...) { null_forget_copy(); return SUCCESS; }
 Error cudaLaunchHostFunc(Handle stream, void (*function)(void *), void *data) { function(data); return SUCCESS; }
 Error cudaEventCreate(Handle *event) { *event = null_handle(); return SUCCESS; }
 Error cudaEventCreateWithFlags(Handle *event, unsigned flags) { *event = null_handle(); return SUCCESS; }

@@ -24,7 +24,9 @@ void null_give(int device, size_t bytes);
 uintptr_t null_reserve_addresses(size_t bytes);
 void null_free_addresses(uintptr_t at, size_t bytes);
 int null_is_device_address(const void *pointer);
-void null_copy(void *to, const void *from, size_t bytes);  // reading the device gives zeros, writing it does nothing
+// Reading the device gives zeros, unless it was written by the copy before and by nothing since.
+void null_copy(void *to, const void *from, size_t bytes);
+void null_forget_copy(void);
 void *null_handle(void);                       // a handle that no one else has
 int null_current_device(void);
 int null_device_attribute(int attribute, const NullDevice *device);

@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("model", ["multilayer_perceptron", "dropouts", "blocks", "language_model"])
 def test_peaks_are_those_of_the_real_allocator(gpu: Any, model: str, optimizer: str) -> None:
@@ -38,7 +38,7 @@ def test_peaks_are_those_of_the_real_allocator(gpu: Any, model: str, optimizer: 
     assert abs(difference["peak_reserved"]) <= 3, found
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 def test_a_one_element_tensor_takes_as_much_as_in_the_simulation(gpu: Any) -> None:
     gpu.clean_up()
     tensor = torch.ones(1, device="cuda")
@@ -47,7 +47,7 @@ def test_a_one_element_tensor_takes_as_much_as_in_the_simulation(gpu: Any) -> No
     del tensor
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda_memory
 def test_the_error_has_the_wording_of_the_real_one(gpu: Any) -> None:
     gpu.clean_up()
     total = torch.cuda.get_device_properties(0).total_memory
