@@ -297,6 +297,16 @@ def is_cuda_history_recorded() -> bool:
     return enabled
 
 
+def label_cuda_memory(label: str) -> None:
+    """Writes a label into the history beside what is allocated from now on; torch documents it with an underscore.
+
+    Does nothing on a torch without labels.
+    """
+    set_label: Callable[[str], None] | None = getattr(torch.cuda.memory, "_set_memory_metadata", None)
+    if set_label is not None:
+        set_label(label)
+
+
 def cuda_memory_snapshot() -> dict[str, Any]:
     """Returns the segments, blocks and recorded history; torch documents the function under its underscored name."""
     snapshot: dict[str, Any] = torch.cuda.memory._snapshot()

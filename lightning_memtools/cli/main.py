@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_memtools.cli import doctor, dry_run, estimate, replay, report
+from lightning_memtools.cli import doctor, dry_run, estimate, replay, report, snapshot
 from lightning_memtools.cli.targets import UsageError
 
 
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replay.add_to(commands)
     dry_run.add_to(commands)
     report.add_to(commands)
+    snapshot.add_to(commands)
     chosen = parser.parse_args(arguments)
     try:
         return chosen.run(chosen) or 0

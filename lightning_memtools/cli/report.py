@@ -40,7 +40,9 @@ def run(chosen: argparse.Namespace) -> None:
             "Trainer(callbacks=lightning_memtools.default_callbacks()) and a TensorBoardLogger first."
         )
     try:
-        chosen.output.write_text(report_html(runs, f"Memory: {chosen.log_dir}"), encoding="utf-8")
+        chosen.output.write_text(
+            report_html(runs, f"Memory: {chosen.log_dir}", log_dir=chosen.log_dir), encoding="utf-8"
+        )
     except OSError as error:
         raise UsageError(f"{chosen.output} cannot be written: {error.strerror}.") from error
     print(f"{chosen.output}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}. Open it in a browser.")  # noqa: T201, a command prints

@@ -41,6 +41,8 @@ _UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 # torch/utils/data/_utils/signal_handling.py and dataloader.py
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal|exited unexpectedly)")
 
+_STARVED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) is killed by signal: (?:Killed|Bus error)")
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out, or was raised from or while handling one that does."""
@@ -50,6 +52,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_killed_worker(error: BaseException) -> bool:
     """Return whether an error says that a data-loader worker died, as if killed by the kernel for want of memory."""
     return any(isinstance(one, RuntimeError) and _KILLED_WORKER.search(str(one)) for one in error_chain(error))
+
+
+def is_worker_out_of_memory(error: BaseException) -> bool:
+    """Return whether a data-loader worker died as it does for want of memory: SIGKILL, or SIGBUS in shared memory."""
+    return any(isinstance(one, RuntimeError) and _STARVED_WORKER.search(str(one)) for one in error_chain(error))
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:

@@ -24,6 +24,9 @@ class KnowsItsTensors(Protocol):
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor's memory is on this device."""
 
+    def address_of(self, tensor: Tensor) -> int | None:
+        """Return the address of the tensor's block on this device; None where it has none."""
+
 
 def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
     """Return a function that tells which tensors count in the reader's figures.
@@ -83,15 +86,45 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
                 total += block_bytes(found[1])
         return total
 
-    parameters = list(model.parameters())
-    by_category = {
-        "parameters": count(parameters),
-        "buffers": count(model.buffers()),
-        "gradients": count(parameter.grad for parameter in parameters),
-        "optimizer": count(_state_of(optimizers)),
-        "inputs": count(tree_leaves(inputs)),
-    }
+    by_category = {name: count(tensors) for name, tensors in tensors_by_owner(model, optimizers, inputs).items()}
     return Owned(by_category, frozenset(seen))
+
+
+def tensors_by_owner(model: nn.Module, optimizers: Iterable[Optimizer], inputs: Any) -> dict[str, Iterable[Any]]:
+    """Return the tensors of each category of `Owned`, with values among them that are no tensors."""
+    parameters = list(model.parameters())
+    return {
+        "parameters": parameters,
+        "buffers": model.buffers(),
+        "gradients": (parameter.grad for parameter in parameters),
+        "optimizer": _state_of(optimizers),
+        "inputs": tree_leaves(inputs),
+    }
+
+
+def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str, int]:
+    """Divide allocated bytes into the categories of the log tags, which add up to them.
+
+    The rest, which nobody owns, counts as activations: results kept for backward, and temporaries.
+
+    Args:
+        owned: The bytes that have an owner.
+        allocated: All bytes.
+        older: Bytes of the rest that are known to be no activations, because they are older than the batch; with the
+            buffers they count as other.
+    """
+    known = owned.by_category
+    # Views of larger storages can seem to take more than is allocated.
+    rest = max(0, allocated - owned.total_bytes)
+    older = min(rest, older)
+    return {
+        "parameters": known["parameters"],
+        "gradients": known["gradients"],
+        "optimizer": known["optimizer"],
+        "activations": rest - older,
+        "inputs": max(0, min(known["inputs"], allocated - (owned.total_bytes - known["inputs"]))),
+        "other": older + known["buffers"],
+    }
 
 
 def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:

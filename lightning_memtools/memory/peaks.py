@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_memtools.memory.owned import Owned, composition_of
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 
 Stage = Literal["train", "val", "test", "predict"]
@@ -188,11 +189,19 @@ class StageWatch:
         if self._running:
             self._windows[self._running[-1]].resume()
 
-    def point(self, stage: Stage) -> MemoryPoint:
-        """Return the figures of a running stage: the device now, and the peaks since the stage's last point."""
+    def point(self, stage: Stage, owned: Owned | None = None) -> MemoryPoint:
+        """Return the figures of a running stage: the device now, and the peaks since the stage's last point.
+
+        Args:
+            stage: The stage.
+            owned: The memory that has an owner now, for devices that cannot tell the composition of a peak.
+        """
         stats = self._counter.fold()
         window = self._windows[stage]
-        point = MemoryPoint(stats, window.allocated, window.reserved, window.composition)
+        composition = window.composition
+        if composition is None and owned is not None and window.allocated is not None:
+            composition = composition_of(owned, window.allocated)
+        point = MemoryPoint(stats, window.allocated, window.reserved, composition)
         window.restart()
         self.peaks.setdefault(stage, StagePeak()).take_in(point)
         return point

@@ -79,10 +79,6 @@ class AcceleratorReader:
         """Release unused cached memory."""
         torch.accelerator.empty_cache()
 
-    def summary(self) -> str:
-        """Return an empty string: there is no table outside CUDA."""
-        return ""
-
     def composition_at_peak(self) -> Mapping[str, int] | None:
         """Return None: a real device does not know the categories."""
         return None
@@ -103,10 +99,6 @@ class CudaReader(AcceleratorReader):
     def reset_peaks(self) -> None:
         """Set both peaks to the current values."""
         torch.cuda.reset_peak_memory_stats(self.index)
-
-    def summary(self) -> str:
-        """Return torch.cuda.memory_summary, abbreviated."""
-        return torch.cuda.memory_summary(self.index, abbreviated=True)
 
 
 class MpsReader:
@@ -130,10 +122,6 @@ class MpsReader:
     def empty_cache(self) -> None:
         """Release unused cached memory."""
         torch.mps.empty_cache()
-
-    def summary(self) -> str:
-        """Return an empty string: there is no table."""
-        return ""
 
     def composition_at_peak(self) -> Mapping[str, int] | None:
         """Return None: a real device does not know the categories."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from lightning_memtools.memory.host_memory import HOST_TAGS
 from lightning_memtools.memory.peaks import PHASES, MemoryPoint, Phase, Stage
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stats import MemoryStats
@@ -84,6 +85,7 @@ def possible_tags(stage: Stage) -> list[str]:
     return [
         *(tag.format(stage=stage) for tag in _DEVICE_FIGURES),
         "memory/host_rss_gib",
+        *HOST_TAGS,
         *(f"memory/composition/{category}_gib" for category in CATEGORIES),
         *(f"memory/train/peak_{phase}_gib" for phase in PHASES),
         "time/step_ms",

@@ -1,28 +1,90 @@
-"""The shared memory in which the workers of loaders hand over batches."""
+"""The shared memory in which the workers of loaders hand over batches, and the limit of a container."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-# A container's limits, by cgroup version 2.
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+# The limit, the use, and the part of the use that the kernel takes back first, in versions 2 and 1 of cgroups.
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+# Version 1 writes the largest number of pages for no limit.
+_NO_LIMIT = 1 << 60
 
 
 def free_shared_memory() -> int | None:
     """Return the free bytes of /dev/shm; None where it does not exist."""
+    sizes = shared_memory_use()
+    return None if sizes is None else sizes[1] - sizes[0]
+
+
+def shared_memory_use() -> tuple[int, int] | None:
+    """Return the used bytes of /dev/shm and all that it has; None where it does not exist."""
     place = Path("/dev/shm")  # noqa: S108, no file is written there
-    return shutil.disk_usage(place).free if place.is_dir() else None
+    if not place.is_dir():
+        return None
+    sizes = shutil.disk_usage(place)
+    return sizes.used, sizes.total
 
 
-def free_in_container(cgroup: Path = _CGROUP) -> int | None:
-    """Return the bytes that a container's memory limit leaves, to which shared memory counts; None without a limit.
+def container_use(cgroup: Path | None = None) -> tuple[int, int] | None:
+    """Return the bytes that a container uses and its limit; None without a limit. Shared memory counts as used.
+
+    Files that the kernel keeps in memory, and takes back when memory is needed, do not count.
 
     Args:
-        cgroup: The directory of the control group.
+        cgroup: The directory of the control group; by default those of this process are searched for the least limit.
     """
+    found = [use for place in ([cgroup] if cgroup else _own_cgroups()) if (use := _use_of(place)) is not None]
+    return min(found, key=lambda use: use[1] - use[0], default=None)
+
+
+def free_in_container(cgroup: Path | None = None) -> int | None:
+    """Return the bytes that a container's limit leaves (see `container_use`); None without a limit."""
+    use = container_use(cgroup)
+    return None if use is None else max(use[1] - use[0], 0)
+
+
+def kills_in_container() -> int | None:
+    """Return how many processes of this container the kernel has killed for want of memory; None where unknown."""
+    files = [(place / "memory.events", place / "memory.oom_control") for place in _own_cgroups()]
+    counts = [_count_in(path, "oom_kill") for two in files for path in two if path.is_file()]
+    return max((count for count in counts if count is not None), default=None)
+
+
+def _own_cgroups() -> list[Path]:
+    """Return the directories of this process's control groups and of those around them."""
     try:
-        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = [_CGROUPS, _CGROUPS / "memory"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in {"", "memory"}:
+            place = Path(*_CGROUPS.parts, controllers, path.lstrip("/"))
+            found += [one for one in (place, *place.parents) if _CGROUPS in one.parents]
+    return list(dict.fromkeys(found))
+
+
+def _use_of(cgroup: Path) -> tuple[int, int] | None:
+    for limit_name, used_name, reclaimable in _FILES:
+        try:
+            limit, used = ((cgroup / name).read_text().strip() for name in (limit_name, used_name))
+        except OSError:
+            continue
+        if not limit.isdigit() or int(limit) >= _NO_LIMIT:
+            return None
+        return max(int(used) - (_count_in(cgroup / "memory.stat", reclaimable) or 0), 0), int(limit)
+    return None
+
+
+def _count_in(path: Path, name: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
     except OSError:
         return None
-    return max(int(limit) - int(used), 0) if limit.isdigit() else None
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), None)

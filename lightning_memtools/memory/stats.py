@@ -60,9 +60,6 @@ class MemoryReader(Protocol):
     def empty_cache(self) -> None:
         """Release unused cached memory."""
 
-    def summary(self) -> str:
-        """Return the table of the device's own statistics, or an empty string where it has none."""
-
     def composition_at_peak(self) -> Mapping[str, int] | None:
         """Return the bytes per category when allocated was highest since `reset_peaks`; None where it is not known.
 

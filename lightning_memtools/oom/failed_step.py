@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.estimate import MemoryEstimate, estimate_memory
 from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
+from lightning_memtools.memory.allocator.memory_snapshot import config_of
 from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -250,12 +250,7 @@ def _gpu_like(device: torch.device) -> str | None:
 def _settings(virtual: VirtualDevice | None, snapshot: dict[str, Any] | None) -> AllocatorConfig:
     if virtual is not None:
         return virtual.settings
-    recorded = (snapshot or {}).get("allocator_settings", {}).get("PYTORCH_CUDA_ALLOC_CONF")
-    text = recorded or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    try:
-        return AllocatorConfig.parse(text)
-    except ValueError:  # settings of another backend, or newer than this library
-        return AllocatorConfig()
+    return config_of(snapshot or {})
 
 
 def _bytes_on_device(thing: Any, on_device: OnDevice) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import attach_cuda_oom_observer
+from lightning_memtools.memory.history_recording import record
 from lightning_memtools.memory.oom_errors import error_chain, requested_bytes
 from lightning_memtools.memory.owned import OnDevice, on_device_of
 from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
@@ -31,7 +32,6 @@ from lightning_memtools.oom.failure_facts import (
     split_by_device,
     split_by_walking,
 )
-from lightning_memtools.oom.recorded_history import record
 
 # User code may catch errors and try again, and run out of memory again while it cleans up.
 _MOST_CAPTURED = 8

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import module_call_code
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
-from lightning_memtools.memory.owned import OnDevice, Owned, owned_by
+from lightning_memtools.memory.owned import OnDevice, Owned, composition_of, owned_by
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual import Composition
@@ -115,21 +115,11 @@ def split_by_walking(
         before: The state when the batch began. Without it, the rest counts as activations.
     """
     owned = owned_by(model, optimizers, on_device, inputs=batch)
-    known = owned.by_category
-    # Views of larger storages can seem to take more than is allocated.
     rest = max(0, allocated - owned.total_bytes)
     older = 0 if before is None else min(rest, _older(before, owned, model, on_device))
-    inputs = min(known["inputs"], allocated - (owned.total_bytes - known["inputs"]))
     return MemorySplit(
-        {
-            "parameters": known["parameters"],
-            "gradients": known["gradients"],
-            "optimizer": known["optimizer"],
-            "activations": rest - older,
-            "inputs": inputs,
-            "other": older + known["buffers"],
-        },
-        known["buffers"],
+        composition_of(owned, allocated, older=older),
+        owned.by_category["buffers"],
         (),
         older,
         exact=False,

@@ -18,6 +18,7 @@ from lightning_memtools.oom.advice_checks import AdviceChecks
 from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes_of
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureMoment
+from lightning_memtools.oom.killed_worker import killed_worker_page
 from lightning_memtools.oom.report_page import ReportPage
 from lightning_memtools.oom.step_trials import Deadline
 from lightning_memtools.reporting.console import print_on_console
@@ -155,6 +156,16 @@ class OOMReporter:
         exception.add_note(page.note())
         lines = page.console() if is_first else f"{page.headline} {page.file_line()}"
         print_on_console(lines, soft_wrap=True)
+        return text
+
+    def report_worker(self, exception: BaseException, moment: FailureMoment) -> str:
+        """Report that a loader worker died for want of memory, and return the report as markdown."""
+        text = killed_worker_page(exception, moment)
+        file = self._write(_file_name(moment).replace("oom-", "oom-worker-", 1), text)
+        where = f"Report: {file}" if isinstance(file, Path) else f"The report {file.reason}."
+        headline = f"OOMReport: {text.splitlines()[0].removeprefix('# ')}. {where}"
+        exception.add_note(headline)
+        print_on_console(headline, soft_wrap=True)
         return text
 
     def report_other_rank(self, exception: BaseException) -> str | None:

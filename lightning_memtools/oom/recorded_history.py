@@ -1,87 +1,19 @@
-"""The recorded history of the allocator: recording it, and replaying it under other settings.
+"""The recorded history of the allocator, replayed under other settings.
 
 A replay tells whether the failed request would have found memory: then memory was there, and only lay in pieces.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lightning_memtools._torch import (
-    cuda_memory_snapshot,
-    is_cuda_history_recorded,
-    record_cuda_history,
-    stop_cuda_history,
-)
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, SimulatedOutOfMemory, replay
 from lightning_memtools.memory.allocator.block_rounding import SMALL_LIMIT, SMALL_SEGMENT, round_up
 from lightning_memtools.memory.allocator.memory_snapshot import FailedRequest, begin_of, failed_request, trace_until
-from lightning_memtools.memory.readers import CudaReader
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.memory.stats import MemoryReader
-from lightning_memtools.memory.virtual import VirtualDevice
-
-MOST_ENTRIES = 50_000
-"""The number of actions that are kept. On a GPU the stack of one takes up to a kilobyte of host memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryRecording:
-    """A running recording of the allocator.
-
-    Attributes:
-        take: Returns the snapshot: segments, blocks, and the recorded actions. It allocates nothing on the device.
-        now: Returns the present time on the recording's clock (`time_us`).
-        stop: Ends the recording.
-    """
-
-    take: Callable[[], dict[str, Any]]
-    now: Callable[[], int]
-    stop: Callable[[], None]
-
-
-def record(reader: MemoryReader | None) -> HistoryRecording | None:
-    """Start to record the allocator's history. A recording that somebody else has started goes on.
-
-    Returns:
-        The recording; None where the device keeps no history.
-    """
-    if isinstance(reader, VirtualDevice):
-        return _record_virtual(reader)
-    return _record_cuda() if isinstance(reader, CudaReader) else None
-
-
-def _record_virtual(device: VirtualDevice) -> HistoryRecording:
-    is_ours = device.history is None
-    if is_ours:
-        device.record_history(MOST_ENTRIES)
-    history = device.history
-    assert history is not None
-
-    def stop() -> None:
-        if is_ours and device.history is history:
-            device.record_history(0)
-
-    return HistoryRecording(device.snapshot, lambda: history.count, stop)
-
-
-def _record_cuda() -> HistoryRecording | None:
-    try:
-        is_ours = not is_cuda_history_recorded()
-        if is_ours:
-            record_cuda_history(MOST_ENTRIES)
-    except RuntimeError:  # from other allocators than torch's own (cudaMallocAsync, pluggable ones)
-        return None
-
-    def stop() -> None:
-        if is_ours:
-            stop_cuda_history()
-
-    return HistoryRecording(cuda_memory_snapshot, lambda: time.time_ns() // 1000, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,12 +80,17 @@ def _run_of(trainer: Trainer, logger: Logger) -> Path:
 
 def write_report(directory: Path | NotWritten, name: str, text: str) -> Path | NotWritten:
     """Write a report and return its path, or the reason why there is none."""
+    return write_file(directory, name, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def write_file(directory: Path | NotWritten, name: str, write: Callable[[Path], object]) -> Path | NotWritten:
+    """Have a file of any kind written to its path, and return the path, or the reason why there is none."""
     if isinstance(directory, NotWritten):
         return directory
     path = directory / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write(path)
     except OSError as error:
         return NotWritten(f"could not be written: {error}", is_failure=True)
     return path

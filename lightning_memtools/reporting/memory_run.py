@@ -5,9 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memtools.memory.early_warnings import EarlyWarnings
+from lightning_memtools.memory.history_recording import recorded_snapshot
+from lightning_memtools.memory.host_memory import HostMemory
+from lightning_memtools.memory.owned import Owned, on_device_of, owned_by
 from lightning_memtools.memory.peaks import (
     STAGES,
     MemoryPoint,
@@ -34,10 +42,7 @@ from lightning_memtools.reporting.loggers import Charts
 from lightning_memtools.reporting.memory_summary import MemorySummary
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPoints
 
-_HOW_TO_SEE_MORE = (
-    "No accelerator, so only host memory is known. To see allocated and reserved memory, peaks and composition as on a "
-    'GPU, run inside `with lightning_memtools.VirtualDevice("24GiB"):`.'
-)
+NO_GPU = "No GPU: showing host memory. Wrap fit in VirtualDevice(...) or use memtools dry-run to see a GPU's."
 
 
 WriteScalars = Callable[[Mapping[str, float], int], None]
@@ -79,13 +84,18 @@ class MemoryRun:
         self._has_trained = has_trained or call == "fit"
         self._points = RankPoints("MemoryMonitor")
         self._training = False
+        self._input_bytes = 0
         self._step_time = Stopwatch()
         self._since = MemoryStats()
+        self._host: HostMemory | None = None
         self._stage_watch: StageWatch | None = None
         self._phase_watch: PhaseWatch | None = None
         self._batch_window: PeakWindow | None = None
         if reader is not None:
             self._since = reader.stats()
+            self._early = EarlyWarnings(
+                retries=self._since.alloc_retries or 0, snapshot=partial(recorded_snapshot, reader)
+            )
             self._counter = peak_counter(reader)
             self._stage_watch = StageWatch(self._counter, leave_counter_alone=not reset_peaks)
             if phases:
@@ -97,10 +107,8 @@ class MemoryRun:
     def shortcoming(self) -> str:
         """A sentence about figures that the device does not have; empty if it has all of them."""
         if self._reader is None:
-            plain_cpu = self.device.startswith("cpu")
-            return (
-                _HOW_TO_SEE_MORE if plain_cpu else f"{self.device} keeps no memory statistics: host memory is logged."
-            )
+            plain_cpu = self.device.startswith("cpu")  # NO_GPU is said once per process, not in each summary
+            return "" if plain_cpu else f"{self.device} keeps no memory statistics: host memory is logged."
         if self._since.peak_allocated is None:
             return f"{self.device} keeps no peaks: memory/<stage>/peak_* are not logged."
         return ""
@@ -108,14 +116,14 @@ class MemoryRun:
     def charts(self, *, validates: bool) -> Charts:
         """Return the charts of this call's curves; `validates` says whether there is a val stage."""
         if self._reader is None:
-            return {"memory": {"host (GiB)": ["memory/host_rss_gib"]}}
+            return {"memory": {"host (GiB)": ["memory/(host_rss|host/(process|unique|workers|shared))_gib"]}}
         stages = {"fit": ("train", "val") if validates else ("train",), "validate": ("val",)}.get(
             self.call, (self.call,)
         )
         charts = {f"{stage}: allocated and reserved (GiB)": [f"memory/{stage}/(peak_)?(allocated|reserved)_gib"]
                   for stage in stages}  # fmt: skip
         charts["device: capacity and use (GiB)"] = ["memory/(capacity|device_used)_gib"]
-        if self._reader.composition_at_peak() is not None:
+        if self._since.peak_allocated is not None:
             charts["composition at the peak (GiB)"] = ["memory/composition/[a-z]+_gib"]
         if self._phase_watch is not None:
             charts["train: peak by phase (GiB)"] = ["memory/train/peak_(forward|backward|optimizer)_gib"]
@@ -130,6 +138,8 @@ class MemoryRun:
             alloc_retries=(self._since.alloc_retries or 0) + alloc_retries,
             ooms=(self._since.ooms or 0) + ooms,
         )
+        if self._stage_watch is not None:
+            self._early.leave_out(alloc_retries)
 
     def begin_training(self, step: int, optimizers: Sequence[Optimizer], *, between_phases: Phase | None) -> None:
         """Begin the train stage at a training step; `PhaseWatch` describes `between_phases`."""
@@ -174,21 +184,63 @@ class MemoryRun:
         if self._phase_watch is not None:
             self._phase_watch.switch(self._phase_watch.between)
 
-    def add_training_point(self, step: int, write: WriteScalars) -> None:
+    def owned_by(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, batch: Any = None
+    ) -> Owned | None:
+        """Return the memory that has an owner now; None where the device itself knows what its peaks consist of.
+
+        Nothing waits for the device: sizes and identities of storages are known to the host.
+        """
+        if self._reader is None or self._reader.composition_at_peak() is not None:
+            return None
+        owned = owned_by(model, optimizers, on_device_of(self._reader, device), inputs=batch)
+        if batch is not None:
+            self._input_bytes = owned.by_category["inputs"]
+        # At an epoch's end the last batch is gone; when memory was highest there was one.
+        return replace(owned, by_category={**owned.by_category, "inputs": self._input_bytes})
+
+    def see_host(self, host: HostMemory | None) -> None:
+        """Take the figures of host memory into the next point; None where nothing was read."""
+        if host is not None:
+            self._host = host
+
+    def add_training_point(self, step: int, write: WriteScalars, owned: Owned | None = None) -> list[str]:
         """Add a training point, as `add_point` does."""
         elapsed_ms = self._step_time.lap_ms()
         extra = {"time/step_ms": elapsed_ms / (step - self.last_step)} if step > self.last_step else {}
         self.last_step = step
         if self._phase_watch is not None:
             extra |= phase_scalars(self._phase_watch.point())
-        self.add_point("train", step, write, extra)
+        return self.add_point("train", step, write, owned, extra)
 
-    def add_point(self, stage: Stage, step: int, write: WriteScalars, extra: dict[str, float] | None = None) -> None:
-        """Add a point. On rank 0, `write` gets the scalars over all ranks once those of every rank have arrived."""
+    def add_point(
+        self,
+        stage: Stage,
+        step: int,
+        write: WriteScalars,
+        owned: Owned | None = None,
+        extra: dict[str, float] | None = None,
+    ) -> list[str]:
+        """Add a point, and return new warnings of what comes before running out of memory.
+
+        On rank 0, `write` gets the scalars over all ranks once those of every rank have arrived.
+
+        Args:
+            stage: The stage that the point belongs to.
+            step: The training step.
+            write: Writes the scalars.
+            owned: The memory that has an owner now (`owned_by`), for the composition of the peak.
+            extra: More scalars of this rank.
+        """
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes()), **(extra or {})}
+        warnings: list[str] = []
+        if self._host is not None:
+            scalars |= self._host.scalars()
+            self._host = None
         if self._stage_watch is not None:
-            point = self._stage_watch.point(stage)
+            point = self._stage_watch.point(stage, owned)
             scalars |= device_scalars(stage, point, since=self._since)
+            warnings = self._early.look(point)
             if stage == "train" or not self._has_trained:
                 scalars |= composition_scalars(point)
 
@@ -197,6 +249,7 @@ class MemoryRun:
             write(scalars if len(parts) == 1 else merged, step)
 
         self._points.add(f"{stage} at step {step}", scalars, merge, extra=self._peak_sizes())
+        return warnings
 
     def write_arrived(self) -> None:
         """Write the points for which all ranks' scalars have arrived since."""
@@ -237,7 +290,6 @@ class MemoryRun:
             host_rss=host_rss_bytes(),
             processes=self._other_processes(),
             ranks=ranks,
-            device_summary=self._reader.summary() if self._reader is not None else "",
             note=self.shortcoming,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_memtools.memory.peaks import Stage, StagePeak
+from lightning_memtools.memory.peaks import STAGES, Stage, StagePeak
 from lightning_memtools.memory.processes import GpuProcess
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.console import print_on_console
@@ -26,7 +26,6 @@ class MemorySummary:
         host_rss: Bytes resident in this process at the end.
         processes: Other processes on the device, or why they are not known; None where there is no real device.
         ranks: The number of ranks that the peaks are taken over.
-        device_summary: The device's own long table, which only the file and the loggers show.
         note: One more line, such as advice on how to see more.
     """
 
@@ -39,7 +38,6 @@ class MemorySummary:
     host_rss: int = 0
     processes: Sequence[GpuProcess] | str | None = None
     ranks: int = 1
-    device_summary: str = ""
     note: str = ""
 
     def title(self) -> str:
@@ -50,10 +48,11 @@ class MemorySummary:
         return f"{subject} on {self.device}{capacity}{ranks}"
 
     def stage_table(self) -> Table:
-        """Return a table with one row per stage."""
+        """Return a table with one row per stage, in the order train, val, test, predict."""
         rows = [
             [stage, _size(peak.allocated), _size(peak.reserved), _share(peak.reserved, self.capacity)]
-            for stage, peak in self.peaks.items()
+            for stage in STAGES
+            if (peak := self.peaks.get(stage)) is not None
         ]
         return Table(["stage", "peak allocated", "peak reserved", "of device"], rows)
 
@@ -91,8 +90,6 @@ class MemorySummary:
         if composition := self.composition_table():
             parts.append(markdown_table(composition))
         parts.append("\n".join(f"- {line}" for line in self.remarks()))
-        if self.device_summary:
-            parts.append(f"```\n{self.device_summary.rstrip()}\n```")
         return "\n\n".join(parts) + "\n"
 
     def print(self) -> None:

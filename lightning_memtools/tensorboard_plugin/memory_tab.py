@@ -20,6 +20,7 @@ from lightning_memtools.tensorboard_plugin.event_files import (
     LoggedText,
 )
 from lightning_memtools.tensorboard_plugin.run_views import DEFAULT_BUCKETS, reports_of, run_view, summary_of
+from lightning_memtools.tensorboard_plugin.step_view import step_view
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -59,6 +60,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
             "/runs": self._answer(self._runs),
             "/run": self._answer(self._run),
             "/reports": self._answer(self._reports),
+            "/step": self._answer(self._step),
         }
 
     def is_active(self) -> bool:
@@ -106,6 +108,15 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
 
     def _reports(self, request: wrappers.Request) -> Any:
         return reports_of(self._named(request))
+
+    def _step(self, request: wrappers.Request) -> Any:
+        run = self._named(request)
+        # The run's name comes from the directories that were found, not from the request.
+        return (
+            {"names": []}
+            if self._directory is None
+            else step_view(self._directory.log_dir / run.name, request.args.get("snapshot"))
+        )
 
     def _named(self, request: wrappers.Request) -> LoggedRun:
         name = request.args.get("run", "")

@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from lightning_memtools.tensorboard_plugin.event_files import LoggedRun
 from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, summary_of
+from lightning_memtools.tensorboard_plugin.step_view import step_view
 
 _STATIC = Path(__file__).parent / "static"
 _STYLES = ("uPlot.min.css", "memory_tab.css")
@@ -28,23 +30,39 @@ const source = {
   runs: async () => ({ runs: held.runs }),
   run: async (run) => held.views[run],
   reports: async (run) => held.reports[run],
+  step: async (run) => held.steps[run] ?? { names: [] },
 };
 start(document.getElementById("memtools"), source);
 """
+_START_SNAPSHOT = """
+import { startSnapshot } from "memtools/snapshot_page.js";
+startSnapshot(document.getElementById("memtools"), JSON.parse(document.getElementById("held").textContent));
+"""
 
 
-def report_html(runs: Mapping[str, LoggedRun], title: str) -> str:
-    """Return the page.
+def report_html(runs: Mapping[str, LoggedRun], title: str, *, log_dir: Path | None = None) -> str:
+    """Return the page of a log directory.
 
     Args:
         runs: The runs to show, by name.
         title: The title of the page.
+        log_dir: The log directory, for the snapshots beside the event files; None to leave them out.
     """
     held = {
         "runs": [summary_of(run) for run in runs.values()],
         "views": {name: run_view(run, buckets=_BUCKETS) for name, run in runs.items()},
         "reports": {name: reports_of(run) for name, run in runs.items()},
+        "steps": {} if log_dir is None else {name: step_view(log_dir / name) for name in runs},
     }
+    return _page(title, held, _START)
+
+
+def snapshot_html(timeline: Mapping[str, Any], title: str) -> str:
+    """Return the page of one snapshot, with its blocks."""
+    return _page(title, timeline, _START_SNAPSHOT)
+
+
+def _page(title: str, held: Mapping[str, Any], start: str) -> str:
     # "<" ends a script element if "/script>" follows, whatever it is part of.
     data = json.dumps(held, allow_nan=False).replace("<", "\\u003c")
     styles = "\n".join((_STATIC / name).read_text(encoding="utf-8") for name in _STYLES)
@@ -55,7 +73,7 @@ def report_html(runs: Mapping[str, LoggedRun], title: str) -> str:
         f"<title>{escape(title)}</title>\n<style>\n{styles}\n</style>\n"
         f'<script type="importmap">{json.dumps({"imports": dict(_modules())})}</script>\n</head>\n'
         f'<body>\n<div id="memtools"></div>\n<script type="application/json" id="held">{data}</script>\n'
-        f'<script type="module">{_START}</script>\n</body>\n</html>\n'
+        f'<script type="module">{start}</script>\n</body>\n</html>\n'
     )
 
 

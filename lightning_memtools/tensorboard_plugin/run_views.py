@@ -100,21 +100,31 @@ def _kept(family: str, curves: Mapping[str, Curve], low: int, high: int, buckets
         # The parts belong together: a point is as high as their sum.
         drivers = [[sum(row) for row in zip(*(curve.values for curve in curves.values()), strict=True)]]
     else:
-        drivers = [curve.values for curve in curves.values() if len(set(curve.values[low:high])) > 1]  # type: ignore[misc]
+        drivers = [curve.values for curve in curves.values() if _varies(curve.values[low:high])]  # type: ignore[misc]
     steps = next(iter(curves.values())).steps
     width = (steps[high - 1] - steps[low] + 1) / buckets
     kept = {low, high - 1}
     begin = low
+    are_finite = [_is_finite(values[low:high]) for values in drivers]
     for bucket in range(1, buckets + 1):
         end = bisect_left(steps, steps[low] + bucket * width, begin, high) if bucket < buckets else high
         if end > begin:
-            span = range(begin, end)
-            for values in drivers:
-                kept.add(max(span, key=lambda at: _order(values[at])))
+            for values, is_finite in zip(drivers, are_finite, strict=True):
+                inside = values[begin:end] if is_finite else [_order(value) for value in values[begin:end]]
+                kept.add(begin + inside.index(max(inside)))
                 if family != "memory/composition":
-                    kept.add(min(span, key=lambda at: _order(values[at])))
+                    kept.add(begin + inside.index(min(inside)))
             begin = end
     return sorted(kept)
+
+
+def _varies(values: Sequence[float]) -> bool:
+    return not _is_finite(values) or min(values) < max(values)
+
+
+def _is_finite(values: Sequence[float]) -> bool:
+    """Return whether all values are numbers: NaN and infinity go through any sum, which takes no Python per value."""
+    return math.isfinite(sum(values))
 
 
 def _order(value: float) -> float:
@@ -143,7 +153,7 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
                 marks.append({"step": step, "kind": kind, "count": int(count - before), "words": words})
             before = count
     for tag, curve in run.curves.items():
-        if tag.startswith("loss/"):
+        if tag.startswith("loss/") and not _is_finite(curve.values):
             bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
             marks.extend(
                 {"step": step, "kind": "nonfinite", "count": 1, "words": f"value of {tag} is no number"} for step in bad
@@ -153,7 +163,8 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
 
 def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
     """Return the evaluations within the run: stage, training step, the time of their end and, if logged, seconds."""
-    found = []
+    check = run.curves.get("time/sanity_check_ms", Curve())
+    found = [{"stage": "sanity", "step": step, "end": end} for step, end in zip(check.steps, check.times, strict=True)]
     for stage in STAGES[1:]:
         curve = _first_curve(run, f"memory/{stage}/peak_allocated_gib", f"memory/{stage}/allocated_gib")
         if curve is None and stage == "val":
@@ -183,6 +194,7 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
         "stages": stages,
         "capacity_gib": _last(capacity),
         "host_gib": _highest_value(_first_curve(run, "memory/host_rss_gib")),
+        "host_limit_gib": _last(_first_curve(run, "memory/host/limit_gib")),
         "step_ms": _median(_first_curve(run, "time/step_ms")),
         "loss_train": _last(next(iter(_with_prefix(run, "loss/train")), None)),
         "loss_val": _last(next(iter(_with_prefix(run, "loss/val")), None)),
@@ -199,6 +211,9 @@ def _with_prefix(run: LoggedRun, prefix: str) -> Iterable[Curve]:
 
 
 def _highest(curve: Curve) -> dict[str, Any] | None:
+    if _is_finite(curve.values):
+        at = curve.values.index(max(curve.values))
+        return {"gib": _json(curve.values[at]), "step": curve.steps[at]}
     finite = [at for at, value in enumerate(curve.values) if math.isfinite(value)]
     if not finite:
         return None

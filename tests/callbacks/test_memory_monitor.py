@@ -13,6 +13,7 @@ from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.memory.readers import AcceleratorReader, CudaReader, reader_for, stats_from_nested
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.reporting.memory_run import MemoryRun
+from lightning_memtools.reporting.monitored_calls import _say_that_there_is_no_gpu
 from tests.event_files import scalars
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 
@@ -192,10 +193,17 @@ def test_out_of_memory_still_ends_with_a_summary(tmp_path, capsys):
 
 
 def test_a_plain_cpu_gets_host_memory_and_one_line_that_says_how_to_see_more(tmp_path, capsys):
+    _say_that_there_is_no_gpu.cache_clear()  # another test of this process may have had it printed
     run = trainer(tmp_path, MemoryMonitor())
     run.fit(Regression(), loader())
-    tags = {tag for tag in scalars(run.log_dir) if tag.startswith(("memory", "time"))}
+    curves = scalars(run.log_dir)
+    tags = {tag for tag in curves if tag.startswith(("memory", "time")) and not tag.startswith("memory/host/")}
     assert tags == {"memory/host_rss_gib", "time/step_ms"}
+    told = {tag.removeprefix("memory/host/") for tag in curves if tag.startswith("memory/host/")}
+    assert told - {"shared_gib"} == {f"{name}_gib" for name in ("process", "unique", "workers", "used", "limit")}
+    process, unique = curves["memory/host/process_gib"][0][1], curves["memory/host/unique_gib"][0][1]
+    assert 0 < unique <= process <= curves["memory/host/used_gib"][0][1] + 1
+    trainer(tmp_path, MemoryMonitor()).fit(Regression(), loader())
     assert capsys.readouterr().out.count("VirtualDevice") == 1
 
 

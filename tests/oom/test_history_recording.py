@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memtools.memory import history_recording
+from lightning_memtools.memory.history_recording import MOST_ENTRIES, record
 from lightning_memtools.memory.readers import CudaReader
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom import recorded_history
-from lightning_memtools.oom.recorded_history import MOST_ENTRIES, record
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_an_allocator_that_keeps_no_history_is_no_error(monkeypatch) -> None:
 
 
 def test_on_a_simulated_device_the_last_actions_are_kept(monkeypatch) -> None:
-    monkeypatch.setattr(recorded_history, "MOST_ENTRIES", 5)
+    monkeypatch.setattr(history_recording, "MOST_ENTRIES", 5)
     with VirtualDevice() as device:
         recorded = record(device)
         assert recorded is not None

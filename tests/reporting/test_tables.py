@@ -41,7 +41,6 @@ SUMMARY = MemorySummary(
     host_rss=512 * MIB,
     processes=[GpuProcess(42, "python", 3 * GIB), GpuProcess(7, "", None)],
     ranks=4,
-    device_summary="the long table",
 )
 
 
@@ -55,18 +54,22 @@ def test_the_summary_says_everything_that_is_known():
         "- Host memory of this process: 512 MiB.",
         "- Allocation retries: 2; out-of-memory errors: 0.",
         "- Other processes on the device: python (pid 42, 3.00 GiB), process (pid 7, not known).",
-        "```\nthe long table\n```",
     ):
         assert line in text, line
 
 
-def test_the_console_form_is_one_short_block_without_the_long_table(capsys, monkeypatch):
+def test_the_console_form_is_one_short_block(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     SUMMARY.print()
     out = capsys.readouterr().out
     assert "3.00 GiB" in out
-    assert "long table" not in out
     assert len(out.splitlines()) < 25
+
+
+def test_stages_come_in_the_order_of_a_run_whichever_was_first():
+    peaks = {"predict": StagePeak(4), "val": StagePeak(2), "test": StagePeak(3), "train": StagePeak(1)}
+    rows = MemorySummary(device="cuda:0", peaks=peaks).stage_table().rows
+    assert [row[0] for row in rows] == ["train", "val", "test", "predict"]
 
 
 def test_a_simulated_device_says_so_in_its_name():

@@ -8,6 +8,7 @@ are "active_pending_free", as the viewer expects, although the docstring of ``_s
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from collections import deque
@@ -22,6 +23,7 @@ from lightning_memtools.memory.allocator.block_rounding import ROUNDUP_INTERVALS
 from lightning_memtools.memory.allocator.blocks import ALLOCATED, FREE, UNMAPPED, WAITING, Block, FreeBlocks, Segment
 from lightning_memtools.memory.allocator.caching_allocator import CachingAllocator
 from lightning_memtools.memory.allocator.replay import replay
+from lightning_memtools.tensorboard_plugin.snapshot_file import live_at_start
 
 _STATES = {ALLOCATED: "active_allocated", WAITING: "active_pending_free", FREE: "inactive"}
 _FRAME = re.compile(r"(?P<filename>.+):(?P<line>\d+):(?P<name>.*)")
@@ -31,7 +33,6 @@ _NO_ROUNDUP = (0,) * ROUNDUP_INTERVALS
 # The viewer reads pickles up to this protocol; Python 3.14 writes newer ones by default.
 _PICKLE_PROTOCOL = 4
 _RELEASES = {"segment_free", "segment_unmap"}
-_IN_USE = {"active_allocated", "active_pending_free", "active_awaiting_free"}
 
 
 class AllocatorHistory:
@@ -204,6 +205,16 @@ def _settings(config: AllocatorConfig) -> dict[str, Any]:
 # --- from a snapshot back to a trace
 
 
+def config_of(snapshot: Mapping[str, Any]) -> AllocatorConfig:
+    """Return the settings of the allocator that a snapshot is of; where it has none, those of this process."""
+    recorded = snapshot.get("allocator_settings", {}).get("PYTORCH_CUDA_ALLOC_CONF")
+    text = recorded or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    try:
+        return AllocatorConfig.parse(text)
+    except ValueError:  # settings of another backend, or newer than this library
+        return AllocatorConfig()
+
+
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
     """The last request of a history for which there was no memory, and the trace of all requests before it.
@@ -291,9 +302,10 @@ def trace_until(
 def _started_writer(snapshot: Mapping[str, Any], trace: AllocationTrace, device: int) -> _Writer:
     """Return the writer of a trace that starts with the blocks in use when the history begins."""
     writer = _Writer(trace)
-    live = _live_at_start(snapshot, snapshot["device_traces"][device], device)
+    live = live_at_start(snapshot, snapshot["device_traces"][device], device)
     for address in sorted(live):
-        writer.malloc(address, *live[address])
+        block = live[address]
+        writer.malloc(address, block.n_bytes, block.stream, block.pool)
     return writer
 
 
@@ -343,25 +355,3 @@ class _Writer:
         if pool_id is None:
             return 0
         return self._pools.setdefault(tuple(pool_id), len(self._pools))
-
-
-def _live_at_start(
-    snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], device: int
-) -> dict[int, tuple[int, int, Any]]:
-    """Return bytes, stream and pool of each block that was in use when the history begins, by undoing the history."""
-    live: dict[int, tuple[int, int, Any]] = {}
-    for segment in snapshot["segments"]:
-        if segment["device"] != device:
-            continue
-        address = segment["address"]
-        for block in segment["blocks"]:
-            if block["state"] in _IN_USE:
-                n_bytes = block.get("requested_size") or block["size"]
-                live[block.get("address", address)] = (n_bytes, segment["stream"], segment.get("segment_pool_id"))
-            address += block["size"]
-    for entry in reversed(entries):
-        if entry["action"] == "alloc":
-            live.pop(entry["addr"], None)
-        elif entry["action"] == "free_completed":
-            live[entry["addr"]] = (entry["size"], entry["stream"], entry.get("pool_id"))
-    return live

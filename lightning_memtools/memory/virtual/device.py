@@ -248,6 +248,11 @@ class VirtualDevice:
         find = self._ledger.find
         return any(find(storage_key(part)) is not None or find(-id(part)) is not None for part in parts(tensor))
 
+    def address_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the address of a tensor's block on the device, by which snapshots name it; None where it has none."""
+        entries = (self._ledger.find(storage_key(part)) for part in parts(tensor))
+        return next((entry.block.address for entry in entries if entry is not None), None)
+
     def observe_oom(self, callback: OomObserver) -> RemovableHandle:
         """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error unwinds.
 

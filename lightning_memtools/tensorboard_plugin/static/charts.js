@@ -75,12 +75,14 @@ export function column(group, tag, change = (value) => value) {
 
 export class StepChart {
   // `series`: {label, colour, data: [steps, values], style: "line" | "peak" | "points" | "limit" | "area", fill, hidden}.
-  constructor(linked, { title, describe, series, height = 220, bands = [], format, isSize = false, shading = [], marks = [], note = null, top = null }) {
+  constructor(linked, { title, describe, series, height = 220, bands = [], format, isSize = false, shading = [], marks = [], note = null, top = null, unit = "step", phases = [] }) {
     this.linked = linked;
     this.series = series;
     this.format = format;
     this.isSize = isSize;
     this.top = top;
+    this.unit = unit;
+    this.phases = phases;
     this.shading = shading;
     this.marks = marks;
     this.host = h("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", "aria-label": `${title}. ${describe} ${KEYS}` });
@@ -153,7 +155,7 @@ export class StepChart {
       series: [{}, ...this.series.map((one) => drawn(one))],
       hooks: {
         drawClear: [(u) => this.shade(u)],
-        draw: [(u) => this.mark(u)],
+        draw: [(u) => this.markPhases(u), (u) => this.mark(u)],
         setCursor: [(u) => this.show(u)],
         setSelect: [(u) => {
           if (u.select.width < 4) return;
@@ -180,6 +182,27 @@ export class StepChart {
       ctx.fillStyle = `${colours().stages[stage]}38`;
       ctx.fillRect(begin, top, end - begin, height);
       free = begin + 1;
+    }
+    ctx.restore();
+  }
+
+  markPhases(u) {
+    const { ctx } = u;
+    const { left, top, width, height } = u.bbox;
+    const scale = devicePixelRatio;
+    ctx.save();
+    ctx.font = `${11 * scale}px system-ui, sans-serif`;
+    ctx.textBaseline = "top";
+    ctx.setLineDash([2 * scale, 3 * scale]);
+    ctx.strokeStyle = ctx.fillStyle = colours().text;
+    for (const [at, name] of this.phases) {
+      const x = u.valToPos(at, "x", true);
+      if (x < left || x > left + width) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, top);
+      ctx.lineTo(x, top + height);
+      ctx.stroke();
+      ctx.fillText(name, x + 4 * scale, top + 4 * scale);
     }
     ctx.restore();
   }
@@ -211,7 +234,7 @@ export class StepChart {
   show(u) {
     const { idx } = u.cursor;
     const on = idx !== null && idx !== undefined && u.cursor.left >= 0;
-    this.at.textContent = on ? `step ${whole(u.data[0][idx])}` : "";
+    this.at.textContent = on ? `${this.unit} ${whole(u.data[0][idx])}` : "";
     this.series.forEach((one, i) => {
       const values = u.data[i + 1];
       let at = idx;

@@ -15,6 +15,7 @@ async function ask(path, query = {}) {
 const source = {
   grows: true,
   runs: () => ask("./runs"),
+  step: (run, snapshot) => ask("./step", { run, ...(snapshot ? { snapshot } : {}) }),
   reports: (run) => ask("./reports", { run }),
   run: (run, shown) => ask("./run", { run, buckets: Math.max(200, Math.min(1000, Math.round(innerWidth / 2))), ...(shown ? { first: shown[0], last: shown[1] } : {}) }),
 };

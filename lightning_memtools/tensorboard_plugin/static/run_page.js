@@ -3,9 +3,10 @@
 import { LinkedCharts, StepChart, column } from "./charts.js";
 import { clear, h } from "./dom.js";
 import { bytesOf, milliseconds, number, percent, size, threeDigits, whole } from "./format.js";
+import { stepChart } from "./step_chart.js";
 import { colours } from "./theme.js";
 
-const STAGE_NAMES = { train: "training", val: "validation", test: "test", predict: "prediction" };
+const STAGE_NAMES = { train: "training", val: "validation", test: "test", predict: "prediction", sanity: "sanity check" };
 const EVALUATION = ["val", "test", "predict"];
 const PARTS = ["parameters", "gradients", "optimizer", "activations", "inputs", "other"];
 const PART_NAMES = { optimizer: "optimizer state" };
@@ -55,7 +56,7 @@ function memoryChart(linked, view) {
   const at = (label) => series.findIndex((one) => one.label === label) + 1;
   if (at("peak reserved") && at("reserved now")) bands.push({ series: [at("peak reserved"), at("reserved now")], fill: `${paint.reserved}30` });
   if (at("peak allocated") && at("allocated now")) bands.push({ series: [at("peak allocated"), at("allocated now")], fill: `${paint.allocated}38` });
-  const stages = EVALUATION.filter((stage) => view.evaluations.some((one) => one.stage === stage));
+  const stages = ["sanity", ...EVALUATION].filter((stage) => view.evaluations.some((one) => one.stage === stage));
   const note = h("div", { class: "note" },
     stages.map((stage) => h("span", { class: "shade", style: `--c:${paint.stages[stage]}` }, STAGE_NAMES[stage])),
     limit && top < SHOW_CAPACITY_FROM * capacity ? h("span", {}, `The device has ${size(capacity)}: the peak is ${percent(top / capacity)} of it. Choose “capacity” to see the line.`) : null);
@@ -82,7 +83,26 @@ function memorySeries(view) {
   add("memory/train/peak_allocated_gib", "peak allocated", paint.allocated, "peak");
   add("memory/train/allocated_gib", "allocated now", paint.allocated, "faint");
   for (const stage of EVALUATION) add(`memory/${stage}/peak_allocated_gib`, `${STAGE_NAMES[stage]} peak`, paint.stages[stage], "points");
-  if (!series.length) add("memory/host_rss_gib", "host memory of the process", paint.rss, "line");
+  return series;
+}
+
+// Host memory; before its parts were logged, only what is resident is known.
+function hostSeries(view) {
+  const paint = colours();
+  const series = [];
+  const add = (tag, label, colour, style = "line") => {
+    const [steps, values] = data(view, tag, bytesOf);
+    if (steps.length && values.some((value) => value > 0)) series.push({ label, colour, style, data: [steps, values] });
+  };
+  add("memory/host/used_gib", "used by everyone", paint.capacity, "faint");
+  if (has(view, "memory/host/process_gib")) add("memory/host/process_gib", "this process", paint.allocated);
+  else add("memory/host_rss_gib", "this process (resident)", paint.allocated);
+  add("memory/host/workers_gib", "loader workers", paint.val);
+  add("memory/host/pinned_gib", "pinned", paint.reserved);
+  add("memory/host/shared_gib", "shared memory (/dev/shm)", paint.norm);
+  const limit = bytesOf(view.summary.host_limit_gib);
+  const top = highest(series.flatMap((one) => one.data[1]));
+  if (limit) series.push({ label: "limit", colour: paint.capacity, style: "limit", data: capacityData(view, limit), hidden: top < SHOW_CAPACITY_FROM * limit });
   return series;
 }
 
@@ -154,12 +174,30 @@ export class RunPage {
     this.parts = this.kind === "composition" ? this.compositionParts(view) : this.runParts(view);
     clear(this.words, wordsOnPoints(view, this.source.grows));
     const all = h("button", { type: "button", class: "plain", onclick: () => this.linked.reset() }, "Show all steps");
+    const step = this.kind === "composition" ? this.oneStep(view.run) : null;
     clear(this.container, this.kind === "run" ? cards(view.summary) : null,
       h("div", { class: "bar" }, h("span", { class: "remark" }, "Drag over a chart to zoom; double-click for all steps."), all),
-      this.parts.map((part) => part.chart.element), this.words, this.kind === "run" ? eventsTable(view) : null,
-      this.parts.length ? null : h("p", { class: "card empty" }, this.kind === "run" ? "This run has reports, but no curves." : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* where the device can tell, such as inside VirtualDevice."));
+      this.parts.map((part) => part.chart.element), this.words, this.kind === "run" ? eventsTable(view) : null, step,
+      this.parts.length ? null : h("p", { class: "card empty" }, this.kind === "run" ? "This run has reports, but no curves." : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* where the device can tell, such as on CUDA and inside VirtualDevice."));
     requestAnimationFrame(() => { this.linked.charts.forEach((chart) => chart.fit()); this.linked.draw(); });
     if (this.linked.range) this.refine(this.linked.range);
+  }
+
+  // Where there are snapshots of single steps: a choice, and the chosen one's timeline.
+  oneStep(run) {
+    const place = h("div", { class: "one-step" });
+    const show = async (name) => {
+      const found = await this.source.step(run, name);
+      if (!found.names.length || this.run !== run) return;
+      const words = (one) => one.replace(/^memory_snapshot_step(\d+)_rank(\d+)\.pickle$/, "step $1, rank $2");
+      const picker = h("select", { "aria-label": "Snapshot", onchange: (event) => show(event.target.value) }, found.names.map((one) => h("option", { value: one, selected: one === found.shown }, words(one))));
+      const drawn = found.timeline ? stepChart(found.timeline, `Composition over ${words(found.shown)}`) : null;
+      this.step?.destroy();
+      this.step = drawn?.linked;
+      clear(place, this.source.grows && found.names.length > 1 ? h("div", { class: "bar" }, picker) : null, drawn?.element, found.problem ? h("p", { class: "card problem" }, found.problem) : null);
+    };
+    show(null).catch((error) => clear(place, h("p", { class: "card problem" }, error.message)));
+    return place;
   }
 
   runParts(view) {
@@ -172,13 +210,15 @@ export class RunPage {
       };
       parts.push({ chart: memory, series });
     }
-    const add = (title, describe, series, format) => {
+    const add = (title, describe, series, format, more = {}) => {
       const found = series(view);
-      if (found.length) parts.push({ chart: new StepChart(this.linked, { title, describe, series: found, height: 190, format, shading: view.evaluations, marks: [] }), series });
+      if (found.length) parts.push({ chart: new StepChart(this.linked, { title, describe, series: found, height: 190, format, shading: view.evaluations, marks: [], ...more }), series });
     };
+    if (!memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true, height: 320 });
     add("Loss", "Training and validation loss.", lossSeries, number);
     add("Step time", "Host time per training step.", timeSeries, milliseconds);
     add("Gradient norm", "Before clipping.", normSeries, number);
+    if (memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true });
     return parts;
   }
 

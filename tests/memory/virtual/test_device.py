@@ -67,10 +67,11 @@ def test_reserved_memory_rises_with_a_large_batch_and_falls_when_the_cache_is_em
 
 
 def test_it_is_a_memory_reader_marked_as_simulated() -> None:
-    device: MemoryReader = VirtualDevice("24GiB")
+    virtual = VirtualDevice("24GiB")
+    device: MemoryReader = virtual
     assert device.name == "virtual device (24GiB, simulated)"
     assert device.simulated
-    assert "virtual device (24GiB, simulated)" in device.summary()
+    assert "virtual device (24GiB, simulated)" in virtual.summary()
     assert device.stats().capacity == 24 * 2**30
     assert VirtualDevice().name == "virtual device (no limit, simulated)"
     assert VirtualDevice().stats().capacity is None

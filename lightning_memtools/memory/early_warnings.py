@@ -1,0 +1,89 @@
+"""Warns, once each, of what comes before running out of memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
+from lightning_memtools.memory.allocator.replay import replay
+from lightning_memtools.memory.peaks import MemoryPoint
+from lightning_memtools.memory.sizes import format_size
+
+_NEARLY_FULL = 0.95
+# Reserved memory in pieces is worth a word from this share of the device on, once it has risen so often in a row.
+_FRAGMENTED = 0.1
+_RISES = 3
+_SMALLER = "Next: GradientCheckpointing, precision='bf16-mixed', or a smaller batch (BatchSizeTuner finds the largest)."
+
+
+class EarlyWarnings:
+    """Looks at the points of a run, and says each thing once.
+
+    Args:
+        retries: The number of the device's allocation retries when the run began.
+        snapshot: Returns the snapshot of a recording of the allocator's history; None where nobody records it.
+    """
+
+    def __init__(self, *, retries: int = 0, snapshot: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
+        self._retries = retries
+        self._snapshot = snapshot
+        self._pieces: list[int] = []
+        self._said: set[str] = set()
+
+    def look(self, point: MemoryPoint) -> list[str]:
+        """Return the new warnings at a point."""
+        found = dict(self._findings(point))
+        new = [text for name, text in found.items() if name not in self._said]
+        self._said |= set(found)
+        return new
+
+    def leave_out(self, retries: int) -> None:
+        """Leave retries out that were no part of the run."""
+        self._retries += retries
+
+    def _findings(self, point: MemoryPoint) -> Iterator[tuple[str, str]]:
+        stats = point.stats
+        n_retries = (stats.alloc_retries or 0) - self._retries
+        if n_retries > 0 and "retries" not in self._said:
+            text = (
+                f"Allocation retries have begun ({n_retries}): the device was full, and the allocator waited for it "
+                "and gave its cache back to serve a request. That slows a step down, and the next request may fail. "
+            )
+            yield "retries", f"{text}{self._expandable()} {_SMALLER}"
+        if stats.capacity and (point.peak_reserved or 0) > _NEARLY_FULL * stats.capacity:
+            share = 100 * (point.peak_reserved or 0) / stats.capacity
+            text = (
+                f"Peak reserved memory is {format_size(point.peak_reserved or 0)}, {share:.1f}% of the device's "
+                f"{format_size(stats.capacity)}: a longer sequence or a larger batch may fail. {_SMALLER}"
+            )
+            yield "full", text
+        pieces = stats.inactive_split or 0
+        self._pieces = [*self._pieces, pieces] if self._pieces and pieces > self._pieces[-1] else [pieces]
+        least = _FRAGMENTED * (stats.capacity or sys.maxsize)
+        if len(self._pieces) > _RISES and pieces > least and "fragmentation" not in self._said:
+            text = (
+                f"Fragmentation grows: {format_size(self._pieces[0])} of reserved memory lay free in pieces "
+                f"{len(self._pieces) - 1} points ago, {format_size(pieces)} do now. No large request can use them. "
+            )
+            yield "fragmentation", text + self._expandable()
+
+    def _expandable(self) -> str:
+        """Return what expandable segments would do, found by replaying the recorded requests where there are any."""
+        advice = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return f"{advice} may help (not tried: nobody records the allocator's history)."
+        config = config_of(snapshot)
+        if config.expandable_segments:
+            return "Expandable segments are on already."
+        trace = trace_until(snapshot, config, capacity=None, used_by_others=0, until=sys.maxsize)
+        now, then = (
+            replay(trace, config=one).stats.reserved or 0 for one in (config, replace(config, expandable_segments=True))
+        )
+        tried = (
+            f"the recorded requests were replayed: {format_size(then)} would be reserved instead of {format_size(now)}"
+        )
+        return f"{advice} {'helps' if then < now else 'does not help'} ({tried})."

@@ -1,0 +1,87 @@
+"""Records what is asked of a device's allocator, on a GPU and on a VirtualDevice alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_memtools._torch import (
+    cuda_memory_snapshot,
+    is_cuda_history_recorded,
+    record_cuda_history,
+    stop_cuda_history,
+)
+from lightning_memtools.memory.readers import CudaReader
+from lightning_memtools.memory.stats import MemoryReader
+from lightning_memtools.memory.virtual import VirtualDevice
+
+MOST_ENTRIES = 50_000
+"""The number of actions that are kept. On a GPU the stack of one takes up to a kilobyte of host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRecording:
+    """A running recording of the allocator.
+
+    Attributes:
+        take: Returns the snapshot: segments, blocks, and the recorded actions. It allocates nothing on the device.
+        now: Returns the present time on the recording's clock (`time_us`).
+        stop: Ends the recording.
+    """
+
+    take: Callable[[], dict[str, Any]]
+    now: Callable[[], int]
+    stop: Callable[[], None]
+
+
+def record(reader: MemoryReader | None) -> HistoryRecording | None:
+    """Start to record the allocator's history. A recording that somebody else has started goes on.
+
+    Returns:
+        The recording; None where the device keeps no history.
+    """
+    if isinstance(reader, VirtualDevice):
+        return _record_virtual(reader)
+    return _record_cuda() if isinstance(reader, CudaReader) else None
+
+
+def _record_virtual(device: VirtualDevice) -> HistoryRecording:
+    is_ours = device.history is None
+    if is_ours:
+        device.record_history(MOST_ENTRIES)
+    history = device.history
+    assert history is not None
+
+    def stop() -> None:
+        if is_ours and device.history is history:
+            device.record_history(0)
+
+    return HistoryRecording(device.snapshot, lambda: history.count, stop)
+
+
+def _record_cuda() -> HistoryRecording | None:
+    try:
+        is_ours = not is_cuda_history_recorded()
+        if is_ours:
+            record_cuda_history(MOST_ENTRIES)
+    except RuntimeError:  # from other allocators than torch's own (cudaMallocAsync, pluggable ones)
+        return None
+
+    def stop() -> None:
+        if is_ours:
+            stop_cuda_history()
+
+    return HistoryRecording(cuda_memory_snapshot, lambda: time.time_ns() // 1000, stop)
+
+
+def recorded_snapshot(reader: MemoryReader) -> dict[str, Any] | None:
+    """Return the snapshot of a recording that is under way, whoever started it; None where there is none."""
+    if isinstance(reader, VirtualDevice):
+        return None if reader.history is None else reader.snapshot()
+    try:
+        is_recorded = isinstance(reader, CudaReader) and is_cuda_history_recorded()
+    except RuntimeError:  # from other allocators than torch's own
+        is_recorded = False
+    return cuda_memory_snapshot() if is_recorded else None

@@ -1,0 +1,228 @@
+"""Host memory of a run: the process, its loader workers, pinned memory, and what the container or machine has left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from lightning_memtools.memory.shared_memory import container_use, shared_memory_use
+from lightning_memtools.memory.sizes import MIB, format_size, to_gib
+
+# DataLoader gives its workers this name (torch/utils/data/_utils/worker.py).
+_WORKER_NAME = "pt_data_worker"
+# Growth below this is that of a worker's own buffers.
+_LEAST_GROWTH = 64 * MIB
+# Growth below this share of all that the run holds is not worth a warning.
+_LEAST_SHARE = 0.1
+_NEARLY_FULL = 0.9
+# A worker has to be seen growing this many times: buffers and imports grow once.
+_TIMES_GROWN = 3
+_MANY_OBJECTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """The memory of one process in bytes.
+
+    Attributes:
+        pid: Its number.
+        proportional: Its own memory and its share of memory that several processes have together (PSS).
+        unique: The memory that no other process shares (USS).
+    """
+
+    pid: int
+    proportional: int
+    unique: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory of this process and its loader workers, in bytes.
+
+    Attributes:
+        process: This process.
+        workers: The workers of its loaders.
+        pinned: Pinned memory that torch holds for CUDA; None without CUDA.
+        used: The part of `limit` that is used by everyone.
+        limit: The limit of the container, or else the memory of the machine.
+        in_container: Whether `limit` is a container's.
+        shared: The used part of /dev/shm; None where it does not exist.
+    """
+
+    process: ProcessMemory
+    workers: tuple[ProcessMemory, ...]
+    pinned: int | None
+    used: int
+    limit: int
+    in_container: bool
+    shared: int | None
+
+    @property
+    def in_workers(self) -> int:
+        """The memory of all workers."""
+        return sum(worker.proportional for worker in self.workers)
+
+    @property
+    def total(self) -> int:
+        """The memory of the process and its workers, in which nothing counts twice."""
+        return self.process.proportional + self.in_workers
+
+    def scalars(self) -> dict[str, float]:
+        """Return the figures under their tags."""
+        sizes = {
+            "process": self.process.proportional,
+            "unique": self.process.unique,
+            "workers": self.in_workers,
+            "pinned": self.pinned,
+            "used": self.used,
+            "limit": self.limit,
+            "shared": self.shared,
+        }
+        return {f"memory/host/{name}_gib": to_gib(size) for name, size in sizes.items() if size is not None}
+
+    def describe(self) -> str:
+        """Return one sentence with all that is known."""
+        parts = [f"this process {format_size(self.process.proportional)}"]
+        if self.workers:
+            parts.append(f"{len(self.workers)} loader workers {format_size(self.in_workers)}")
+        if self.pinned:
+            parts.append(f"pinned {format_size(self.pinned)}")
+        if self.shared is not None:
+            parts.append(f"shared memory {format_size(self.shared)}")
+        whose = "the container's limit of" if self.in_container else "the machine's"
+        return f"{', '.join(parts)}; {format_size(self.used)} of {whose} {format_size(self.limit)} are used"
+
+
+_NAMES = ("process", "unique", "workers", "pinned", "used", "limit", "shared")
+HOST_TAGS = [f"memory/host/{name}_gib" for name in _NAMES]
+
+
+def read_host_memory() -> HostMemory:
+    """Read the figures. The kernel goes through all pages of the processes, which takes milliseconds for each GiB."""
+    me = psutil.Process()
+    workers = [found for child in me.children() if _is_worker(child) and (found := _memory_of(child)) is not None]
+    mine = _memory_of(me)
+    in_container = container_use()
+    machine = psutil.virtual_memory()
+    shared = shared_memory_use()
+    return HostMemory(
+        process=mine or ProcessMemory(me.pid, me.memory_info().rss, 0),
+        workers=tuple(workers),
+        pinned=_pinned(),
+        used=machine.total - machine.available if in_container is None else in_container[0],
+        limit=machine.total if in_container is None else in_container[1],
+        in_container=in_container is not None,
+        shared=None if shared is None else shared[0],
+    )
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return str(process.name()).startswith(_WORKER_NAME)
+    except psutil.Error:  # it has ended
+        return False
+
+
+def _memory_of(process: psutil.Process) -> ProcessMemory | None:
+    try:
+        full = process.memory_full_info()
+    except (psutil.Error, OSError):  # it has ended, or the system does not tell
+        return None
+    return ProcessMemory(process.pid, int(getattr(full, "pss", full.rss)), int(getattr(full, "uss", 0)))
+
+
+def _pinned() -> int | None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    stats = torch.cuda.host_memory_stats()
+    return next((int(stats[key]) for key in ("allocated_bytes.current", "active_bytes.current") if key in stats), None)
+
+
+class HostWatch:
+    """Looks at host memory now and then, and says once each what is wrong with it.
+
+    Args:
+        share: The share of the time that looking may take.
+        read: Reads the memory.
+    """
+
+    def __init__(self, *, share: float = 0.005, read: Callable[[], HostMemory] = read_host_memory) -> None:
+        self._share = share
+        self._read = read
+        self._next_s = 0.0
+        self._first: dict[int, int] = {}  # the unique memory of each worker when it was first seen
+        self._grown: list[int] = []  # how much the workers had grown, each time that it was more
+        self._highest: dict[int, int] = {}  # epoch to the highest total
+        self._said: set[str] = set()
+
+    def look(self, *, epoch: int | None = None, datasets: Iterable[Any] = ()) -> tuple[HostMemory | None, list[str]]:
+        """Return the figures, unless it is too early to look again, and new warnings.
+
+        Args:
+            epoch: The epoch of training; None outside of training.
+            datasets: The data sets of the loaders, in which a cause of growth is searched for.
+        """
+        began = time.perf_counter()
+        if began < self._next_s:
+            return None, []
+        now = self._read()
+        found = dict(self._findings(now, epoch, datasets))
+        warnings = [text for name, text in found.items() if name not in self._said]
+        self._said |= set(found)
+        ended = time.perf_counter()
+        self._next_s = ended + (ended - began) / self._share
+        return now, warnings
+
+    def _findings(self, now: HostMemory, epoch: int | None, datasets: Iterable[Any]) -> Iterator[tuple[str, str]]:
+        least = max(_LEAST_GROWTH, _LEAST_SHARE * now.total)
+        n_workers = len(now.workers)
+        begun = sum(self._first.setdefault(worker.pid, worker.unique) for worker in now.workers)
+        growth = sum(worker.unique for worker in now.workers) - begun
+        if growth > (self._grown[-1] if self._grown else 0):
+            self._grown.append(growth)
+        if growth > least and len(self._grown) >= _TIMES_GROWN:
+            text = (
+                f"Host memory of {n_workers} loader workers has grown by {format_size(growth)} since they started, to "
+                f"{format_size(begun + growth)} that they share with nobody. {_cause(datasets)} Next: keep such data "
+                "in one NumPy array, tensor or Arrow table (pytorch/pytorch#13246), or use fewer workers."
+            )
+            yield "workers", text
+        if epoch is not None:
+            self._highest[epoch] = max(now.total, self._highest.get(epoch, 0))
+            # The first epoch does what happens once; two more rises are no accident.
+            *_, a, b, c = [0, 0, 0, *(size for of, size in sorted(self._highest.items()) if 0 < of < epoch)]
+            if a and b - a > least / 3 and c - b > least / 3:
+                text = (
+                    f"Host memory of this process and its {n_workers} loader workers grows from epoch to epoch: "
+                    f"{format_size(a)}, {format_size(b)}, {format_size(c)}. Something keeps what each epoch makes, "
+                    "such as outputs in a list, a cache, or losses with their graphs."
+                )
+                yield "epochs", text
+        if now.used > _NEARLY_FULL * now.limit:
+            text = (
+                f"Host memory is nearly full: {now.describe()}. When it is full the kernel kills a process, often a "
+                "loader worker. Next: fewer workers, a smaller prefetch_factor, pin_memory=False."
+            )
+            yield "full", text
+
+
+def _cause(datasets: Iterable[Any]) -> str:
+    named = [f"{name} is a {kind} of {n:,} objects" for data in datasets for name, kind, n in _collections_of(data)]
+    reason = "Reading a Python object changes its reference count, so a worker copies the page on which it lies"
+    return f"{'; '.join(named)}: r{reason[1:]}." if named else f"{reason}."
+
+
+def _collections_of(data: Any, path: str = "") -> Iterator[tuple[str, str, int]]:
+    """Yield name, kind and length of the large collections of objects that a data set and those within it hold."""
+    path = path or type(data).__name__
+    for name, value in getattr(data, "__dict__", {}).items():
+        if isinstance(value, list | tuple | dict | set) and len(value) >= _MANY_OBJECTS:
+            yield f"{path}.{name}", type(value).__name__, len(value)
+        elif name in {"dataset", "datasets"}:
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                yield from _collections_of(inner, f"{path}.{name}")

@@ -1,0 +1,150 @@
+"""A memory snapshot of one training step, in which phases, modules and the owners of blocks are marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_memtools._torch import label_cuda_memory
+from lightning_memtools.memory.history_recording import HistoryRecording, record
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.owned import KnowsItsTensors, storage_of, tensors_by_owner
+from lightning_memtools.memory.readers import CudaReader
+from lightning_memtools.memory.stats import MemoryReader
+
+MARKS = "memtools"
+"""The key of a snapshot under which the marks are; torch's viewer ignores it."""
+
+
+class StepSnapshot:
+    """Records the allocator from `begin` to `end`.
+
+    On a GPU every allocation is labelled "<phase> | <module>", which torch writes into the snapshot as "user_metadata".
+    The module is the innermost that is being called, in backward the one whose output's gradient came last. A
+    VirtualDevice names modules by itself.
+    """
+
+    def __init__(
+        self, recording: HistoryRecording, reader: MemoryReader, model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._recording = recording
+        self._reader = reader
+        self._model = model
+        self._optimizers = optimizers
+        self._batch: Any = None
+        self._phases: list[tuple[int, str]] = []
+        self._owned: list[tuple[int, dict[str, list[int]]]] = []
+        self._labels: _ModuleLabels | None = None
+
+    @classmethod
+    def begin(
+        cls, reader: MemoryReader | None, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any
+    ) -> Self | None:
+        """Begin to record; None where the device keeps no history."""
+        recording = record(reader)
+        if reader is None or recording is None:
+            return None
+        snapshot = cls(recording, reader, model, optimizers)
+        snapshot._batch = batch
+        if isinstance(reader, CudaReader):
+            snapshot._labels = _ModuleLabels(model)
+        return snapshot
+
+    def mark(self, phase: str) -> None:
+        """Mark that a phase begins."""
+        now = self._recording.now()
+        self._phases.append((now, phase))
+        self._owned.append((now, self._addresses()))
+        if self._labels is not None:
+            self._labels.enter_phase(phase)
+
+    def end(self, *, step: int, rank: int) -> dict[str, Any]:
+        """Stop, and return the snapshot with its marks."""
+        self._owned.append((self._recording.now(), self._addresses()))
+        snapshot = self._recording.take()
+        self.stop()
+        device = self._reader.index if isinstance(self._reader, CudaReader) else 0
+        if self._phases:
+            # Somebody else may have recorded for longer.
+            begin, traces = self._phases[0][0], snapshot["device_traces"]
+            traces[device] = [entry for entry in traces[device] if entry["time_us"] >= begin]
+        snapshot[MARKS] = {
+            "step": step,
+            "rank": rank,
+            "device": device,
+            "name": self._reader.name,
+            "phases": self._phases,
+            "owned": self._owned,
+        }
+        return snapshot
+
+    def stop(self) -> None:
+        """Stop recording, and remove what was added to the model. Stopping twice does no harm."""
+        self._recording.stop()
+        if self._labels is not None:
+            self._labels.remove()
+        self._labels = self._batch = None
+
+    def _addresses(self) -> dict[str, list[int]]:
+        """Return the addresses of the blocks that have an owner now, by category."""
+        owned = tensors_by_owner(self._model, self._optimizers, self._batch)
+        return {
+            name: [at for tensor in tensors if isinstance(tensor, Tensor) and (at := self._address(tensor)) is not None]
+            for name, tensors in owned.items()
+        }
+
+    def _address(self, tensor: Tensor) -> int | None:
+        if isinstance(self._reader, KnowsItsTensors):
+            return self._reader.address_of(tensor)
+        found = storage_of(tensor) if tensor.is_cuda else None
+        return None if found is None else found[1].data_ptr()
+
+
+class _ModuleLabels:
+    """Labels what CUDA's allocator is asked for with the phase and the module of the request."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._phase = ""
+        self._stack: list[str] = []
+        self._hooks: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            label = name or type(model).__name__
+            self._hooks += [
+                module.register_forward_pre_hook(partial(self._enter, label)),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
+
+    def enter_phase(self, phase: str) -> None:
+        self._phase = phase
+        self._stack.clear()
+        self._write("")
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        label_cuda_memory("")
+
+    def _write(self, module: str) -> None:
+        label_cuda_memory(f"{self._phase} | {module}" if module else self._phase)
+
+    def _enter(self, label: str, *_: Any) -> None:
+        self._stack.append(label)
+        self._write(label)
+
+    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        label = self._stack.pop() if self._stack else ""
+        if self._phase == "forward":
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(partial(self._enter_backward, label))  # type: ignore[no-untyped-call]
+        self._write(self._stack[-1] if self._stack else "")
+
+    def _enter_backward(self, label: str, _gradient: Tensor) -> None:
+        if self._hooks:
+            self._write(label)

@@ -1,0 +1,118 @@
+"""Reads memory snapshots, torch's own or ours, from files of strangers, and undoes their history."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+_IN_USE = {"active_allocated", "active_pending_free", "active_awaiting_free"}
+_BLOCK_KEYS = {"size", "state"}
+_SEGMENT_KEYS = {"device", "address", "total_size", "stream", "blocks"}
+_ENTRY_KEYS = {"action", "size", "stream"}
+
+
+class NotASnapshotError(Exception):
+    """The file is no memory snapshot; the message says why."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Loads containers, numbers and texts. Anything else, which could run code, is refused."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise NotASnapshotError(f"it wants to load {module_name}.{global_name}, which no snapshot holds")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise NotASnapshotError(f"it refers to {str(pid)[:50]!r} outside of the file")
+
+
+def read_snapshot(path: Path) -> dict[str, Any]:
+    """Read a snapshot. Nothing in the file is run, whoever wrote it.
+
+    Raises:
+        NotASnapshotError: The file cannot be read, or is no memory snapshot.
+    """
+    try:
+        with path.open("rb") as file:
+            snapshot = _load(file)
+        _check(snapshot)
+    except OSError as error:
+        raise NotASnapshotError(f"{path} cannot be read: {error.strerror}.") from error
+    except NotASnapshotError as error:
+        raise NotASnapshotError(
+            f"{path} is no memory snapshot: {error}. Give a file that torch.cuda.memory._dump_snapshot or "
+            "MemoryMonitor(snapshot_at_step=...) wrote."
+        ) from error
+    return snapshot
+
+
+def _load(file: BinaryIO) -> dict[str, Any]:
+    try:
+        loaded: dict[str, Any] = _PlainUnpickler(file).load()
+    except NotASnapshotError:
+        raise
+    except Exception as error:  # bytes that are no pickle raise errors of a dozen classes
+        raise NotASnapshotError(f"it is no pickle ({type(error).__name__})") from error
+    return loaded
+
+
+def _check(snapshot: Any) -> None:
+    """Check everything that is read later, so that a malformed file is named as such."""
+    if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= set(snapshot):
+        raise NotASnapshotError("it has no segments and device_traces")
+    _check_list(snapshot["segments"], _SEGMENT_KEYS, "segment")
+    for segment in snapshot["segments"]:
+        _check_list(segment["blocks"], _BLOCK_KEYS, "block")
+    if not isinstance(snapshot["device_traces"], list):
+        raise NotASnapshotError("its device_traces are no list")
+    for trace in snapshot["device_traces"]:
+        _check_list(trace, _ENTRY_KEYS, "entry of its history")
+
+
+def _check_list(values: Any, keys: set[str], what: str) -> None:
+    if not isinstance(values, list) or not all(isinstance(value, dict) and keys <= set(value) for value in values):
+        raise NotASnapshotError(f"a {what} of it lacks {', '.join(sorted(keys))}")
+    for value in values:
+        if not isinstance(value.get("size", 0), int) or not isinstance(value.get("address", 0), int):
+            raise NotASnapshotError(f"a {what} of it has sizes or addresses that are no numbers")
+
+
+class LiveBlock(NamedTuple):
+    """A block that was in use when a history begins.
+
+    Attributes:
+        n_bytes: The bytes that were asked for.
+        stream: Its stream.
+        pool: The id of its pool, as the snapshot has it.
+        source: What the snapshot says of it: a block of a segment, or the entry of the history that freed it.
+    """
+
+    n_bytes: int
+    stream: int
+    pool: Any
+    source: Mapping[str, Any]
+
+
+def live_at_start(
+    snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], device: int
+) -> dict[int, LiveBlock]:
+    """Return each block that was in use when the history begins, by address: the history is undone from its end."""
+    live: dict[int, LiveBlock] = {}
+    for segment in snapshot["segments"]:
+        if segment["device"] != device:
+            continue
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] in _IN_USE:
+                n_bytes = block.get("requested_size") or block["size"]
+                live[block.get("address", address)] = LiveBlock(
+                    n_bytes, segment["stream"], segment.get("segment_pool_id"), block
+                )
+            address += block["size"]
+    for entry in reversed(entries):
+        if entry["action"] == "alloc":
+            live.pop(entry["addr"], None)
+        elif entry["action"] == "free_completed":
+            live[entry["addr"]] = LiveBlock(entry["size"], entry["stream"], entry.get("pool_id"), entry)
+    return live

@@ -1,0 +1,45 @@
+// A memory snapshot offline: its timeline, and the blocks that are in use at any event, with their stacks.
+
+import { clear, h } from "./dom.js";
+import { size, whole } from "./format.js";
+import { stepChart } from "./step_chart.js";
+import { followTheme } from "./theme.js";
+
+const MOST_ROWS = 200;
+
+function rowsAt(view, event) {
+  return view.blocks.filter(([born, died]) => born <= event && (died === null || died > event)).sort((a, b) => b[2] - a[2]);
+}
+
+function blockRow(view, [born, died, bytes, address, part, label, stack]) {
+  const frames = view.stacks[stack];
+  const life = `event ${whole(born)} to ${died === null ? "the end" : whole(died)}`;
+  return h("details", { class: "block" },
+    h("summary", {}, h("span", { class: "right amount" }, size(bytes)), h("span", {}, part), h("span", { class: "remark" }, [view.labels[label], frames[0], life].filter(Boolean).join(" · "))),
+    h("pre", {}, [`address ${address}, ${whole(bytes)} bytes, ${life}`, ...(frames.length ? frames : ["(no stack was recorded)"])].join("\n")));
+}
+
+export function startSnapshot(root, view) {
+  const place = h("section", { class: "card", id: "blocks" });
+  let shown = null;
+  const choose = (event) => {
+    if (event === shown) return;
+    shown = event;
+    const alive = rowsAt(view, event);
+    const total = alive.reduce((sum, block) => sum + block[2], 0);
+    const words = `${whole(alive.length)} blocks, ${size(total)}${alive.length > MOST_ROWS ? `; the largest ${MOST_ROWS} are listed` : ""}.`;
+    clear(place, h("h3", {}, `Blocks in use at event ${whole(event)}${event === view.peak.at ? " (the peak)" : ""}`), h("p", { class: "remark" }, words), alive.slice(0, MOST_ROWS).map((block) => blockRow(view, block)));
+  };
+  const draw = () => {
+    const { element, chart } = stepChart(view, view.title ? `Memory over ${view.title}` : "Memory over the recorded history");
+    const atCursor = () => (chart.plot.cursor.left >= 0 ? chart.plot.data[0][chart.plot.cursor.idx] : view.peak.at);
+    chart.host.addEventListener("click", () => choose(atCursor()));
+    chart.host.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(atCursor()); });
+    clear(root, h("header", { class: "top" }, h("h1", {}, "Memory snapshot"), h("span", { class: "remark" }, `${view.name}${view.rank === null ? "" : `, rank ${view.rank}`}`)),
+      h("div", { class: "bar" }, h("span", { class: "remark" }, "Click on the chart, or press Enter, to list the blocks in use at that event. Drag to zoom; double-click for all.")), element, place);
+  };
+  followTheme(draw);
+  draw();
+  choose(view.peak.at);
+  document.documentElement.dataset.ready = "true";
+}

@@ -1,0 +1,85 @@
+"""The composition that MemoryMonitor logs on a CUDA device, beside PyTorch's own allocator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memtools import MemoryMonitor
+from tests.list_logger import ListLogger
+from tests.zoo import torchvision_models
+
+pytestmark = pytest.mark.cuda_memory
+
+GIB = 2**30
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
+MODELS = [
+    "alexnet", "vgg11", "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "densenet121", "mnasnet1_0",
+    "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "shufflenet_v2_x1_0", "squeezenet1_0",
+    "squeezenet1_1", "efficientnet_b0", "convnext_tiny", "vit_b_16", "swin_t", "mobilenet_v3_large",
+]  # fmt: skip
+
+
+class Classifier(L.LightningModule):
+    """A model of torchvision with AdamW."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Truth(L.Callback):
+    """PyTorch's own figures at the end of each step: the peak, and the blocks that hold tensors, by address."""
+
+    def __init__(self) -> None:
+        self.peaks: list[int] = []
+        self.parts: list[dict[str, int]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.peaks.append(torch.cuda.max_memory_allocated())
+        # What was asked for, in the allocator's units: a block may have a remainder that is too small to be split off.
+        blocks = {
+            block["address"]: -(-block["requested_size"] // 512) * 512
+            for segment in torch.cuda.memory_snapshot()
+            for block in segment["blocks"]
+        }
+        optimizer = trainer.optimizers[0]
+        tensors = {
+            "parameters": list(pl_module.parameters()),
+            "gradients": [p.grad for p in pl_module.parameters() if p.grad is not None],
+            "optimizer": [x for state in optimizer.state.values() for x in state.values() if x.is_cuda],
+            "inputs": batch,
+        }
+        self.parts.append({name: sum(blocks[x.data_ptr()] for x in held) for name, held in tensors.items()})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_categories_add_up_to_torchs_peak_and_what_has_an_owner_is_exact(name, tmp_path):
+    models = torchvision_models()
+    data = TensorDataset(torch.zeros(12, 3, 224, 224), torch.zeros(12, dtype=torch.long))
+    logger, truth = ListLogger(), Truth()
+    run = L.Trainer(
+        accelerator="gpu", devices=1, max_epochs=1, log_every_n_steps=1, logger=logger, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        callbacks=[truth, MemoryMonitor(reset_peaks=False)],
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()
+    run.fit(Classifier(models.get_model(name)), DataLoader(data, batch_size=4))
+    curves = {part: dict(logger.curves[f"memory/composition/{part}_gib"]) for part in CATEGORIES}
+    assert len(truth.peaks) == 3
+    for step, (peak, parts) in enumerate(zip(truth.peaks, truth.parts, strict=True)):
+        logged = {part: curve[step] * GIB for part, curve in curves.items()}
+        assert sum(logged.values()) == pytest.approx(peak, rel=0.01)
+        assert {part: logged[part] for part in parts} == parts
+        assert logged["activations"] > 0

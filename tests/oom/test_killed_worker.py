@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memtools import OOMReport
+from lightning_memtools.memory.oom_errors import is_worker_out_of_memory
+from tests.lightning_models import Regression, trainer
+
+
+class EndsItself(Dataset[list[torch.Tensor]]):
+    """Ends the worker that reads sample 20 with a signal, as the kernel does."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        if index == 20:
+            os.kill(os.getpid(), self.number)
+        return [torch.zeros(4), torch.zeros(1)]
+
+
+@pytest.mark.parametrize(
+    ("number", "headline", "action"),
+    [
+        (signal.SIGKILL, "A loader worker died: host memory ran out", "Fewer workers"),
+        (signal.SIGBUS, "the shared memory of loader workers (/dev/shm) ran out", "--shm-size"),
+    ],
+)
+def test_a_worker_that_the_kernel_killed_gets_a_page_on_host_memory(number, headline, action, tmp_path, capsys):
+    loader = DataLoader(EndsItself(number), 8, num_workers=2, multiprocessing_context="fork")
+    run = trainer(tmp_path, OOMReport())
+    with pytest.raises(RuntimeError, match="DataLoader worker") as raised:
+        run.fit(Regression(), loader)
+    assert headline in raised.value.__notes__[-1]
+    assert headline in capsys.readouterr().out.replace("\n", " ")
+    (page,) = (Path(run.log_dir) / "memtools").glob("oom-worker-train-step*.md")
+    text = page.read_text()
+    assert text.splitlines()[0].endswith(headline)
+    for words in (action, "Host memory now, after the worker's end: this process", "is killed by signal"):
+        assert words in text
+
+
+def test_a_worker_that_crashed_is_another_matter():
+    crashed = RuntimeError("DataLoader worker (pid 12) is killed by signal: Segmentation fault.")
+    assert not is_worker_out_of_memory(crashed)
+    assert is_worker_out_of_memory(RuntimeError("DataLoader worker (pid(s) 12) is killed by signal: Killed. "))

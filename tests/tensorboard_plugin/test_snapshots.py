@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from selenium.webdriver.common.keys import Keys
+from torch import nn
+
+from lightning_memtools import MemoryMonitor, VirtualDevice
+from lightning_memtools.cli.main import main
+from lightning_memtools.memory.sizes import MIB
+from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot
+from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from, timeline_of
+from lightning_memtools.tensorboard_plugin.step_view import step_view
+from tests.browser import chromium, get, tensorboard, wait_until
+from tests.lightning_models import Regression, loader, trainer
+
+
+class Twins(Regression):
+    """Two equal layers: 1 MiB of weights each, Adam."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 1))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3, foreach=False)
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory):
+    with VirtualDevice("1GiB"):
+        run = trainer(tmp_path_factory.mktemp("run"), MemoryMonitor(snapshot_at_step=2))
+        run.fit(Twins(), loader(2048, 512))
+    return Path(run.log_dir)
+
+
+def test_one_step_is_divided_into_what_it_holds(run_directory):
+    view = timeline_from(run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle")
+    assert (view["title"], view["rank"]) == ("step 2", 0)
+    assert [name for _, name in view["phases"]] == ["forward", "backward", "optimizer"]
+    weights = 2 * MIB  # of the two equal layers; the others and all biases have less than 50 KiB
+    first = {name: values[0] for name, values in view["parts"].items()}
+    assert weights < first["parameters"] < weights + 50 * 1024
+    assert 2 * weights < first["optimizer"] < 2 * weights + 100 * 1024
+    assert first["gradients"] == pytest.approx(first["parameters"], rel=0.01)  # of the step before
+    assert first["inputs"] >= 512 * 4 * 4
+    assert max(view["parts"]["activations"]) >= 3 * MIB  # the outputs of three layers: 512 x 512 numbers each
+    for at, total in enumerate(view["total"]):
+        assert sum(values[at] for values in view["parts"].values()) == total <= view["reserved"][at]
+    assert view["peak"]["bytes"] == max(view["total"])
+    assert view["peak"]["phase"] in {"forward", "backward"}
+
+
+def test_modules_that_hold_equally_much_come_together(run_directory):
+    view = timeline_from(run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle")
+    largest = view["top"][0]
+    assert largest["bytes"] == MIB
+    assert {"Twins.net.0", "Twins.net.1", "Twins.net.2"} <= set(largest["names"])
+
+
+def test_the_monitor_leaves_nothing_running(tmp_path):
+    with VirtualDevice("1GiB") as device:
+        trainer(tmp_path, MemoryMonitor(snapshot_at_step=1)).fit(Twins(), loader())
+        assert device.history is None
+    with pytest.raises(ValueError, match="snapshot_at_step=-1 is no training step"):
+        MemoryMonitor(snapshot_at_step=-1)
+
+
+def test_without_files_or_history_it_is_said(tmp_path):
+    with VirtualDevice(), pytest.warns(UserWarning, match="not written: this run keeps no files"):
+        trainer(tmp_path, MemoryMonitor(snapshot_at_step=1), logger=False).fit(Twins(), loader())
+    with pytest.warns(UserWarning, match="cpu keeps no history"):
+        trainer(tmp_path, MemoryMonitor(snapshot_at_step=1)).fit(Twins(), loader())
+
+
+def test_the_view_of_a_run_names_its_snapshots(run_directory, tmp_path):
+    found = step_view(run_directory, "../../etc/passwd")
+    assert found["names"] == [found["shown"]] == ["memory_snapshot_step2_rank0.pickle"]
+    assert step_view(tmp_path) == {"names": []}
+    (tmp_path / "memtools").mkdir()
+    (tmp_path / "memtools" / "memory_snapshot_step7_rank1.pickle").write_bytes(b"nonsense")
+    assert "is no memory snapshot" in step_view(tmp_path)["problem"]
+
+
+def test_a_snapshot_without_marks_is_divided_by_lines_of_the_program():
+    def entry(action, address, size, line):
+        frames = [
+            {"filename": "/x/torch/nn.py", "line": 1, "name": "f"},
+            {"filename": "m.py", "line": line, "name": "g"},
+        ]
+        return {"action": action, "addr": address, "size": size, "stream": 0, "time_us": 1, "frames": frames}
+
+    trace = [entry("alloc", 0, 1000, 3), entry("alloc", 1024, 3000, 4), entry("free_completed", 0, 1000, 3)]
+    block = {"address": 1024, "size": 3072, "requested_size": 3000, "state": "active_allocated", "frames": []}
+    segment = {"device": 0, "address": 1024, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}
+    view = timeline_of({"segments": [segment], "device_traces": [trace]}, with_blocks=True)
+    assert view["parts"] == {"m.py:4 g": [0, 0, 3072, 3072], "m.py:3 g": [0, 1024, 1024, 0]}
+    assert view["peak"] == {"at": 2, "bytes": 4096, "phase": ""}
+    assert [row[:3] for row in view["blocks"]] == [[1, 3, 1024], [2, None, 3072]]
+    assert view["stacks"] == [["/x/torch/nn.py:1 f", "m.py:3 g"], ["/x/torch/nn.py:1 f", "m.py:4 g"]]
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.system, ("touch harmed",)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (pickle.dumps(Harmful()), "wants to load posix.system"),
+        (pickle.dumps(OrderedDict(segments=[], device_traces=[])), "wants to load collections.OrderedDict"),
+        (pickle.dumps({"weights": [1, 2]}), "has no segments and device_traces"),
+        (pickle.dumps({"segments": [{"blocks": 3}], "device_traces": []}), "a segment of it lacks"),
+        (b"PK\x03\x04 a zip", "is no pickle"),
+        (b"", "is no pickle"),
+    ],
+)
+def test_what_is_no_snapshot_is_refused_and_never_run(content, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.pickle").write_bytes(content)
+    with pytest.raises(NotASnapshotError, match=words):
+        read_snapshot(tmp_path / "file.pickle")
+    assert main(["snapshot", "file.pickle"]) == 1
+    assert "is no memory snapshot" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"file.pickle"}
+
+
+def test_the_command_writes_one_file(run_directory, tmp_path, capsys):
+    source = run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle"
+    assert main(["snapshot", str(source), "-o", str(tmp_path / "page.html")]) == 0
+    assert "blocks. Open it in a browser." in capsys.readouterr().out
+    assert main(["snapshot", str(tmp_path / "missing.pickle")]) == 1
+    assert "cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_the_page_shows_the_peak_its_holders_and_the_blocks_at_any_event(run_directory, tmp_path):
+    source = run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle"
+    assert main(["snapshot", str(source), "-o", str(tmp_path / "page.html")]) == 0
+    with chromium() as window:
+        window.get((tmp_path / "page.html").as_uri())
+        ready = "return document.documentElement.dataset.ready === 'true'"
+        assert wait_until(lambda: window.execute_script(ready), 30), window.get_log("browser")
+        text = window.execute_script("return document.querySelector('#memtools').innerText")
+        for words in (
+            "Memory over step 2",
+            "Peak allocated",
+            "optimizer state",
+            "modules of 1.00 MiB",
+            "(the peak)",
+            "Twins.net.1",
+        ):
+            assert words in text, words
+        plot = window.find_element("css selector", ".plot")
+        plot.send_keys(Keys.ARROW_RIGHT, Keys.ENTER)
+        assert "Blocks in use at event 0" in window.execute_script("return document.querySelector('#blocks').innerText")
+        window.execute_script("document.querySelector('#blocks summary').click()")
+        assert "address 0x" in window.execute_script("return document.querySelector('#blocks').innerText")
+        window.save_screenshot(str(tmp_path / "snapshot.png"))
+        assert [line for line in window.get_log("browser") if line["level"] == "SEVERE"] == []
+
+
+def test_the_tab_shows_the_composition_over_one_step(run_directory, tmp_path):
+    with tensorboard(run_directory.parent, tmp_path / "output") as address, chromium() as window:
+        get(address, "plugin/lightning_memtools/runs")
+        window.get(f"{address}/data/plugin_entry.html?name=lightning_memtools")
+        ready = "return document.documentElement.dataset.ready === 'true'"
+        assert wait_until(lambda: window.execute_script(ready), 60), window.get_log("browser")
+        window.execute_script("document.getElementById('tab-composition').click()")
+        text = "return document.querySelector('#view').innerText"
+        assert wait_until(lambda: "Who holds the peak" in window.execute_script(text), 20), window.execute_script(text)
+        shown = window.execute_script(text)
+        assert "Composition over step 2, rank 0" in shown
+        assert "modules of 1.00 MiB" in shown
