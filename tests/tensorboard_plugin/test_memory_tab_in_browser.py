@@ -123,6 +123,14 @@ def test_the_example_s_run_is_drawn(window, board, tmp_path):
     assert "retries" not in text  # constant zeros are folded away
 
 
+def test_host_memory_and_the_sanity_check_are_shown(window, board):
+    open_tab(window, board, "lightning_logs/version_0")
+    text = text_of(window)
+    for words in ("Host memory", "this process", "used by everyone", "sanity check"):
+        assert words in text
+    assert "loader workers" not in text  # there are none: constant zeros are folded away
+
+
 @pytest.mark.skipif(os.getloadavg()[0] > (os.cpu_count() or 1), reason="this machine is busy: times mean nothing")
 def test_a_log_directory_of_50000_points_is_there_in_2_seconds(window, board):
     seconds = []
