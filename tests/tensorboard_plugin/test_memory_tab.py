@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.error
@@ -13,6 +14,7 @@ import urllib.request
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from lightning_memtools.tensorboard_plugin.memory_tab import STATIC
 from tests.browser import get, tensorboard, wait_until
 from tests.tensorboard_plugin.logdirs import ATTACK, SPIKES, write_long_run, write_small_run
 
@@ -67,7 +69,7 @@ def test_a_one_step_peak_that_tensorboard_loses_is_served(board):
 
 
 @pytest.mark.parametrize("run", ["nosuchrun", "../secret.txt", "/etc/passwd", "..", ATTACK, "x" * 7000, "\x00", ""])
-@pytest.mark.parametrize("route", ["run", "reports"])
+@pytest.mark.parametrize("route", ["run", "reports", "step"])
 def test_an_unknown_run_is_a_404_with_a_plain_message(board, route, run):
     code, kind, text = refused(board, f"{PLUGIN}/{route}", run=run)
     assert code == 404
@@ -127,3 +129,9 @@ def test_a_directory_without_our_tags_leaves_the_tab_inactive(tmp_path):
         get(address, "plugin/scalars/tags")
         assert not get(address, "plugins_listing")["lightning_memtools"]["enabled"]
         assert get(address, f"{PLUGIN}/runs") == {"runs": [], "n_runs": 0}
+
+
+def test_every_module_of_the_tab_is_asked_for_at_once():
+    index = (STATIC / "index.js").read_text()
+    begun = set(json.loads(re.search(r"const MODULES = (\[.*\]);", index)[1]))
+    assert begun == {path.stem for path in STATIC.glob("*.js")} - {"index", "snapshot_page"}

@@ -1,37 +1,65 @@
 // The tab in TensorBoard: loads its styles and asks the plugin's routes.
 
-import { start } from "./app.js";
-
 const here = (path) => new URL(path, import.meta.url);
+const MODULES = ["app", "charts", "compare_page", "dom", "format", "markdown", "reports_page", "run_page", "step_chart", "theme", "uPlot.esm"];
+const STYLES = ["./uPlot.min.css", "./memory_tab.css"];
 
-async function ask(path, query = {}) {
+// Everything that the first picture needs is asked for at once: each round to the server would wait for the one before.
+const begun = new Map();
+
+function urlOf(path, query) {
   const url = here(path);
   for (const [name, value] of Object.entries(query)) url.searchParams.set(name, value);
-  const answer = await fetch(url);
-  if (!answer.ok) throw new Error((await answer.text()).slice(0, 500) || `TensorBoard answered ${answer.status}.`);
-  return answer.json();
+  return url;
 }
+
+async function answer(url) {
+  const response = await fetch(url);
+  if (!response.ok) throw new Error((await response.text()).slice(0, 500) || `TensorBoard answered ${response.status}.`);
+  return response.json();
+}
+
+function begin(url) {
+  const coming = answer(url);
+  coming.catch(() => {}); // whoever asks for it gets the error
+  begun.set(url.href, coming);
+  return coming;
+}
+
+function ask(path, query = {}) {
+  const url = urlOf(path, query);
+  const coming = begun.get(url.href);
+  begun.delete(url.href);
+  return coming ?? answer(url);
+}
+
+const ofRun = (run, shown) => ({ run, buckets: Math.max(200, Math.min(1000, Math.round(innerWidth / 2))), ...(shown ? { first: shown[0], last: shown[1] } : {}) });
 
 const source = {
   grows: true,
   runs: () => ask("./runs"),
   step: (run, snapshot) => ask("./step", { run, ...(snapshot ? { snapshot } : {}) }),
   reports: (run) => ask("./reports", { run }),
-  run: (run, shown) => ask("./run", { run, buckets: Math.max(200, Math.min(1000, Math.round(innerWidth / 2))), ...(shown ? { first: shown[0], last: shown[1] } : {}) }),
+  run: (run, shown) => ask("./run", ofRun(run, shown)),
 };
 
-function styles(name) {
-  const link = document.createElement("link");
-  link.rel = "stylesheet";
-  link.href = here(name);
-  const loaded = new Promise((done) => { link.onload = link.onerror = done; });
-  document.head.append(link);
+function link(rel, path) {
+  const element = document.createElement("link");
+  element.rel = rel;
+  element.href = here(path);
+  const loaded = new Promise((done) => { element.onload = element.onerror = done; });
+  document.head.append(element);
   return loaded;
 }
 
+const styled = Promise.all(STYLES.map((path) => link("stylesheet", path)));
+MODULES.forEach((name) => link("modulepreload", `./${name}.js`));
+begin(urlOf("./runs", {})).then(({ runs }) => { if (runs.length) begin(urlOf("./run", ofRun(runs.at(-1).run))); }, () => {});
+
 export async function render() {
   document.documentElement.lang = "en";
-  await Promise.all([styles("./uPlot.min.css"), styles("./memory_tab.css")]);
+  const { start } = await import("./app.js");
+  await styled;
   const root = document.createElement("div");
   root.id = "memtools";
   document.body.append(root);
