@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_memtools._lightning import is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.memory.oom_errors import is_out_of_memory, is_worker_out_of_memory
+from lightning_memtools.memory.oom_errors import is_out_of_memory, worker_out_of_memory
 from lightning_memtools.oom.failed_step import FailedRun
 from lightning_memtools.oom.failure_capture import FailureCapture, RunProgress
 from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
@@ -162,8 +162,8 @@ class OOMReport(Callback):
             if is_out_of_memory(exception):
                 batch_idx = capture.facts_of(exception).moment.batch_idx or 0
                 text = reporter.report(exception, capture, partial(_run_of, trainer, pl_module, batch_idx))
-            elif is_worker_out_of_memory(exception):
-                text = reporter.report_worker(exception, capture.facts_of(exception).moment)
+            elif death := worker_out_of_memory(exception):
+                text = reporter.report_worker(exception, death, capture.facts_of(exception).moment)
             else:
                 text = reporter.report_other_rank(exception)
             if text is not None:

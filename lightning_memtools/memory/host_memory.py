@@ -89,7 +89,7 @@ class HostMemory:
         """Return one sentence with all that is known."""
         parts = [f"this process {format_size(self.process.proportional)}"]
         if self.workers:
-            parts.append(f"{len(self.workers)} loader workers {format_size(self.in_workers)}")
+            parts.append(f"{len(self.workers)} loader worker(s) {format_size(self.in_workers)}")
         if self.pinned:
             parts.append(f"pinned {format_size(self.pinned)}")
         if self.shared is not None:

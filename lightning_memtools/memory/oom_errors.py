@@ -54,9 +54,13 @@ def is_killed_worker(error: BaseException) -> bool:
     return any(isinstance(one, RuntimeError) and _KILLED_WORKER.search(str(one)) for one in error_chain(error))
 
 
-def is_worker_out_of_memory(error: BaseException) -> bool:
-    """Return whether a data-loader worker died as it does for want of memory: SIGKILL, or SIGBUS in shared memory."""
-    return any(isinstance(one, RuntimeError) and _STARVED_WORKER.search(str(one)) for one in error_chain(error))
+def worker_out_of_memory(error: BaseException) -> str:
+    """Return the text that tells of a data-loader worker that died as for want of memory: by SIGKILL, or by SIGBUS.
+
+    It is "" where nothing says so.
+    """
+    texts = (str(one) for one in error_chain(error) if isinstance(one, RuntimeError))
+    return next((text for text in texts if _STARVED_WORKER.search(text)), "")
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:

@@ -8,14 +8,13 @@ from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.oom.failure_facts import FailureMoment
 
 
-def killed_worker_page(exception: BaseException, moment: FailureMoment) -> str:
+def killed_worker_page(text: str, moment: FailureMoment) -> str:
     """Return the report as markdown, its first line a headline.
 
     Args:
-        exception: The error with which DataLoader tells of the worker's end.
+        text: The words with which DataLoader tells of the worker's end.
         moment: The place in the run.
     """
-    text = str(exception)
     in_shared_memory = "Bus error" in text
     where = "the shared memory of loader workers (/dev/shm)" if in_shared_memory else "host memory"
     signal = "Bus error (SIGBUS)" if in_shared_memory else "Killed (SIGKILL)"
@@ -48,8 +47,8 @@ def _evidence(*, in_shared_memory: bool) -> list[str]:
         )
     kills = kills_in_container()
     if not in_shared_memory and kills is not None:
-        said = f"has killed {kills} processes" if kills else "has killed none, so somebody else sent the signal"
-        lines.append(f"The kernel {said} for want of memory in this container since it began.")
+        found = f"killed {kills} processes" if kills else "killed none, so somebody else sent the signal"
+        lines.append(f"For want of memory the kernel has {found}, in this container since it began.")
     return lines
 
 

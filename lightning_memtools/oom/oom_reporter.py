@@ -158,9 +158,9 @@ class OOMReporter:
         print_on_console(lines, soft_wrap=True)
         return text
 
-    def report_worker(self, exception: BaseException, moment: FailureMoment) -> str:
+    def report_worker(self, exception: BaseException, death: str, moment: FailureMoment) -> str:
         """Report that a loader worker died for want of memory, and return the report as markdown."""
-        text = killed_worker_page(exception, moment)
+        text = killed_worker_page(death, moment)
         file = self._write(_file_name(moment).replace("oom-", "oom-worker-", 1), text)
         where = f"Report: {file}" if isinstance(file, Path) else f"The report {file.reason}."
         headline = f"OOMReport: {text.splitlines()[0].removeprefix('# ')}. {where}"

@@ -88,7 +88,7 @@ def test_a_nearly_full_container_is_said_with_its_parts():
     ((said,),) = [HostWatch(read=lambda: full).look()[1]]
     for words in (
         "nearly full",
-        "loader workers 1.00 GiB",
+        "loader worker(s) 1.00 GiB",
         "pinned 512 MiB",
         "7.50 GiB of the container's limit of 8.00 GiB",
     ):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools import OOMReport
-from lightning_memtools.memory.oom_errors import is_worker_out_of_memory
+from lightning_memtools.memory.oom_errors import worker_out_of_memory
 from tests.lightning_models import Regression, trainer
 
 
@@ -51,5 +51,5 @@ def test_a_worker_that_the_kernel_killed_gets_a_page_on_host_memory(number, head
 
 def test_a_worker_that_crashed_is_another_matter():
     crashed = RuntimeError("DataLoader worker (pid 12) is killed by signal: Segmentation fault.")
-    assert not is_worker_out_of_memory(crashed)
-    assert is_worker_out_of_memory(RuntimeError("DataLoader worker (pid(s) 12) is killed by signal: Killed. "))
+    assert not worker_out_of_memory(crashed)
+    assert worker_out_of_memory(RuntimeError("DataLoader worker (pid(s) 12) is killed by signal: Killed. "))

@@ -192,6 +192,7 @@ export class StepChart {
     const scale = devicePixelRatio;
     ctx.save();
     ctx.font = `${11 * scale}px system-ui, sans-serif`;
+    ctx.textAlign = "left";
     ctx.textBaseline = "top";
     ctx.setLineDash([2 * scale, 3 * scale]);
     ctx.strokeStyle = ctx.fillStyle = colours().text;
