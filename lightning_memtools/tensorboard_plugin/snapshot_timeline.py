@@ -23,7 +23,7 @@ _REST = "everything else"
 
 
 @dataclass(slots=True)
-class Block:
+class BlockLife:
     """A block from its allocation to its end.
 
     Attributes:
@@ -121,10 +121,10 @@ def _blocks_of(
     entries: Sequence[Mapping[str, Any]],
     device: int,
     owned: Sequence[tuple[int, Mapping[str, Sequence[int]]]],
-) -> list[Block]:
+) -> list[BlockLife]:
     """Return all blocks; those that have an owner at one of the moments of `owned` know their part."""
     live = {
-        address: Block(0, None, _rounded(block.n_bytes), address, _stack(block.source), _label(block.source))
+        address: BlockLife(0, None, _rounded(block.n_bytes), address, _stack(block.source), _label(block.source))
         for address, block in live_at_start(snapshot, entries, device).items()
     }
     blocks = list(live.values())
@@ -139,7 +139,7 @@ def _blocks_of(
             moment, owners = next(moments)
         if entry["action"] == "alloc":
             address = entry["addr"]
-            live[address] = Block(at + 1, None, _rounded(entry["size"]), address, _stack(entry), _label(entry))
+            live[address] = BlockLife(at + 1, None, _rounded(entry["size"]), address, _stack(entry), _label(entry))
             blocks.append(live[address])
         elif entry["action"] == "free_completed" and entry["addr"] in live:
             live.pop(entry["addr"]).died = at + 1
@@ -164,7 +164,7 @@ def _label(source: Mapping[str, Any]) -> str:
     return label if isinstance(label, str) else ""
 
 
-def _divide(blocks: Sequence[Block], phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> None:
+def _divide(blocks: Sequence[BlockLife], phases: Sequence[tuple[int, str]], first: int, *, is_marked: bool) -> None:
     """Give each block that has no part yet one: by the phase in which it was made, or by the line that asked for it."""
     for block in blocks:
         if block.part:
@@ -177,7 +177,7 @@ def _divide(blocks: Sequence[Block], phases: Sequence[tuple[int, str]], first: i
             block.part = _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
 
 
-def _line_of(block: Block) -> str:
+def _line_of(block: BlockLife) -> str:
     """Return the innermost frame that is not torch's own."""
     own = (frame for frame in block.stack if "/torch/" not in frame and not frame.startswith("<"))
     return next(own, block.stack[0] if block.stack else "(no stack)")
@@ -187,7 +187,7 @@ def _phase_at(phases: Sequence[tuple[int, str]], event: int) -> str:
     return next((name for begin, name in reversed(phases) if begin <= event), "")
 
 
-def _changes(blocks: Sequence[Block], n_events: int) -> list[int]:
+def _changes(blocks: Sequence[BlockLife], n_events: int) -> list[int]:
     changes = [0] * (n_events + 2)
     for block in blocks:
         changes[block.born] += block.size
@@ -195,7 +195,7 @@ def _changes(blocks: Sequence[Block], n_events: int) -> list[int]:
     return changes
 
 
-def _totals(blocks: Sequence[Block], n_events: int) -> list[int]:
+def _totals(blocks: Sequence[BlockLife], n_events: int) -> list[int]:
     total, found = 0, []
     for change in _changes(blocks, n_events)[: n_events + 1]:
         total += change
@@ -212,7 +212,7 @@ def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]],
     return found[::-1]
 
 
-def _names(blocks: Sequence[Block], peak: int) -> list[str]:
+def _names(blocks: Sequence[BlockLife], peak: int) -> list[str]:
     """Return the parts to show: the categories, or the largest of others and one for the rest."""
     at_peak: dict[str, int] = defaultdict(int)
     for block in blocks:
@@ -223,7 +223,7 @@ def _names(blocks: Sequence[Block], peak: int) -> list[str]:
     return [*largest, _REST] if len(at_peak) > len(largest) else largest
 
 
-def _is_alive(block: Block, event: int) -> bool:
+def _is_alive(block: BlockLife, event: int) -> bool:
     return block.born <= event and (block.died is None or block.died > event)
 
 
@@ -234,14 +234,14 @@ def _columns(shown: range, total: Sequence[int]) -> list[int]:
     return [max(range(low, high), key=total.__getitem__) for low, high in pairwise(bounds)]
 
 
-def _values(blocks: Sequence[Block], part: str, n_events: int, columns: Sequence[int]) -> list[int]:
+def _values(blocks: Sequence[BlockLife], part: str, n_events: int, columns: Sequence[int]) -> list[int]:
     totals = _totals([block for block in blocks if block.part == part], n_events)
     return [totals[event] for event in columns]
 
 
-def _top(blocks: Sequence[Block], peak: int, *, is_marked: bool) -> list[dict[str, Any]]:
+def _top(blocks: Sequence[BlockLife], peak: int, *, is_marked: bool) -> list[dict[str, Any]]:
     """Return who holds most at the peak, largest first; those that hold equally much come together."""
-    whose: Callable[[Block], str] = _module_of if is_marked else (lambda block: block.part)
+    whose: Callable[[BlockLife], str] = _module_of if is_marked else (lambda block: block.part)
     held: dict[str, int] = defaultdict(int)
     for block in blocks:
         if _is_alive(block, peak) and (not is_marked or block.part in {"activations", "temporaries"}):
@@ -251,13 +251,13 @@ def _top(blocks: Sequence[Block], peak: int, *, is_marked: bool) -> list[dict[st
     return [{"bytes": size, "names": names} for size, names in list(ties)[:_MOST_TOP]]
 
 
-def _module_of(block: Block) -> str:
+def _module_of(block: BlockLife) -> str:
     phase, _, module = block.label.partition(" | ")
     # A VirtualDevice's only frame is the module.
     return module or (f"({phase})" if phase else "") or (block.stack[0] if block.stack else "(not known)")
 
 
-def _block_table(blocks: Sequence[Block], first: int) -> dict[str, Any]:
+def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:
     """Return every block as columns; stacks and labels, which repeat, by their index."""
     stacks: dict[tuple[str, ...], int] = {}
     labels: dict[str, int] = {}
