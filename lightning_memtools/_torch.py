@@ -490,6 +490,21 @@ LoaderIterator = dataloader._BaseDataLoaderIter
 WorkerLoaderIterator = dataloader._MultiProcessingDataLoaderIter
 
 
+def worker_exit_codes(error: BaseException) -> list[int]:
+    """Returns the exit codes of the ended workers of the DataLoader that an error comes from; below 0 for signals.
+
+    When a worker's end is noticed late, the error has no more than its number, and the iterator alone knows the rest.
+    """
+    codes: list[int] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        iterator = traceback.tb_frame.f_locals.get("self")
+        if isinstance(iterator, WorkerLoaderIterator):
+            codes = [worker.exitcode for worker in iterator._workers if worker.exitcode is not None]
+        traceback = traceback.tb_next
+    return codes
+
+
 # --- the path that CUDA tensors take
 
 # Where torch.nn.functional takes dropout from, and where optimizers look up which devices foreach serves.

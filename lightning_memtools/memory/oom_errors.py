@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import signal
 from collections.abc import Iterator
 
 import torch
+
+from lightning_memtools._torch import worker_exit_codes
 
 # Searched in the texts of RuntimeErrors and OSErrors: backends raise those types for everything.
 _WORDINGS = re.compile(
@@ -41,6 +45,7 @@ _UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 # torch/utils/data/_utils/signal_handling.py and dataloader.py
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal|exited unexpectedly)")
 
+_STARVING_SIGNALS: dict[int, str] = {signal.SIGKILL: "Killed", signal.SIGBUS: "Bus error"} if os.name == "posix" else {}
 _STARVED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) is killed by signal: (?:Killed|Bus error)")
 
 
@@ -59,8 +64,15 @@ def worker_out_of_memory(error: BaseException) -> str:
 
     It is "" where nothing says so.
     """
-    texts = (str(one) for one in error_chain(error) if isinstance(one, RuntimeError))
-    return next((text for text in texts if _STARVED_WORKER.search(text)), "")
+    for one in error_chain(error):
+        if not isinstance(one, RuntimeError) or not _KILLED_WORKER.search(str(one)):
+            continue
+        if _STARVED_WORKER.search(str(one)):
+            return str(one)
+        signals = [_STARVING_SIGNALS[-code] for code in worker_exit_codes(one) if -code in _STARVING_SIGNALS]
+        if signals:
+            return f"{one} ({signals[0]})"
+    return ""
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
