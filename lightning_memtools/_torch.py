@@ -42,6 +42,14 @@ AnyDropout = _DropoutNd
 # Where a module keeps its parts. The public methods return copies; this is for finding who refers to a tensor.
 MODULE_REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 
+# Where a tensor keeps the functions given to `register_hook`; nothing public lists them.
+BACKWARD_HOOKS = "_backward_hooks"
+
+
+def backward_hooks_of(tensor: torch.Tensor) -> Any:
+    """Returns the dictionary of a tensor's hooks; None where it has none."""
+    return getattr(tensor, BACKWARD_HOOKS, None)
+
 
 def registered_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields names and children; `named_children` leaves out a child that is registered a second time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +13,9 @@ from pathlib import Path
 from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType, TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_memtools._torch import MODULE_REGISTERS
+from lightning_memtools._torch import BACKWARD_HOOKS, MODULE_REGISTERS, backward_hooks_of
 
 # Every link costs one pass over all Python objects. `module.metric.state["preds"][3]` has eight links, counting the
 # `__dict__`s.
@@ -114,6 +115,8 @@ def _direct_step(holder: Any, held: Any) -> ReferenceStep:
         return ReferenceStep(ReferenceKind.INDEX, next((i for i, value in enumerate(holder) if value is held), None))
     if is_a(holder, _SETS):
         return ReferenceStep(ReferenceKind.MEMBER)
+    if is_a(holder, Tensor) and held is backward_hooks_of(holder):
+        return ReferenceStep(ReferenceKind.ATTRIBUTE, BACKWARD_HOOKS)
     # Python may keep attributes without making a dict of them.
     for name in (*(namespace_of(holder) or ()), *_slots(type(holder))):
         if getattr(holder, name, None) is held:
@@ -247,13 +250,16 @@ def names_of_modules(model: nn.Module) -> dict[int, str]:
     return {id(module): f"{own}.{name}" if name else own for name, module in model.named_modules()}
 
 
-def find_holder(held: Any, names: Mapping[int, str], *, ignore: Sequence[Any] = ()) -> TensorHolder | None:
+def find_holder(
+    held: Any, names: Mapping[int, str], *, ignore: Sequence[Any] = (), past_functions: bool = False
+) -> TensorHolder | None:
     """Find the nearest object with a name that holds another: a known object, a global, a class or a closure.
 
     Args:
         held: The object that is held.
         names: The names of known objects by identity, as `names_of_modules` returns them.
         ignore: Containers of the caller that hold the object too.
+        past_functions: Find what holds the function or generator, where one of these holds the object.
 
     Returns:
         The holder; None if Python's garbage collector sees none. Local variables of running functions do not count, and
@@ -262,7 +268,7 @@ def find_holder(held: Any, names: Mapping[int, str], *, ignore: Sequence[Any] = 
     # Breadth first, upwards. `held_by[id]` is the link through which an object was found.
     held_by: dict[int, tuple[Any, Any]] = {id(held): (held, None)}
     level: list[Any] = [held]
-    ignored = {id(one) for one in (level, held_by, ignore, *ignore)}
+    ignored = {id(one) for one in (level, held_by, ignore, *ignore)} | _running_frames()
     outermost: Any = None
     for _ in range(MAX_LINKS):
         referrers = gc.get_referrers(*level)
@@ -276,9 +282,10 @@ def find_holder(held: Any, names: Mapping[int, str], *, ignore: Sequence[Any] = 
             if child is None:
                 continue
             held_by[id(referrer)] = (referrer, child)
-            if name := _name_of(referrer, names):
+            is_passed = past_functions and is_a(referrer, (FunctionType, GeneratorType))
+            if not is_passed and (name := _name_of(referrer, names)):
                 return _holder(referrer, name, held_by)
-            if not is_a(referrer, (dict, list, tuple, set, frozenset, CellType)):
+            if not is_a(referrer, (dict, list, tuple, set, frozenset, CellType, FrameType, TracebackType)):
                 outermost = referrer
             found.append(referrer)
         level = found[:MAX_ASKED_AT_ONCE]
@@ -294,10 +301,32 @@ def first_held(candidates: Sequence[Any], *, ignore: Sequence[Any] = ()) -> Any:
     It takes one pass over all objects. Tensors that only C++ holds, because a graph saved them, have Python objects
     too, so many candidates can be of that kind.
     """
-    ignored = {id(one) for one in (candidates, ignore, *ignore)}
+    ignored = {id(one) for one in (candidates, ignore, *ignore)} | _running_frames()
     referrers = [one for one in gc.get_referrers(*candidates) if id(one) not in ignored and _counts(one)]
     held = {id(one) for referrer in referrers for one in gc.get_referents(referrer)}
     return next((one for one in candidates if id(one) in held), None)
+
+
+def arrays_over(tensors: Sequence[Any]) -> dict[int, Any]:
+    """Return the NumPy arrays that keep tensors alive, by the tensors' identity.
+
+    An array refers to the tensor that it is a view of, but Python's garbage collector does not know arrays. This looks
+    at what every object that it knows refers to, which takes a second for a million of them.
+    """
+    wanted = {id(one) for one in tensors}
+    found: dict[int, Any] = {}
+    for one in gc.get_objects():
+        for referent in gc.get_referents(one):
+            if type(referent).__name__ == "ndarray" and id(base := tensor_behind(referent)) in wanted:
+                found[id(base)] = referent
+    return found
+
+
+def tensor_behind(held: Any) -> Any:
+    """Return what a NumPy array is a view of; anything else as it is."""
+    while type(held).__name__ == "ndarray" and type(held).__module__ == "numpy":
+        held = held.base
+    return held
 
 
 def _holder(root: Any, name: str, held_by: Mapping[int, tuple[Any, Any]]) -> TensorHolder:
@@ -333,9 +362,19 @@ def _name_of(candidate: Any, names: Mapping[int, str]) -> str | None:
     return None
 
 
+def _running_frames() -> set[int]:
+    """Return the frames of this thread's functions, ours among them. Frames that are not running are in tracebacks."""
+    frames: set[int] = set()
+    frame = inspect.currentframe()
+    while frame is not None:
+        frames.add(id(frame))
+        frame = frame.f_back
+    return frames
+
+
 def _counts(referrer: Any) -> bool:
-    # Frames belong to running functions, ours among them; a module is found through its globals.
-    return not is_a(referrer, (FrameType, TracebackType, ModuleType)) and type(referrer).__name__ not in {
+    # A module is found through its globals.
+    return not is_a(referrer, ModuleType) and type(referrer).__name__ not in {
         "list_iterator",
         "tuple_iterator",
         "dict_valueiterator",

@@ -9,7 +9,8 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import FunctionType, GeneratorType
 from typing import Any
 
 import torch
@@ -17,8 +18,17 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn import Parameter
 
 from lightning_memtools.memory.leaks.growing_graphs import graph_clock, spans, tensors_with_graph
-from lightning_memtools.memory.leaks.holders import TensorHolder, find_holder, first_held, is_a, names_of_modules
+from lightning_memtools.memory.leaks.holders import (
+    TensorHolder,
+    arrays_over,
+    find_holder,
+    first_held,
+    is_a,
+    names_of_modules,
+    tensor_behind,
+)
 from lightning_memtools.memory.leaks.leak_report import LeakFinding, LeakReport
+from lightning_memtools.memory.leaks.tensor_makers import TensorMakers
 from lightning_memtools.memory.owned import OnDevice, Owned, block_bytes, storage_of
 
 # Finding one holder takes a pass over all Python objects for every link of the way to it, so it is done only for the
@@ -130,16 +140,24 @@ class LeakDetector:
     * Where a census is slow, the first ones are left out, because most growth ends by itself. It is then unknown when
       the tensors of the first census were allocated. They count if they are at least as large as the latest interval's
       tensors times the number of intervals; otherwise they are checked again after enough censuses.
+    * Where no holder is found, tensors of one shape and type count after twice as many readings, if some from each
+      interval are still there. Meanwhile modules are watched, to tell which one made them.
     * What is in a container with a limit of its own (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
 
     Args:
         on_device: Tells which tensors count.
         warn_after: The number of readings in a row.
         find_scope: Called when a holder has to be found.
+        step: Returns the number of the current training step.
     """
 
     def __init__(
-        self, on_device: OnDevice, *, warn_after: int, find_scope: Callable[[], SearchScope] = SearchScope
+        self,
+        on_device: OnDevice,
+        *,
+        warn_after: int,
+        find_scope: Callable[[], SearchScope] = SearchScope,
+        step: Callable[[], int] = int,
     ) -> None:
         self._warn_after = warn_after
         self._find_scope = find_scope
@@ -148,7 +166,12 @@ class LeakDetector:
         self._next_look = warn_after
         # Readings of `graph_clock`.
         self._clocks: deque[int] = deque(maxlen=warn_after + 1)
+        self._makers = TensorMakers(step)
         self.has_reported = False
+
+    def close(self) -> None:
+        """Stop watching modules. Twice does no harm."""
+        self._makers.stop()
 
     def read(
         self, unaccounted_bytes: int, owned: Owned, *, collect: Callable[[], int] | None = None
@@ -172,6 +195,7 @@ class LeakDetector:
         if not findings:
             return None
         self.has_reported = True
+        self._makers.stop()
         self._census.restart()
         in_a_row = max(self._warn_after, len(self._levels) - 1)
         return LeakReport(in_a_row, self._levels[-1] - self._levels[0], findings)
@@ -187,6 +211,7 @@ class LeakDetector:
         self._levels = [unaccounted_bytes]
         self._next_look = self._warn_after
         self._census.restart()
+        self._makers.stop()
         return False
 
     def _find_growing_tensors(self, owned: Owned) -> list[LeakFinding]:
@@ -221,6 +246,7 @@ class LeakDetector:
         names = self._find_scope().names
         remaining = {id(survivor.tensor): survivor for survivor in survivors}
         findings: list[LeakFinding] = []
+        unplaced: list[LivingTensor] = []
         newest = [survivor for survivor in survivors if survivor.born == self._census.number]
         lookups = 0
         for signature in _largest_signatures(newest):
@@ -230,16 +256,57 @@ class LeakDetector:
             while lookups < MAX_LOOKUPS:
                 young = [s.tensor for s in newest if id(s.tensor) in remaining and s.signature == signature]
                 lookups += bool(young)
-                tensor = first_held(young[-MAX_CANDIDATES:], ignore=(young, *survivors))
+                tensor, holder = self._holder_of_one(young[-MAX_CANDIDATES:], names, (young, *survivors), remaining)
                 if tensor is None:  # all were found in another place already, or only a graph holds them
                     break
-                holder = find_holder(tensor, names, ignore=(young, *survivors))
                 pile = _same_place(holder, remaining) or [remaining[id(tensor)]]
                 for survivor in pile:
                     del remaining[id(survivor.tensor)]
-                if not _is_no_leak(holder, pile) and self._is_growing(pile):
+                if _is_no_leak(holder, pile):
+                    continue
+                if self._is_growing(pile):
                     findings.append(_finding(holder, pile))
+                else:
+                    unplaced += pile
+        if not findings:
+            findings = self._without_holders([*remaining.values(), *unplaced])
+            self._makers.watch(names)
         return sorted(findings, key=lambda finding: -finding.n_bytes)
+
+    def _holder_of_one(
+        self,
+        young: list[Tensor],
+        names: Mapping[int, str],
+        ignore: tuple[Any, ...],
+        remaining: Mapping[int, LivingTensor],
+    ) -> tuple[Tensor | None, TensorHolder | None]:
+        """Return one of the tensors that Python holds, with its holder."""
+        tensor = first_held(young, ignore=ignore)
+        if tensor is not None:
+            holder = find_holder(tensor, names, ignore=ignore)
+            is_function = holder is not None and is_a(holder.root, (FunctionType, GeneratorType))
+            if is_function and not self._is_growing(_same_place(holder, remaining)):
+                # Each of many functions may hold one: then what holds these functions is of interest.
+                holder = None  # it refers to what is searched for
+                holder = find_holder(tensor, names, ignore=ignore, past_functions=True)
+            return tensor, holder
+        arrays = arrays_over(young)
+        tensor = next((one for one in young if id(one) in arrays), None)
+        if tensor is None:
+            return None, None
+        return tensor, find_holder(arrays[id(tensor)], names, ignore=(arrays, *ignore), past_functions=True)
+
+    def _without_holders(self, survivors: list[LivingTensor]) -> list[LeakFinding]:
+        """Return the kinds of tensors that grew for twice as long as usual in places that nobody knows."""
+        if len(self._levels) <= 2 * self._warn_after:
+            return []
+        findings = []
+        for signature in _largest_signatures(survivors):
+            pile = [survivor for survivor in survivors if survivor.signature == signature]
+            if self._is_growing(pile) and len(pile) > self._warn_after:
+                makers = dict.fromkeys(maker for one in pile if (maker := self._makers.maker_of(one.tensor)))
+                findings.append(replace(_finding(None, pile), made_by=tuple(makers)))
+        return findings
 
     def _is_growing(self, pile: list[LivingTensor]) -> bool:
         latest = self._census.number
@@ -306,7 +373,7 @@ def _bytes_of(pile: Sequence[LivingTensor]) -> int:
 def _same_place(holder: TensorHolder | None, survivors: Mapping[int, LivingTensor]) -> list[LivingTensor]:
     if holder is None:
         return []
-    there = {id(held) for held in holder.holds()}
+    there = {id(tensor_behind(held)) for held in holder.holds()}
     return [survivors[key] for key in there if key in survivors]
 
 

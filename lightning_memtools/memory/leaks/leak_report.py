@@ -22,6 +22,7 @@ class LeakFinding:
         n_bytes: The memory that they occupy on the device; 0 where their graph grows.
         with_graph: The number of tensors that hold an autograd graph.
         graph_grows: Whether their graph grows and not their number.
+        made_by: The modules and steps that made the latest of them, where that was seen; for those without a holder.
     """
 
     holder: TensorHolder | None
@@ -29,6 +30,7 @@ class LeakFinding:
     n_bytes: int
     with_graph: int
     graph_grows: bool = False
+    made_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,12 @@ class LeakReport:
             else f"Memory in use on {device} after garbage collection has grown by "
             f"{format_size(self.grown_bytes)}, not counting parameters, gradients and optimizer state,"
         )
-        lines = [f"{subject} in {self.in_a_row} {readings} in a row. What piles up:"]
+        rate = "" if only_graphs else f" ({format_size(self.grown_bytes // self.in_a_row)} in each)"
+        lines = [f"{subject} in {self.in_a_row} {readings} in a row{rate}. What piles up:"]
         for finding in self.findings:
-            lines += [f"  - {_place(finding)}: {_contents(finding)}.", f"    {_fix(finding)}"]
+            lines += [f"  - {_place(finding)}: {_contents(finding)}{_makers(finding)}.", f"    {_fix(finding)}"]
+        if any(_may_be_filling_up(finding) for finding in self.findings):
+            lines.append("A container that stops growing by itself may be filling up, and is then no leak.")
         lines.append("This is said once.")
         return "\n".join(lines)
 
@@ -69,13 +74,28 @@ class LeakReport:
 def _place(finding: LeakFinding) -> str:
     holder = finding.holder
     if holder is None:
-        return "held by something Python's garbage collector does not know (C++, or a local variable)"
+        return "Holder not found: something Python's garbage collector does not know (C++, or a local variable)"
     if holder.container_path == holder.path:
         return holder.path + holder.place
     container = holder.container
     size = f" of {len(container)}" if hasattr(container, "__len__") else ""
     one = f"; one is {holder.path}" if holder.place or holder.path.startswith(holder.container_path) else ""
     return f"{holder.container_path}{holder.place} (a {type(container).__name__}{size}{one})"
+
+
+def _may_be_filling_up(finding: LeakFinding) -> bool:
+    """Return whether a container holds plain tensors, as a buffer of a fixed length does until it is full."""
+    is_element = finding.holder is not None and any(step.is_element for step in finding.holder.steps)
+    return is_element and not finding.with_graph and not finding.graph_grows
+
+
+def _makers(finding: LeakFinding) -> str:
+    if finding.holder is not None or finding.graph_grows:
+        return ""
+    if not finding.made_by:
+        return ", made outside of modules"
+    more = ", ..." if len(finding.made_by) > _MAX_KINDS else ""
+    return f", made by {', '.join(finding.made_by[-_MAX_KINDS:])}{more}"
 
 
 def _contents(finding: LeakFinding) -> str:

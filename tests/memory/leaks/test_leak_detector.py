@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import functools
 import weakref
 from collections import deque
@@ -340,11 +341,12 @@ def test_the_warning_names_growth_tensors_holder_and_fix(device):
     text = text_of(device, model, *[lambda: model.kept.extend([new(), new()])] * 3)
     assert text == (
         "Memory in use on virtual device (1GiB, simulated) after garbage collection has grown by 3.00 KiB, not "
-        "counting parameters, gradients and optimizer state, in 3 epochs in a row. What piles up:\n"
+        "counting parameters, gradients and optimizer state, in 3 epochs in a row (1.00 KiB in each). What piles up:\n"
         f"  - Model.kept (a list of 6; one is {one_of(text)}): 6 tensors of shape (128,) float32, 3.00 KiB, without "
         "autograd graphs.\n"
         "    Clear Model.kept when the epoch ends, or keep only what is needed, off the device: `.cpu()` or "
         "`.item()`.\n"
+        "A container that stops growing by itself may be filling up, and is then no leak.\n"
         "This is said once."
     )
 
@@ -397,3 +399,135 @@ def test_places_that_hold_tensors_of_one_shape_are_told_apart(device):
     ((_, report),) = epochs(device, model, *[grow] * 3)
     assert {f.holder.container_path for f in report.findings} == {"Model.kept", "Model.others"}
     assert [f.tensors for f in report.findings] == [{((128,), "float32"): 3}] * 2
+
+
+class Hoarder(Model):
+    """Keeps one tensor in each epoch, in ways in which the tensor itself is in no container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(8))
+
+    def closures(self):
+        kept = new()
+        self.kept.append(lambda: 2 * kept)
+
+    def exceptions(self):
+        try:
+            kept = new()
+            raise ValueError(kept.shape)  # noqa: TRY301, a function of its own would be another frame
+        except ValueError as error:
+            self.kept.append(error)
+
+    def generators(self):
+        def numbers():
+            kept = new()
+            yield 1
+            yield kept
+
+        began = numbers()
+        next(began)
+        self.kept.append(began)
+
+    def tensor_hooks(self):
+        kept = new()
+        self.weights.register_hook(lambda gradient: gradient * kept[0])
+
+    def forward_hooks(self):
+        kept = new()
+        self.linear.register_forward_hook(lambda module, args, output: output + kept[0])
+
+    def arrays(self):
+        self.kept.append(new().numpy())
+
+    def views_of_memory(self):
+        self.kept.append(memoryview(new().numpy()))
+
+
+@pytest.mark.parametrize(
+    ("way", "holder"),
+    [
+        ("closures", "Hoarder.kept"),
+        ("exceptions", "Hoarder.kept"),
+        ("generators", "Hoarder.kept"),
+        ("tensor_hooks", "Hoarder.weights._backward_hooks"),
+        ("forward_hooks", "Hoarder.linear._forward_hooks"),
+        ("arrays", "Hoarder.kept"),
+        ("views_of_memory", "Hoarder.kept"),
+    ],
+)
+def test_what_holds_the_holders_is_named(device, way, holder):
+    model = Hoarder()
+    ((after, report),) = epochs(device, model, *[getattr(model, way)] * 4)
+    assert after == 3
+    (finding,) = report.findings
+    assert finding.holder is not None
+    assert finding.holder.container_path == holder
+    assert finding.tensors == {((128,), "float32"): 3}
+
+
+def test_without_a_holder_the_tensors_and_their_makers_are_told(device):
+    class Identity(nn.Module):
+        def forward(self, x):
+            return x.clone()
+
+    model = Model()
+    model.identity = Identity()
+
+    def grow():
+        hidden.append(hide(model.identity(new())))
+
+    hidden: list[int] = []
+    try:
+        text = text_of(device, model, *[grow] * 7)
+    finally:
+        for one in hidden:
+            reveal(one)
+    assert "in 6 epochs in a row (" in text
+    assert "Holder not found" in text
+    assert "of shape (128,) float32" in text
+    assert "made by Model.identity in step 0" in text
+
+
+def hide(one: object) -> int:
+    """Take a reference that Python's garbage collector cannot see, as C++ does."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+    return id(one)
+
+
+def reveal(address: int) -> None:
+    ctypes.pythonapi.Py_DecRef(ctypes.cast(address, ctypes.py_object))
+
+
+def test_a_buffer_that_fills_up_is_told_that_it_may(device):
+    model = Model()
+
+    def push():
+        model.kept.append(new())
+        del model.kept[:-10]
+
+    text = text_of(device, model, *[push] * 14)
+    assert "Model.kept" in text
+    assert "may be filling up" in text
+
+
+def test_modules_are_watched_only_while_a_holder_is_looked_for(device):
+    model = Model()
+    before = len(global_forward_hooks())
+    hidden: list[int] = []
+    seen = []
+
+    def grow():
+        seen.append(len(global_forward_hooks()) - before)
+        hidden.append(hide(new()))
+
+    assert epochs(device, model, *[grow] * 8)
+    for one in hidden:
+        reveal(one)
+    assert seen[:3] == [0, 0, 0]
+    assert 1 in seen
+    assert len(global_forward_hooks()) == before
+
+
+def global_forward_hooks():
+    return torch.nn.modules.module._global_forward_hooks
