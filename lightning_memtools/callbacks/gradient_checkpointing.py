@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memtools._lightning import is_compiled_by_lightning, training_step
@@ -15,7 +16,7 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.checkpointing.planning import StepPlanner
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.reporting.console import print_on_console
@@ -68,6 +69,9 @@ class GradientCheckpointing(Callback):
         ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits
             the budget.
     """
+
+    is_in_trial = False
+    """BatchSizeTuner sets this for the time of a trial, whose batch may be too small for a share to be reached."""
 
     def __init__(
         self,
@@ -196,7 +200,7 @@ class GradientCheckpointing(Callback):
         if made is None:
             # In a trial of BatchSizeTuner, nothing that one rank decides reaches another: each plans for itself.
             made = self._planned_here(trainer, pl_module, batch, batch_idx)
-        if isinstance(made, ValueError):
+        if isinstance(made, (ValueError, torch.OutOfMemoryError)):
             raise made
         if isinstance(made, Exception):
             return (
@@ -218,7 +222,10 @@ class GradientCheckpointing(Callback):
             device=device_of(cuda=trainer.strategy.root_device.type == "cuda"),
         )
         try:
-            return StepPlanner(step).plan(self._options)
+            return StepPlanner(step).plan(self._options, nearest=self.is_in_trial)
+        except BudgetTooSmallError as error:
+            # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
+            return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error
         except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
             return error.with_traceback(None)
 

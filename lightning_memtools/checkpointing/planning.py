@@ -96,8 +96,12 @@ class StepPlanner:
         self._step = step
         self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
 
-    def plan(self, options: CheckpointOptions) -> CheckpointPlan:
+    def plan(self, options: CheckpointOptions, *, nearest: bool = False) -> CheckpointPlan:
         """Returns the plan for these options; see `plan_checkpoints`.
+
+        Args:
+            options: The options.
+            nearest: Take the plan with the lowest peak where none reaches the share of a budget.
 
         Raises:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
@@ -107,7 +111,12 @@ class StepPlanner:
             message = nothing_found_message(self._step.model, options)
             warnings.warn(message, NothingToApplyTo, stacklevel=3)
             return CheckpointPlan((), None, None, message)
-        plan = self._best_of_depths(options)
+        try:
+            plan = self._best_of_depths(options)
+        except BudgetTooSmallError as error:
+            if not nearest or options.budget_share is None or not error.reachable_bytes:
+                raise
+            plan = self._best_of_depths(replace(options, budget_share=None, budget_bytes=error.reachable_bytes))
         if plan.refused is not None and not options.has_budget:
             return replace(plan, refused=f"{plan.refused} {self._alternatives(options)}")
         return plan
@@ -274,8 +283,10 @@ class _GroupPlan:
                 f"The smallest reachable peak is {format_size(reachable.peak_bytes)}, {share:.3g} of the plain step's "
                 "activations. "
             )
+        # A share of the activations does not become easier to reach with a smaller batch.
+        smaller = ", make the batch smaller," if options.budget_share is None else ""
         message += (
-            f"Raise the budget, make the batch smaller, or allow more: bn_dropout={options.bn_dropout!r}, "
+            f"Raise the budget{smaller} or allow more: bn_dropout={options.bn_dropout!r}, "
             f"exclude={list(options.exclude)}."
         )
         return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)
