@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.tables import Table, markdown_table
 
+OUT_OF_MEMORY = "out of memory"
+"""The beginning of the failure of a trial that ran out of memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReading:
     """The memory of one rank's device during a trial. Sizes in bytes; None where the device does not report them.
 
     Attributes:
-        peak: The highest use of the device: reserved by this process, plus held by all others.
-        limit: The highest use that is allowed: the capacity less the margin.
+        peak: The most that this process's allocator had reserved, as MemoryMonitor logs it.
+        limit: The most that it may reserve: the capacity less the margin, and less what is held outside of it (by other
+            processes, and by the CUDA context).
         peak_allocated: The most that tensors held.
         batch_allocated: The most that tensors held until the backward pass ended: the part that depends on the batch.
             An optimizer that makes temporary copies has a peak of its own, which does not.
@@ -82,7 +86,7 @@ class BatchSizeResult:
     Attributes:
         sizes: Samples per batch and rank, for each stage that was tuned. Each of them was run.
         trials: Every trial, in order.
-        peaks: For each stage, the highest use of the device at that size on the tightest rank, in bytes.
+        peaks: For each stage, the most that was reserved at that size on the tightest rank, in bytes.
         accumulate: Micro-batches per optimizer step.
         n_ranks: Number of ranks that train together.
         seconds: Duration of the search.
@@ -112,7 +116,7 @@ class BatchSizeResult:
                 trial.stage,
                 str(trial.size),
                 trial.outcome,
-                _size_or_unknown(trial.tightest.peak),
+                _peak_in_words(trial.tightest),
                 _size_or_unknown(trial.tightest.limit),
             )
             for trial in self.trials
@@ -153,6 +157,12 @@ def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
         f"{text}). The model and the data are unchanged. Next: a smaller model or smaller samples, "
         "GradientCheckpointing, a lower precision, a smaller margin, or a device with more memory."
     )
+
+
+def _peak_in_words(reading: RankReading) -> str:
+    """Returns the peak; of a trial that ran out of memory it is known only that it is more than what was reserved."""
+    is_cut_off = reading.failure.startswith(OUT_OF_MEMORY) and reading.peak is not None
+    return f"over {_size_or_unknown(reading.peak)}" if is_cut_off else _size_or_unknown(reading.peak)
 
 
 def _size_or_unknown(n_bytes: int | None) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import heapq
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,8 +12,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightning_memtools._torch import loader_with_batch_sampler
+from lightning_memtools.batch_size.sample_sizes import SampleSizes, measured_sizes, told_sizes
 from lightning_memtools.memory.loader_sizes import batch_size_of, n_samples_of
 from lightning_memtools.state.random_state import random_streams_restored
+
+_PASSES = 4
+_SECONDS_OF_BATCHES = 0.5
 
 WorstCase = Callable[[Any, int], Sequence[int]]
 """Returns the indices of the n samples of a data set that take the most memory, largest first."""
@@ -51,19 +55,40 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
     return loader_with_batch_sampler(loader, _resized_sampler(loader, batch_sampler, size), None)
 
 
-def worst_first(loader: Any, n: int, worst_case: WorstCase | None) -> Any:
-    """Returns the loader with the n samples first that take the most memory; the loader itself where they are unknown.
+def known_sizes(loader: Any, worst_case: WorstCase | None) -> SampleSizes | None:
+    """Returns the sizes of a loader's samples; None where they are not needed, or cannot be known."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if loader.batch_sampler is None or worst_case is not None or callable(getattr(loader.dataset, "worst_case", None)):
+        return None
+    return told_sizes(loader.dataset) or measured_sizes(loader.dataset)
 
-    They come from the `worst_case` function, from a method `worst_case(n)` of the data set, or from its attribute
-    `lengths` (one number per sample, such as its tokens). The largest samples are in one batch.
+
+def worst_first(loader: Any, n: int, worst_case: WorstCase | None, sizes: SampleSizes | None = None) -> Any:
+    """Returns the loader with only the batch that takes the most memory; the loader itself where that is unknown.
+
+    The largest samples come from the `worst_case` function, from a method `worst_case(n)` of the data set, or from the
+    sizes. A batch sampler of the user's is asked for its batches, and the largest of these is taken.
+
+    Args:
+        loader: The loader.
+        n: The number of samples that the batches of all ranks hold together.
+        worst_case: Returns the largest samples; None where there is no such function.
+        sizes: The sizes of the samples; None for those that the data set tells.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
-    if loader.batch_sampler is None:
+    sizes = sizes or told_sizes(loader.dataset)
+    batch_sampler, size = loader.batch_sampler, batch_size_of(loader)
+    if batch_sampler is None or size is None:
         return loader
-    indices = _worst_indices(loader.dataset, n, worst_case)
-    size = batch_size_of(loader)
-    if not indices or size is None:
+    if sizes is not None and sizes.vary and type(batch_sampler) is not BatchSampler:
+        batches = _batches_of(batch_sampler)
+        if batches:
+            again = _Again(sizes.largest_batch(batches), len(batches), size, getattr(batch_sampler, "sampler", None))
+            return loader_with_batch_sampler(loader, again, None)
+    indices = _worst_indices(loader.dataset, n, worst_case, sizes)
+    if not indices:
         return loader
     n_rest = max(n_samples_of(loader) or 0, len(indices))
     return loader_with_batch_sampler(
@@ -85,16 +110,45 @@ class _Cycle(Sampler[int]):
         return (self.indices[i % len(self.indices)] for i in range(self.length))
 
 
-def _worst_indices(dataset: Any, n: int, worst_case: WorstCase | None) -> list[int]:
+class _Again(Sampler[list[int]]):
+    """Repeats one batch. It tells its size and the samples' sampler as the sampler that the batch is from."""
+
+    def __init__(self, batch: Sequence[int], n_batches: int, batch_size: int, sampler: Any) -> None:
+        self.batch = list(batch)
+        self.n_batches = n_batches
+        self.batch_size = batch_size
+        self.sampler = range(n_batches * batch_size) if sampler is None else sampler
+
+    def __len__(self) -> int:
+        return self.n_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.batch for _ in range(self.n_batches))
+
+
+def _batches_of(batch_sampler: Any) -> list[Sequence[int]]:
+    """Returns the batches of a few passes over a batch sampler: where it shuffles, each pass has others."""
+    states = _states_of_generators(batch_sampler)
+    end = time.perf_counter() + _SECONDS_OF_BATCHES
+    batches: list[Sequence[int]] = []
+    with random_streams_restored():
+        for _ in range(_PASSES):
+            for batch in batch_sampler:
+                batches.append(batch)
+                if time.perf_counter() > end:
+                    break
+    for generator, state in states:
+        generator.set_state(state)
+    are_indices = all(isinstance(index, int) for batch in batches[:1] for index in batch)
+    return batches if are_indices else []
+
+
+def _worst_indices(dataset: Any, n: int, worst_case: WorstCase | None, sizes: SampleSizes | None) -> list[int]:
     if worst_case is not None:
         return [int(index) for index in worst_case(dataset, n)]
     if callable(getattr(dataset, "worst_case", None)):
         return [int(index) for index in dataset.worst_case(n)]
-    lengths = getattr(dataset, "lengths", None)
-    if lengths is None or callable(lengths) or not hasattr(lengths, "__len__") or len(lengths) != len(dataset):
-        return []
-    values = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
-    return heapq.nlargest(n, range(len(values)), key=values.__getitem__)
+    return sizes.largest(n) if sizes is not None and sizes.vary else []
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int) -> Any:

@@ -30,6 +30,8 @@ _ENOUGH = 0.976
 _CLOSE = 0.975
 # A prediction that is this many times a size that failed is wrong, and not just imprecise.
 _OFF = 1.2
+# The first steps back from a size that failed near the prediction, as shares of it.
+_BACK = (0.02, 0.06, 0.12)
 # No jump goes farther than this many times what has run: a few samples do not show a term that grows with the square.
 _FARTHEST = 1000
 # The same while the batch has taken less than what a tensor's segment is rounded up to.
@@ -37,6 +39,11 @@ _FARTHEST_FROM_LITTLE = 128
 _LITTLE = 2 * 2**20
 # Segments of CUDA's caching allocator have 20 MiB (kLargeBuffer in c10/core/AllocatorConfig.h).
 _SEGMENT = 20 * 2**20
+# The first step beyond a prediction that is too coarse to end the search, as a share of the size that fits; each of the
+# next is twice as long. Sizes that are nearer to each other than the second share are such steps.
+_FIRST_STEP, _NEAR = 0.02, 0.2
+# Below this size the steps stay at one sample.
+_FEW = 8
 # A slope that grows by less than this factor over the measured range is rounding and no curvature.
 _BEND = 1.1
 # Between sizes closer than this, rounding would determine the slope.
@@ -85,8 +92,8 @@ def next_size(trials: Sequence[SizeTrial], *, round_down: RoundDown, smallest: i
     if len(ended) == 1 and lower and upper == math.inf and predicted != math.inf:
         return _second_size(ended[0], predicted, ceiling, round_down)
     if lower >= round_down(predicted) or lower >= _ENOUGH * predicted:
-        # Where the prediction is too coarse to end the search, go on in small steps until a size fails.
-        return None if _is_precise(ended[-1]) else _next_above(int(lower * 1.02), ceiling, round_down)
+        # Where the prediction is too coarse to end the search, go on until a size fails, then halve the interval.
+        return None if _is_precise(ended[-1]) else _beyond_the_prediction(trials, lower, upper, round_down)
     size = _jump(
         trials, ended, predicted, lower=lower, upper=upper, round_down=round_down, smallest=smallest, left=left
     )
@@ -125,10 +132,14 @@ def _jump(
     size = min(ceiling, max(round_down(aim), smallest))
     n_failures = sum(not trial.fits for trial in trials)
     if size == ceiling and upper != math.inf and n_failures:
-        # A size that ran out of memory says only that it is too large. Near the prediction, step back, farther after
-        # each failure; where the prediction was far off, continue in the middle (of a scale of ratios).
-        is_near = predicted <= _OFF * upper
-        back = round_down(upper * (1 - 0.015 * 2**n_failures) if is_near else math.sqrt(max(lower, 1) * upper))
+        # A size that ran out of memory says only that it is too large. Near the prediction, step back three times, then
+        # halve the interval; where the prediction was far off, continue in the middle (of a scale of ratios).
+        if predicted > _OFF * upper and n_failures <= len(_BACK):
+            back = round_down(math.sqrt(max(lower, 1) * upper))
+        elif n_failures <= len(_BACK):
+            back = round_down(upper * (1 - _BACK[n_failures - 1]))
+        else:
+            back = round_down((lower + upper) / 2)
         size = back if back > lower else ceiling
     return size
 
@@ -142,9 +153,15 @@ def _is_precise(trial: SizeTrial) -> bool:
     return True
 
 
-def _next_above(lower: int, ceiling: int, round_down: RoundDown) -> int:
-    """Returns the next admitted size above `lower`, at most the ceiling."""
-    size = lower + 1
+def _beyond_the_prediction(trials: Sequence[SizeTrial], lower: int, upper: float, round_down: RoundDown) -> int | None:
+    """Returns a size above one that fits: in steps that double while sizes fit, and halfway to one that failed."""
+    if upper == math.inf:
+        below = max((trial.size for trial in trials if trial.fits and trial.size < lower), default=0)
+        last = lower - below
+        step = 2 * last if last <= _NEAR * lower and lower >= _FEW else _FIRST_STEP * lower
+    else:
+        step = (upper - lower) / 2
+    size, ceiling = lower + max(int(step), 1), round_down(upper - 1)
     while size < ceiling and round_down(size) <= lower:
         size += 1
     return min(round_down(size), ceiling)
@@ -199,12 +216,12 @@ def largest_under_limit(points: Sequence[Point]) -> float:
 
 
 def expected_peak(points: Sequence[Point], size: float) -> float:
-    """Returns a rank's expected use of its device at a size, in bytes. `points` are in ascending order of sizes."""
+    """Returns the bytes that a rank is expected to reserve at a size. `points` are in ascending order of sizes."""
     last_size, last = points[-1]
     allocated = _polynomial(_known_peaks(points), size)
     # The memory by which the optimizer's own peak exceeds the batch's does not depend on the batch.
     allocated = max(allocated, *(_optimizer_peak(reading) for _, reading in points))
-    # Slack is reserved but not allocated, or outside of the allocator. Where it grew from one size to the next it is
+    # Slack is reserved but not allocated. Where it grew from one size to the next it is
     # expected to go on growing in proportion to the batch; it is never expected to shrink.
     slack = _slack(last)
     if len(points) > 1:

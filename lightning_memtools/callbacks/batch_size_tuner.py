@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import end_the_call, training_step
+from lightning_memtools._lightning import end_the_call
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
-from lightning_memtools.batch_size.size_limits import checked_margin
-from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning, restart_evaluation_loop
-from lightning_memtools.batch_size.trainer.stage_search import TunerSettings
-from lightning_memtools.batch_size.trainer.trial_isolation import takes_part, why_no_trials
-from lightning_memtools.memory.peaks import STAGES, Stage
-from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning
+from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
-from lightning_memtools.reporting.console import print_on_console
-from lightning_memtools.reporting.files import report_directory, write_report_or_warn
-from lightning_memtools.reporting.loggers import log_text
 
 
 class BatchSizeTuner(Callback):
@@ -83,27 +77,13 @@ class BatchSizeTuner(Callback):
         at_epochs: Sequence[int] = (),
         cache: str | None = None,
     ) -> None:
-        for name, value in (("init_val", init_val), ("max_val", max_val), ("multiple_of", multiple_of),
-                            ("effective_batch_size", effective_batch_size), ("max_trials", max_trials)):  # fmt: skip
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value!r} is below 1. Give a whole number from 1 on.")
-        if max_val is not None and max_val < multiple_of:
-            raise ValueError(f"max_val={max_val} is below multiple_of={multiple_of}: no size is left. Raise max_val.")
-        unknown = sorted(set(stages) - set(get_args(Stage)))
-        if unknown or not stages or isinstance(stages, str):
-            raise ValueError(f"stages={stages!r} must be a sequence of some of {', '.join(STAGES)}.")
-        self.batch_arg_name = batch_arg_name
-        self.margin = margin
-        self.init_val = init_val
-        self.max_val = max_val
-        self.multiple_of = multiple_of
-        self.effective_batch_size = effective_batch_size
+        self._settings = TunerSettings.parse(
+            type(self), batch_arg_name=batch_arg_name, margin=margin, init_val=init_val, max_val=max_val,
+            multiple_of=multiple_of, effective_batch_size=effective_batch_size, stages=stages, max_trials=max_trials,
+            at_epochs=at_epochs, cache=cache,
+        )  # fmt: skip
         self.stages = stages
-        self.max_trials = max_trials
-        self.at_epochs = at_epochs
-        self.cache = cache
         self.result: BatchSizeResult | None = None
-        self._margin = checked_margin(margin)
         self._tuning = SizeTuning()
         self._carried = CarriedDevice()
 
@@ -117,29 +97,16 @@ class BatchSizeTuner(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the sizes, or use those of the run that is resumed."""
         put_on_device(trainer, pl_module)
-        stages = self._stages_in_fit()
-        if stages and self._can_start(trainer):
-            if stages[0] in self._tuning.found:
-                self._tuning.reuse(trainer, self._settings())
-                sizes = ", ".join(f"{stage} {self._tuning.found[stage]}" for stage in self._tuning.found_in_fit())
-                _say(trainer, f"using the sizes found before: {sizes}.")
-            else:
-                mine = trainer.callbacks.index(self)  # type: ignore[attr-defined]
-                later = [callback for callback in trainer.callbacks[mine + 1 :] if takes_part(callback)]  # type: ignore[attr-defined]
-                hooks: list[Callable[[], None]] = [
-                    *(lambda c=callback: c.on_fit_start(trainer, pl_module) for callback in later),
-                    pl_module.on_fit_start,
-                ]
-                self._search(trainer, stages, hooks, begins=True)
-            put_on_device(trainer, pl_module)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._run(self._tuning.begin_fit, trainer, callbacks[callbacks.index(self) + 1 :])
         if self.ends_before_training:
             self._tuning.optimizer_setup.restore_random_streams()
             raise end_the_call()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search again in the epochs that were asked for."""
-        if trainer.current_epoch > 0 and trainer.current_epoch in self.at_epochs and self._can_start(trainer):
-            self._search(trainer, self._stages_in_fit())
+        if trainer.current_epoch > 0 and trainer.current_epoch in self._settings.at_epochs:
+            self._run(self._tuning.search_again, trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """After a validation, release the cache for training where both would not fit beside each other."""
@@ -149,17 +116,17 @@ class BatchSizeTuner(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the size of `trainer.validate`; within fit, release the cache for validation where it has to be."""
         if trainer.state.fn == TrainerFn.VALIDATING:
-            self._tune_evaluation(trainer, pl_module, "val")
+            self._run(self._tuning.begin_evaluation, trainer, "val")
         elif self._tuning.cache_releaser is not None:
             self._tuning.cache_releaser.on_validation_start(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the size of `trainer.test`."""
-        self._tune_evaluation(trainer, pl_module, "test")
+        self._run(self._tuning.begin_evaluation, trainer, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the size of `trainer.predict`."""
-        self._tune_evaluation(trainer, pl_module, "predict")
+        self._run(self._tuning.begin_evaluation, trainer, "predict")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the loops request their loaders as before. The sizes stay as they were found."""
@@ -180,58 +147,9 @@ class BatchSizeTuner(Callback):
         self._tuning.found = dict(state_dict.get("sizes", {}))
         self._tuning.accumulate = state_dict.get("accumulate")
 
-    def _stages_in_fit(self) -> list[Stage]:
-        return [stage for stage in STAGES if stage in self.stages and stage in {"train", "val"}]
-
-    def _settings(self) -> TunerSettings:
-        names = [self.batch_arg_name] if isinstance(self.batch_arg_name, str) else list(self.batch_arg_name)
-        return TunerSettings(
-            names=names, margin=self._margin, init_val=self.init_val, max_val=self.max_val,
-            multiple_of=self.multiple_of, effective_batch_size=self.effective_batch_size, max_trials=self.max_trials,
-            cache=self.cache, worst_case=self.worst_case, owner=type(self),
-        )  # fmt: skip
-
-    def _can_start(self, trainer: Trainer) -> bool:
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _say(trainer, "skipped, because fast_dev_run=True runs batches of the size as it is.")
-            return False
-        reason = why_no_trials(trainer, trainer.lightning_module)
-        if reason is not None:
-            raise RuntimeError(f"BatchSizeTuner cannot run trials here: {reason}, and remove BatchSizeTuner.")
-        device = trainer.strategy.root_device
-        if device.type == "cpu" and reader_for(device) is None:
-            _say(trainer, "a CPU keeps no memory statistics, so the batch size stays as it is. Inside "
-                 "`with VirtualDevice('24GiB'):` it is found for that device.")  # fmt: skip
-            return False
-        return True
-
-    def _tune_evaluation(self, trainer: Trainer, pl_module: LightningModule, stage: Stage) -> None:
-        put_on_device(trainer, pl_module)
-        if stage not in self.stages or not self._can_start(trainer):
-            return
-        if stage in self._tuning.found:
-            self._tuning.reuse_in_evaluation(trainer, self._settings(), stage)
-        else:
-            self._search(trainer, [stage])
-        restart_evaluation_loop(trainer, stage)
-
-    def _search(
-        self,
-        trainer: Trainer,
-        stages: Sequence[Stage],
-        hooks: Sequence[Callable[[], None]] = (),
-        *,
-        begins: bool = False,
-    ) -> None:
-        directory = report_directory(trainer)  # collective, so before the ranks differ
-        self.result = self._tuning.search(trainer, self._settings(), stages, hooks, begins=begins)
-        if not trainer.is_global_zero:
-            return
-        write_report_or_warn(directory, "batch_size.md", self.result.markdown())
-        log_text(trainer, "memtools/batch_size", self.result.markdown(), training_step(trainer))
-        _say(trainer, self.result.summary())
-        for note in self.result.notes:
-            print_on_console(f"  {note}")
+    def _run(self, search: Callable[..., BatchSizeResult | None], trainer: Trainer, *arguments: Any) -> None:
+        settings = replace(self._settings, worst_case=self.worst_case)
+        self.result = search(trainer, settings, *arguments) or self.result
 
 
 def tune_batch_size(
@@ -276,8 +194,3 @@ def tune_batch_size(
             "accelerator, or inside `with VirtualDevice('24GiB'):`."
         )
     return tuner.result
-
-
-def _say(trainer: Trainer, text: str) -> None:
-    if trainer.is_global_zero:
-        print_on_console(f"BatchSizeTuner: {text}")

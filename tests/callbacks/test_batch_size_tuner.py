@@ -224,6 +224,30 @@ def test_an_unchanged_learning_rate_is_noted_once(tmp_path):
     assert f"from 4 to {tuner.result.sizes['train']} samples" in notes[0]
 
 
+def test_the_note_quotes_the_highest_rate_of_a_schedule(tmp_path):
+    tuner = Tuner(stages=("train",))
+    fit(tmp_path, tuner, Small())
+    (note,) = [note for note in tuner.result.notes if "learning rate" in note]
+    assert "the learning rate is still 0.01 at its highest" in note, "OneCycle begins at a 25th of it"
+
+
+def test_a_peak_is_what_the_monitor_logs_and_of_a_failed_trial_a_lower_bound(tmp_path):
+    class Reserved(L.Callback):
+        def on_train_batch_end(self, *args):
+            peaks.append(VirtualDevice.current().stats().peak_reserved)
+
+    peaks, tuner = [], Tuner(stages=("train",), init_val=150, max_trials=4)
+    with VirtualDevice("192MiB", used_by_others="32MiB"):
+        L.seed_everything(0, verbose=False)
+        run = trainer(tmp_path, tuner, Reserved(), logger=False, limit_val_batches=0)
+        run.fit(Small())
+    result = tuner.result
+    assert result.peaks["train"] == max(peaks[-3:])
+    assert result.trials[0].readings[0].limit == int(0.95 * 192 * MIB) - 32 * MIB
+    failed = next(row for row in result.rows() if row[2] == "out of memory")
+    assert failed[3].startswith("over ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -177,8 +177,8 @@ class CacheReleaser(Callback):
     Args:
         reader: Reads the device's memory; with None nothing is done.
         limit: The highest use of the device by all processes that is allowed, in bytes; None for no limit.
-        peaks: The highest use of the device, by all processes, while a stage runs that began with an empty cache, in
-            bytes. A stage that is not listed always begins with an empty cache.
+        peaks: The most that this process had reserved while a stage ran that began with an empty cache, in bytes.
+            A stage that is not listed always begins with an empty cache.
     """
 
     def __init__(self, reader: MemoryReader | None, limit: int | None, peaks: Mapping[Stage, int | None]) -> None:
@@ -209,7 +209,7 @@ class CacheReleaser(Callback):
             stats = self._reader.stats()
             others = max((stats.device_used or 0) - (stats.reserved or 0), 0)
             # In the worst case no cached block can be reused, and all that is not allocated yet is reserved anew.
-            more = max(need - others - (stats.allocated or 0), 0)
+            more = max(need - (stats.allocated or 0), 0)
             if (stats.reserved or 0) + others + more <= self._limit:
                 return
         self._reader.empty_cache()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import forget_loaders, loop_of, source_of
+from lightning_memtools._lightning import forget_loaders, loop_of, source_of, training_step
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.size_limits import limit_of
 from lightning_memtools.batch_size.trainer.applied_sizes import (
@@ -20,11 +20,16 @@ from lightning_memtools.batch_size.trainer.applied_sizes import (
     write_sizes,
 )
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, unwrap_sources, wrap_sources
-from lightning_memtools.batch_size.trainer.stage_search import StageSearch, TunerSettings, has_data
-from lightning_memtools.batch_size.trainer.trial_isolation import left_out_of_counts
+from lightning_memtools.batch_size.trainer.stage_search import StageSearch, has_data
+from lightning_memtools.batch_size.trainer.trial_isolation import left_out_of_counts, takes_part, why_no_trials
+from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stats import MemoryReader
+from lightning_memtools.reporting.carried_device import put_on_device
+from lightning_memtools.reporting.console import print_on_console
+from lightning_memtools.reporting.files import report_directory, write_report_or_warn
+from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.state.random_state import random_streams_restored
 
 
@@ -46,7 +51,51 @@ class SizeTuning:
         # Read by the loops' sources, which outlive a search.
         self._sizes: dict[Stage, int | None] = {}
 
-    def search(
+    def begin_fit(self, trainer: Trainer, settings: TunerSettings, later: Sequence[Callback]) -> BatchSizeResult | None:
+        """Search before a fit trains, or use the sizes that are known; returns the result of a search.
+
+        Args:
+            trainer: In its hook that comes before a fit.
+            settings: The arguments of BatchSizeTuner.
+            later: The callbacks whose hooks before a fit are still to come; they are called before each trial.
+        """
+        stages = settings.stages_in_fit
+        if not stages or not _can_start(trainer):
+            return None
+        result = None
+        if stages[0] in self.found:
+            self._reuse(trainer, settings)
+            sizes = ", ".join(f"{stage} {self.found[stage]}" for stage in self._found_in_fit())
+            _say(trainer, f"using the sizes found before: {sizes}.")
+        else:
+            module = trainer.lightning_module
+            hooks: list[Callable[[], None]] = [
+                *(lambda c=one: c.on_fit_start(trainer, module) for one in later if takes_part(one)),
+                module.on_fit_start,
+            ]
+            result = self._search(trainer, settings, stages, hooks, begins=True)
+        put_on_device(trainer, trainer.lightning_module)
+        return result
+
+    def search_again(self, trainer: Trainer, settings: TunerSettings) -> BatchSizeResult | None:
+        """Search in the middle of training; returns the result, or None where no trial can be run."""
+        return self._search(trainer, settings, settings.stages_in_fit) if _can_start(trainer) else None
+
+    def begin_evaluation(self, trainer: Trainer, settings: TunerSettings, stage: Stage) -> BatchSizeResult | None:
+        """Search before a call of validate, test or predict, or use a known size; returns the result of a search."""
+        put_on_device(trainer, trainer.lightning_module)
+        if stage not in settings.stages or not _can_start(trainer):
+            return None
+        result = None
+        if stage in self.found:
+            self._sizes[stage] = self.found[stage]
+            wrap_sources(trainer, [stage], BatchSizeAttributes(trainer, settings.names), self._sizes.get)
+        else:
+            result = self._search(trainer, settings, [stage])
+        _restart_evaluation_loop(trainer, stage)
+        return result
+
+    def _search(
         self,
         trainer: Trainer,
         settings: TunerSettings,
@@ -55,15 +104,24 @@ class SizeTuning:
         *,
         begins: bool = False,
     ) -> BatchSizeResult:
-        """Search for the sizes of the stages that have data, and put them into effect.
+        """Search for the sizes of the stages that have data, put them into effect, and report them."""
+        directory = report_directory(trainer)  # collective, so before the ranks differ
+        result = self._find_and_apply(trainer, settings, stages, hooks, begins=begins)
+        if trainer.is_global_zero:
+            write_report_or_warn(directory, "batch_size.md", result.markdown())
+            log_text(trainer, "memtools/batch_size", result.markdown(), training_step(trainer))
+            print_on_console("\n".join([f"BatchSizeTuner: {result.summary()}", *(f"  {one}" for one in result.notes)]))
+        return result
 
-        Args:
-            trainer: In its hook that comes before a loop's work.
-            settings: The arguments of BatchSizeTuner.
-            stages: The stages to tune.
-            hooks: Are called before the loop, as in a real run.
-            begins: True if a fit has not begun to train.
-        """
+    def _find_and_apply(
+        self,
+        trainer: Trainer,
+        settings: TunerSettings,
+        stages: Sequence[Stage],
+        hooks: Sequence[Callable[[], None]],
+        *,
+        begins: bool,
+    ) -> BatchSizeResult:
         began_at = time.perf_counter()
         reader = reader_for(trainer.strategy.root_device)
         attributes = BatchSizeAttributes(trainer, settings.names)
@@ -95,21 +153,16 @@ class SizeTuning:
             notes=tuple(notes),
         )
 
-    def reuse(self, trainer: Trainer, settings: TunerSettings) -> None:
+    def _reuse(self, trainer: Trainer, settings: TunerSettings) -> None:
         """Put the sizes of an earlier search, or of the run that is resumed, into effect before a fit."""
         attributes = BatchSizeAttributes(trainer, settings.names)
         self._sizes = {**self._sizes_before(trainer, attributes), **self.found}
         wrap_sources(trainer, ["train", "val"], attributes, self._sizes.get)
-        self._apply(trainer, attributes, self.found_in_fit(), begins=True)
+        self._apply(trainer, attributes, self._found_in_fit(), begins=True)
         reader = reader_for(trainer.strategy.root_device)
         self.cache_releaser = CacheReleaser(reader, _limit(reader, settings), {})
 
-    def reuse_in_evaluation(self, trainer: Trainer, settings: TunerSettings, stage: Stage) -> None:
-        """Use the size of an earlier search in a call of validate, test or predict."""
-        self._sizes[stage] = self.found[stage]
-        wrap_sources(trainer, [stage], BatchSizeAttributes(trainer, settings.names), self._sizes.get)
-
-    def found_in_fit(self) -> list[Stage]:
+    def _found_in_fit(self) -> list[Stage]:
         """Returns those of train and val whose size is known."""
         return [stage for stage in STAGES if stage in self.found and stage in {"train", "val"}]
 
@@ -152,12 +205,13 @@ class SizeTuning:
             return []
         per_size = trainer.accumulate_grad_batches * trainer.world_size
         rates = ", ".join(f"{rate:g}" for rate in sorted(set(rates_before)))
+        rates += " at its highest" if trainer.lr_scheduler_configs else ""
         changed = f"The effective batch went from {old * per_size} to {new * per_size} samples"
         advice = f"effective_batch_size={old * per_size} would keep the old one."
         return [f"{changed}; the learning rate is still {rates}. {advice}"]
 
 
-def restart_evaluation_loop(trainer: Trainer, stage: Stage) -> None:
+def _restart_evaluation_loop(trainer: Trainer, stage: Stage) -> None:
     """Have an evaluation loop that is about to run make its loaders again, with the size that was found."""
     loop = loop_of(trainer, stage)
     with random_streams_restored():
@@ -172,4 +226,31 @@ def _limit(reader: MemoryReader | None, settings: TunerSettings) -> int | None:
 
 
 def _learning_rates(trainer: Trainer) -> list[float]:
-    return [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    """Returns the highest rate of each group of parameters: a schedule may begin far below it."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group) for group in groups]
+
+
+def _can_start(trainer: Trainer) -> bool:
+    """Returns True if trials can be run; if not, says why.
+
+    Raises:
+        RuntimeError: The strategy or the model does not allow trials.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        _say(trainer, "skipped, because fast_dev_run=True runs batches of the size as it is.")
+        return False
+    reason = why_no_trials(trainer, trainer.lightning_module)
+    if reason is not None:
+        raise RuntimeError(f"BatchSizeTuner cannot run trials here: {reason}, and remove BatchSizeTuner.")
+    device = trainer.strategy.root_device
+    if device.type == "cpu" and reader_for(device) is None:
+        _say(trainer, "a CPU keeps no memory statistics, so the batch size stays as it is. Inside "
+             "`with VirtualDevice('24GiB'):` it is found for that device.")  # fmt: skip
+        return False
+    return True
+
+
+def _say(trainer: Trainer, text: str) -> None:
+    if trainer.is_global_zero:
+        print_on_console(f"BatchSizeTuner: {text}")

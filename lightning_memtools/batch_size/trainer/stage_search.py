@@ -7,41 +7,19 @@ from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import loop_of, source_of
 from lightning_memtools.batch_size.batch_size_result import SizeTrial, explain_that_nothing_fits
-from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.size_limits import SizeLimits, normalizes_batches, samples_per_rank
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits
 from lightning_memtools.batch_size.trainer.size_cache import SizeCache
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, unwrap_sources, wrap_sources
 from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner, quick_collections
+from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.readers import reader_for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TunerSettings:
-    """The arguments of BatchSizeTuner, checked; its docstring describes each.
-
-    Attributes:
-        names: Its `batch_arg_name`, as a sequence.
-        margin: A share of the capacity (float), or bytes (int).
-        owner: The tuner's type: its objects are not restored after trials.
-    """
-
-    names: Sequence[str]
-    margin: float
-    init_val: int
-    max_val: int | None
-    multiple_of: int
-    effective_batch_size: int | None
-    max_trials: int
-    cache: str | None
-    worst_case: WorstCase | None
-    owner: type[Callback]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +113,7 @@ class StageSearch:
                     of_stage = self._search(runner, stage, limits, cached.get(stage))
                     trials += of_stage
                     found[stage] = self._choose(stage, of_stage, runner)
-                    notes += self._note_on_limits(stage, limits)
+                    notes += [*self._note_on_limits(stage, limits), *_notes_on_varying_data(stage, runner)]
         cache.store({stage: trial.size for stage, trial in found.items()})
         is_set = self._per_rank is not None and "train" in found
         accumulate = self._accumulate_for(found["train"].size) if is_set else None
@@ -215,6 +193,19 @@ class StageSearch:
         settings = self._settings
         return {"margin": settings.margin, "max_val": settings.max_val, "multiple_of": settings.multiple_of,
                 "effective_batch_size": settings.effective_batch_size, "stages": list(stages)}  # fmt: skip
+
+
+def _notes_on_varying_data(stage: Stage, runner: TrialRunner) -> list[str]:
+    """Returns what was seen where samples or batches vary in size without telling, and what would make it certain."""
+    found = [sizes for (one, _), sizes in runner.sample_sizes.items() if one == stage and sizes is not None]
+    measured = [sizes for sizes in found if sizes.vary and sizes.are_measured]
+    exact = "Give the data set an attribute lengths, or a method worst_case(n), to have the largest batch for certain."
+    notes = [f"The {stage} {one.described()}; trials used the largest." for one in measured]
+    if any(not one.are_complete for one in measured):
+        notes.append(exact)
+    if not any(sizes.vary for sizes in found) and len(runner.batch_shapes.get(stage, ())) > 1:
+        notes.append(f"The {stage} batches vary in shape, and a larger one than those in trials may not fit. {exact}")
+    return notes
 
 
 def has_data(trainer: Trainer, stage: Stage) -> bool:

@@ -56,6 +56,7 @@ class TrialProbe(Callback):
         batch: The same for training until backward has ended, without what the optimizer allocates for its step.
         base_allocated: Bytes allocated before a batch, for each stage, from its second batch on.
         batch_bytes: The size of each stage's largest batch.
+        batch_shapes: The shapes of each stage's batches, without the number of samples.
         observed_size: The number of samples in each stage's first batch.
         batches: How many batches of each stage have run to their end.
         eval_batches: The number of batches after which a trial of evaluation or prediction ends.
@@ -66,6 +67,7 @@ class TrialProbe(Callback):
         self.batches: dict[Stage, int] = {}
         self.base_allocated: dict[Stage, int] = {}
         self.batch_bytes: dict[Stage, int] = {}
+        self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
         self.observed_size: dict[Stage, int] = {}
         self.whole: dict[Stage, PeakWindow] = {}
         self.batch: PeakWindow | None = None if reader is None else peak_counter(reader).open()
@@ -147,6 +149,7 @@ class TrialProbe(Callback):
         stage, tensors = self.stage, list(tensors_in(batch))
         n_bytes = sum(one.numel() * one.element_size() for one in tensors)
         self.batch_bytes[stage] = max(self.batch_bytes.get(stage, 0), n_bytes)
+        self.batch_shapes.setdefault(stage, set()).add(tuple(tuple(one.shape[1:]) for one in tensors))
         if tensors and tensors[0].ndim:
             self.observed_size.setdefault(stage, len(tensors[0]))
         if self._reader is not None and self.batches.get(stage):
@@ -237,8 +240,8 @@ def reading_of(stage: Stage, probe: TrialProbe, now: MemoryStats | None, limit: 
     if now is None or window is None or probe.batch is None:
         return RankReading()
     return RankReading(
-        peak=None if window.reserved is None else window.reserved + used_by_others(now),
-        limit=limit,
+        peak=window.reserved,
+        limit=None if limit is None else limit - used_by_others(now),
         peak_allocated=window.allocated,
         batch_allocated=probe.batch.allocated if stage == "train" else window.allocated,
         base_allocated=probe.base_allocated.get(stage),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
@@ -26,7 +28,8 @@ from lightning_memtools._lightning import (
     without_collectives,
 )
 from lightning_memtools.batch_size.batch_size_result import SizeTrial
-from lightning_memtools.batch_size.resized_loaders import WorstCase, worst_first
+from lightning_memtools.batch_size.resized_loaders import WorstCase, known_sizes, worst_first
+from lightning_memtools.batch_size.sample_sizes import SampleSizes
 from lightning_memtools.batch_size.size_limits import SizeLimits, limit_of, samples_in_shared_memory
 from lightning_memtools.batch_size.trainer.applied_sizes import CacheReleaser
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, SizedSource
@@ -106,6 +109,10 @@ class TrialRunner:
         self._ranks = RankGather()
         # The sizes that loaders reported, by stage and by the size they were asked for.
         self.loader_sizes: dict[Stage, dict[int, int]] = {}
+        # The sizes of samples, by stage and the loader's position, and the shapes of the stages' batches without their
+        # first dimension.
+        self.sample_sizes: dict[tuple[Stage, int], SampleSizes | None] = {}
+        self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
         if reader is not None:
             peak_counter(reader).fold()  # the windows of others are in the snapshot and so do not see peaks of trials
         device = VirtualDevice.current()
@@ -140,6 +147,8 @@ class TrialRunner:
             if not outcome.failure:
                 outcome = outcome_without_error(stage, probe, before, now, limit)
             reading = reading_of(stage, probe, now, limit)
+            for one, shapes in probe.batch_shapes.items():
+                self.batch_shapes.setdefault(one, set()).update(shapes)
             _learn_shared_memory(limits, stage, probe, size, prepared_loaders(loop_of(self.trainer, stage)))
             size = self._learn_length_of_stream(limits, stage, probe, size)
         finally:
@@ -175,6 +184,9 @@ class TrialRunner:
         self._sizes[stage] = size
         self._set_accumulation()
         trainer.callbacks = [callback for callback in trainer.callbacks if takes_part(callback)]  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "is_in_trial"):
+                callback.is_in_trial = True
         trainer.loggers = [QuietLogger(self._root)] if trainer.loggers else []
         set_root_directory(trainer, self._root)
         trainer.limit_train_batches = 1.0
@@ -227,7 +239,7 @@ class TrialRunner:
         n_worst = (size or 1) * trainer.world_size
         source = self._sources.get(stage)
         if source is not None:
-            source.alter = lambda loader: worst_first(loader, n_worst, self._worst_case)
+            source.alter = self._with_worst_case(stage, n_worst)
         loop = loop_of(trainer, stage)
         forget_loaders(loop)
         state = {"train": "training", "val": "validating", "test": "testing", "predict": "predicting"}[stage]
@@ -241,6 +253,18 @@ class TrialRunner:
                 trainer.limit_val_batches, trainer.val_check_interval = 0, 1.0
             loop.setup_data()
             trainer.limit_val_batches, trainer.val_check_interval = limit, interval
+
+    def _with_worst_case(self, stage: Stage, n: int) -> Callable[[Any], Any]:
+        """Returns a function that changes each of a stage's loaders to give the batch that takes the most memory."""
+        position = itertools.count()
+
+        def change(loader: Any) -> Any:
+            key = stage, next(position)
+            if key not in self.sample_sizes:
+                self.sample_sizes[key] = known_sizes(loader, self._worst_case)
+            return worst_first(loader, n, self._worst_case, self.sample_sizes[key])
+
+        return change
 
     def _run_loops(self, stage: Stage, probe: TrialProbe) -> TrialOutcome:
         """Run until the probe has measured enough."""

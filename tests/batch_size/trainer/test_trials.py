@@ -221,6 +221,35 @@ def test_checkpointing_is_applied_in_trials(tmp_path, capsys):
         fit(tmp_path, None, Layers(size, n=100), limit_val_batches=0)
 
 
+class WideLayers(Layers):
+    """With a layer that is not recomputed, and that takes the more of a step's activations the smaller the batch is."""
+
+    def __init__(self, batch_size=4, n=N):
+        super().__init__(batch_size, n)
+        self.table = nn.Parameter(torch.full((16, WIDTH), 0.5))
+
+    def loss(self, x):
+        return super().loss(x) + self.table.tanh().sin().exp().mean()
+
+
+def test_a_share_that_a_small_trial_cannot_reach_does_not_end_the_search(tmp_path, capsys):
+    tuner, checkpointing = Tuner(stages=("train",), max_trials=5), GradientCheckpointing(memory_budget=0.75)
+    fit(tmp_path, tuner, WideLayers(n=100), checkpointing)
+    with pytest.raises(ValueError, match=r"No plan fits memory_budget=0.75.*Raise the budget or allow more"):
+        fit(tmp_path, None, WideLayers(2, n=100), GradientCheckpointing(memory_budget=0.75), limit_val_batches=0)
+    plan = checkpointing.plan
+    assert tuner.result.sizes["train"] > 10
+    assert plan.planned.activation_bytes <= 0.75 * plan.plain.activation_bytes, "the fit's plan keeps to the share"
+    assert not checkpointing.is_in_trial
+
+
+def test_a_trial_that_no_plan_can_fit_into_a_size_is_too_large(tmp_path, capsys):
+    tuner = Tuner(stages=("train",), init_val=90, max_trials=6)
+    fit(tmp_path, tuner, Layers(n=100), GradientCheckpointing(memory_budget="48MiB"), capacity="1GiB")
+    assert tuner.result.trials[0].outcome == "out of memory"
+    assert 10 < tuner.result.sizes["train"] < 90
+
+
 def watching():
     # LossCurves holds losses until the device has them ready: a few hundred bytes more or less, by the clock.
     return [callback for callback in default_callbacks() if not isinstance(callback, LossCurves)]
