@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
     from lightning_memtools.callbacks.loss_curves import LossCurves
     from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
+    from lightning_memtools.callbacks.oom_recovery import OOMRecovery
     from lightning_memtools.callbacks.oom_report import OOMReport
     from lightning_memtools.callbacks.presets import default_callbacks
     from lightning_memtools.callbacks.training_doctor import TrainingDoctor
@@ -51,6 +52,7 @@ _HOME_OF_NAME = {
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
     "NonFiniteError": "nonfinite.nonfinite_error",
+    "OOMRecovery": "callbacks.oom_recovery",
     "OOMReport": "callbacks.oom_report",
     "Replay": "nonfinite.capsule.capsule_replay",
     "TrainingDoctor": "callbacks.training_doctor",
@@ -81,6 +83,7 @@ __all__ = [
     "MemoryMonitor",
     "MemoryStats",
     "NonFiniteError",
+    "OOMRecovery",
     "OOMReport",
     "Replay",
     "TrainingDoctor",

@@ -132,7 +132,7 @@ class RetainedGraphs:
         each = (
             f"{len(held)} tensors with {format_size(n_bytes)}"
             if len(held) > 1
-            else f"one tensor with {n_nodes:,} nodes"
+            else f"one tensor whose graph has {n_nodes:,} nodes"
         )
         return name, f", held through {each}"
 

@@ -63,7 +63,7 @@ class StepTrial:
             "warning",
             place,
             f"The gradient grows {growth:.2f} times when the batch holds the same samples twice; with a mean it stays.",
-            "The learning rate means another thing for every batch size, and a larger batch can make training diverge.",
+            "The best learning rate changes with the batch size, and a larger batch can make training diverge.",
             'reduction="mean", or divide the sum by the number of samples.',
         )
 

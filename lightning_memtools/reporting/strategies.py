@@ -25,6 +25,10 @@ _SEES_SHARDS = (
     "{strategy} may spread parameters and gradients over the ranks, so that one rank sees only parts: the checks of "
     "gradients, and the trial of the step, are left out"
 )
+_DECIDES_ALONE = (
+    "a rank that runs its batch again would leave the others waiting in a collective of {strategy}, and ranks cannot "
+    "agree on that yet. Train on a single device, or find a batch size that fits with BatchSizeTuner"
+)
 _CUTS_THE_GRAPH = "reading a number in every step would cut XLA's graph in two."
 
 # Callbacks that are not named here work under every strategy. A callback works under a family that has no entry.
@@ -32,6 +36,7 @@ _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
     "GradientCheckpointing": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CHECKPOINTS_ITSELF),
     "OOMReport": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CANNOT_TRACE),
     "BatchSizeTuner": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _COLLECTIVES_IN_TRIALS),
+    "OOMRecovery": dict.fromkeys(("DDP", "DeepSpeed", "FSDP", "ModelParallel", "XLA", "unknown"), _DECIDES_ALONE),
     "TrainingDoctor": {
         **dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _SEES_SHARDS),
         "XLA": _CUTS_THE_GRAPH,

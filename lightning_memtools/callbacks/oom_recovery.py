@@ -1,0 +1,163 @@
+"""OOMRecovery: goes on with training when a batch does not fit, by running it in parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_memtools._lightning import LoggedValues, StepClosure, replace_closures, replace_step, training_step
+from lightning_memtools.oom.step_recovery import StepRecovery
+from lightning_memtools.oom.step_start import BatchStep
+from lightning_memtools.reporting.console import print_on_console
+from lightning_memtools.reporting.loggers import log_scalars
+from lightning_memtools.reporting.strategies import why_unsupported
+
+_EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
+
+
+class OOMRecovery(Callback):
+    """Survives running out of memory: a batch that does not fit is run again as 2, 4, ... micro-batches.
+
+    The failed attempt is taken back first. The gradients of the micro-batches add up to those of the whole batch, up to
+    rounding: losses that are means over the samples are weighted with the sizes of the parts, sums are added. Which of
+    both the loss is shows at the first recovery, from the losses of a few samples alone and together; a loss that is
+    neither is refused. The optimizer, schedulers, `global_step` and the logged values see one step; on_before_backward
+    and on_after_backward run for each micro-batch, as with accumulated gradients. Batches as large as one that failed
+    are then split from the beginning, and fewer parts are tried after a while. Batches of evaluation are split too, and
+    their outputs joined. In manual optimization training batches are left alone.
+
+    Before each step the states of random streams are noted, and buffers and metrics of the model are copied, so that a
+    failed step can be taken back. Attributes that training_step itself changes, such as a counter, are not.
+
+    A module may have a method `split_batch(batch, n_parts)` that returns the parts of a batch of a kind of its own.
+
+    Logged after a recovery: `memory/oom_recoveries`, `memory/micro_batches`, `memory/oom_skipped_batches`.
+
+    Args:
+        max_splits: The largest number of micro-batches of a batch.
+        skip_batch: Skip a training batch that does not fit in the smallest parts, as if training_step returned None.
+        loss: "mean" or "sum" over the samples of the batch; "auto" finds out.
+        allow_batch_norm: Split training batches though BatchNorm then normalizes each part with its own statistics.
+            Without this, such a model's training batches are not split.
+        on_recover: "warn" warns of the first recovery of each kind; "ignore" does not.
+
+    Raises:
+        ValueError: An argument has another value; or, at setup, the strategy is not supported.
+    """
+
+    takes_part_in_trials = False
+    """BatchSizeTuner's trials leave this callback out."""
+
+    def __init__(
+        self,
+        *,
+        max_splits: int = 8,
+        skip_batch: bool = False,
+        loss: Literal["auto", "mean", "sum"] = "auto",
+        allow_batch_norm: bool = False,
+        on_recover: Literal["warn", "ignore"] = "warn",
+    ) -> None:
+        if max_splits < 2:  # noqa: PLR2004, a whole batch is one part
+            raise ValueError(f"max_splits={max_splits} splits nothing. Give 2 or more.")
+        if loss not in {"auto", "mean", "sum"}:
+            raise ValueError(f"loss={loss!r} is neither 'auto' nor 'mean' nor 'sum'.")
+        if on_recover not in {"warn", "ignore"}:
+            raise ValueError(f"on_recover={on_recover!r} is neither 'warn' nor 'ignore'.")
+        self.max_splits = max_splits
+        self.skip_batch = skip_batch
+        self.loss = loss
+        self.allow_batch_norm = allow_batch_norm
+        self.on_recover = on_recover
+        self._undo: list[Callable[[], None]] = []
+        self._recovery: StepRecovery | None = None
+        self._told = (0, 0)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies whose ranks would have to agree."""
+        self._stop()
+        reason = why_unsupported(type(self).__name__, type(trainer.strategy))
+        if reason is not None:
+            raise ValueError(f"OOMRecovery does not work under {type(trainer.strategy).__name__}: {reason}")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the steps."""
+        self._begin(trainer, pl_module)
+        if pl_module.automatic_optimization:
+            self._undo.append(replace_closures(trainer, partial(self._run_training, trainer)))
+        elif trainer.is_global_zero:
+            print_on_console(
+                "OOMRecovery leaves training_step alone: in manual optimization it steps optimizers itself, and that "
+                "cannot be taken back."
+            )
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the steps, unless that was done when fit began."""
+        if self._recovery is None:
+            self._begin(trainer, pl_module)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what happened in this batch."""
+        self._tell(trainer, training_step(trainer))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what happened in the evaluation."""
+        self._tell(trainer, training_step(trainer))
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the steps back."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the steps back."""
+        self._stop()
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._told = (0, 0)
+        self._recovery = StepRecovery(
+            pl_module,
+            trainer.strategy.root_device,
+            max_splits=self.max_splits,
+            skip_batch=self.skip_batch,
+            loss=self.loss,
+            allow_batch_norm=self.allow_batch_norm,
+        )
+        for name in _EVALUATION_STEPS:
+            self._undo.append(replace_step(pl_module, name, partial(self._run_evaluation, trainer)))
+
+    def _run_training(self, trainer: Trainer, step: StepClosure) -> Any:
+        assert self._recovery is not None
+        return self._recovery.run(
+            BatchStep(step.batch, step.forward, LoggedValues(trainer), step.backward, step.zero_grad, step.skipped)
+        )
+
+    def _run_evaluation(self, trainer: Trainer, own: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+        assert self._recovery is not None
+        return self._recovery.run(BatchStep(batch, lambda part: own(part, *rest), LoggedValues(trainer)))
+
+    def _tell(self, trainer: Trainer, step: int) -> None:
+        if self._recovery is None:
+            return
+        found = self._recovery.recoveries
+        now = (found.n_recovered, found.n_skipped)
+        if now == self._told:
+            return
+        if self.on_recover == "warn" and any(new and not old for new, old in zip(now, self._told, strict=True)):
+            warnings.warn(f"OOMRecovery: {found.latest}", stacklevel=2)
+        self._told = now
+        scalars = {"memory/oom_recoveries": float(found.n_recovered), "memory/micro_batches": float(found.n_parts)}
+        log_scalars(trainer, scalars | {"memory/oom_skipped_batches": float(found.n_skipped)}, step)
+
+    def _stop(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._recovery = None

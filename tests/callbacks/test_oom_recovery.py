@@ -1,0 +1,458 @@
+"""Runs that run out of memory and go on: they end where a run on a larger device ends."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_memtools import OOMRecovery, VirtualDevice, default_callbacks
+from tests.lightning_models import trainer
+
+WIDTH = 64
+
+
+class Sequences(L.LightningModule):
+    """Rows of batches of different lengths: the third is the longest."""
+
+    reduction = "mean"
+
+    def __init__(self, dropout: float = 0.0, optimizer: str = "SGD") -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+        )
+        self.optimizer = optimizer
+        self.seen: list[int] = []
+        self.backwards = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1], reduction=self.reduction)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(len(batch[0]))
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("val", loss)
+        return loss
+
+    def predict_step(self, batch: Any) -> Any:
+        return {"out": self.net(batch[0]), "mean": batch[0].mean()}
+
+    def on_after_backward(self) -> None:
+        self.backwards += 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            if self.optimizer == "SGD"
+            else torch.optim.AdamW(self.parameters(), lr=0.01)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"},
+        }
+
+
+def batches(sizes: tuple[int, ...] = (64, 64, 512, 64, 512, 64), n_rows: int = 16) -> Any:
+    """Batches of 16 samples of so many steps each."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for size in sizes:
+        x = torch.randn(n_rows, size, 8, generator=generator)
+        made.append([x, x.sum(-1, keepdim=True)])
+    return made
+
+
+def fit(
+    root: Path,
+    model: L.LightningModule,
+    *callbacks: L.Callback,
+    data: Any = None,
+    capacity: str | None = None,
+    **options: Any,
+) -> L.Trainer:
+    L.seed_everything(1, verbose=False)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    run = trainer(root, *callbacks, **({"logger": False} | options))
+    with VirtualDevice(capacity or "10GiB"):
+        run.fit(model, DataLoader(batches() if data is None else data, batch_size=None))
+    return run
+
+
+# The short batches fit, and the long ones do not.
+TIGHT = "6MiB"
+
+
+def close(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}],
+    ids=["plain", "clipping", "accumulation", "bf16"],
+)
+def test_a_run_that_dies_without_it_ends_with_it_as_on_a_larger_device(optimizer, options, tmp_path):
+    capacity = "4MiB" if "precision" in options else TIGHT
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, Sequences(optimizer=optimizer), capacity=capacity, **options)
+    model, recovery = Sequences(optimizer=optimizer), OOMRecovery(on_recover="ignore")
+    run = fit(tmp_path, model, recovery, capacity=capacity, **options)
+    larger = Sequences(optimizer=optimizer)
+    other = fit(tmp_path, larger, **options)
+    if "precision" in options:  # 8 bits of mantissa in another order
+        for a, b in zip(model.parameters(), larger.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.01)
+    else:
+        close(model, larger)
+    assert run.global_step == other.global_step
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == other.lr_scheduler_configs[0].scheduler.last_epoch
+    assert 4 in model.seen or 8 in model.seen
+
+
+class FailsOnce(TorchDispatchMode):
+    """Memory runs out at one operator of the step of one batch, counted from its forward pass on."""
+
+    def __init__(self, model: Sequences, at: int, batch: int = 0) -> None:
+        super().__init__()
+        self.model, self.at, self.batch, self.n = model, at, batch, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.model.now == self.batch and self.n <= self.at:
+            self.n += 1
+            if self.n > self.at:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Sequences):
+    """Tells when the forward and backward pass of a batch run, has a metric, and keeps the gradients it steps with."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.now: int | None = None
+        self.metric = MeanMetric()
+        self.gradients: list[list[Tensor]] = []
+        self.streams: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.now = batch_idx
+        self.streams.append(torch.get_rng_state())
+        loss = super().training_step(batch, batch_idx)
+        self.metric.update(loss.detach(), len(batch[0]))
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.now = None
+        self.streams.append(torch.get_rng_state())
+        self.gradients.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
+
+
+def by_hand(model: Any, batch: Any, sizes: list[int]) -> None:
+    """One SGD step over micro-batches of these sizes, as anyone would write it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, y in zip(batch[0].split(sizes), batch[1].split(sizes), strict=True):
+        (F.mse_loss(model.net(x), y) * (len(x) / sum(sizes))).backward()
+    optimizer.step()
+
+
+def prepared(**options: Any) -> Any:
+    torch.manual_seed(3)
+    return Watched(**options)
+
+
+def one_step(root: Path, model: Any, *callbacks: L.Callback, at: int | None, data: Any = None) -> L.Trainer:
+    run = trainer(root, *callbacks, logger=False)
+    with FailsOnce(model, 10**9 if at is None else at):
+        run.fit(model, DataLoader(batches((8,)) if data is None else data, batch_size=None))
+    return run
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_bits_are_those_of_micro_batches_by_hand(dropout, tmp_path):
+    model, hand = prepared(dropout=dropout), prepared(dropout=dropout)
+    one_step(tmp_path, model, OOMRecovery(on_recover="ignore", loss="mean"), at=12)
+    assert model.seen == [16, 8, 8]
+    assert torch.equal(model.streams[0], model.streams[1])  # the parts draw from where the batch began
+    torch.set_rng_state(model.streams[0])
+    by_hand(hand, batches((8,))[0], [8, 8])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hand.parameters(), strict=True))
+    assert torch.equal(model.streams[-1], torch.get_rng_state())
+
+
+def test_wherever_memory_runs_out_in_a_step_the_run_goes_on(tmp_path):
+    with VirtualDevice() as device:
+        healthy = prepared()
+        one_step(tmp_path, healthy, at=None)
+        gc.collect()
+        allocated = device.stats().allocated
+    at, recovered = 0, 0
+    gc.freeze()  # collections look at what comes from now on
+    while True:
+        with VirtualDevice() as device:
+            model = prepared()
+            run = one_step(tmp_path, model, OOMRecovery(on_recover="ignore"), at=at)
+            gc.collect()
+            assert device.stats().allocated == allocated, at
+        for a, b in zip(model.gradients[0], healthy.gradients[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        close(model.net, healthy.net)
+        metrics = run.callback_metrics
+        assert float(metrics["metric"]) == pytest.approx(float(metrics["loss_epoch"]))
+        assert run.global_step == 1
+        if model.seen == [16]:
+            break  # no operator is left
+        recovered += 1
+        at += 1
+    gc.unfreeze()
+    assert recovered > 30
+
+
+def test_logged_values_are_those_of_the_whole_batch(tmp_path):
+    with VirtualDevice():
+        ends = [one_step(tmp_path, prepared(), OOMRecovery(on_recover="ignore"), at=at) for at in (None, 15)]
+    one, other = (run.callback_metrics for run in ends)
+    assert one.keys() == other.keys() == {"loss", "loss_step", "loss_epoch", "metric"}
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_backward_pass_that_has_touched_accumulated_gradients_is_not_taken_for_recoverable(tmp_path):
+    data, told = batches((8, 8)), []
+    for at in range(10, 60, 7):
+        model = prepared()
+        run = trainer(tmp_path, OOMRecovery(on_recover="ignore"), logger=False, accumulate_grad_batches=2)
+        whole = prepared()
+        try:
+            with FailsOnce(model, at, batch=1):
+                run.fit(model, DataLoader(data, batch_size=None))
+        except torch.OutOfMemoryError as error:
+            told += error.__notes__
+            continue
+        trainer(tmp_path, logger=False, accumulate_grad_batches=2).fit(whole, DataLoader(data, batch_size=None))
+        close(model.net, whole.net)
+        if model.seen == [16, 16]:
+            break
+    assert told
+    assert all("sums cannot be taken apart exactly" in note for note in told)
+
+
+class Normalized(Sequences):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        self.now: int | None = None
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1][..., 0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.now = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.now = None
+
+
+def test_batch_norm_is_refused_unless_it_is_allowed(tmp_path):
+    torch.manual_seed(3)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        one_step(tmp_path, Normalized(), OOMRecovery(), at=12)
+    assert "net.2 normalizes with the statistics of its batch" in caught.value.__notes__[0]
+    torch.manual_seed(3)
+    model = Normalized()
+    one_step(tmp_path, model, OOMRecovery(allow_batch_norm=True, on_recover="ignore", loss="mean"), at=12)
+    torch.manual_seed(3)
+    hand = Normalized()
+    by_hand(hand, [batches((8,))[0][0], batches((8,))[0][1][..., 0]], [8, 8])
+    assert {name: torch.equal(value, hand.state_dict()[name]) for name, value in model.state_dict().items()} == (
+        dict.fromkeys(model.state_dict(), True)
+    )
+
+
+def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
+    class Sums(Watched):
+        reduction = "sum"
+
+    class Pairs(Watched):
+        def loss(self, batch: Any) -> Tensor:
+            out = self.net(batch[0])[:, 0]
+            return torch.cdist(out, out).pow(2).mean()
+
+    ends = []
+    for at in (None, 12):
+        torch.manual_seed(3)
+        model = Sums()
+        one_step(tmp_path, model, OOMRecovery(on_recover="ignore"), at=at)
+        ends.append(model)
+    for a, b in zip(ends[0].gradients[0], ends[1].gradients[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.manual_seed(3)
+    with pytest.raises(torch.OutOfMemoryError, match=r"neither their mean nor their sum\. A loss over pairs"):
+        one_step(tmp_path, Pairs(), OOMRecovery(), at=12)
+
+
+def test_a_batch_that_fits_in_no_parts_is_skipped_or_refused(tmp_path):
+    data = batches((64, 100_000, 64), n_rows=1)
+    model, without = Sequences(), Sequences()
+    logger = CSVLogger(tmp_path)
+    with pytest.warns(UserWarning, match="A batch was skipped: even its smallest parts ran out of memory"):
+        fit(tmp_path, model, OOMRecovery(skip_batch=True), data=data, capacity="30MiB", logger=logger)
+    assert "memory/oom_skipped_batches" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+    class Leaves(Sequences):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    without = Leaves()
+    with pytest.warns(UserWarning, match="returned `None`"):
+        fit(tmp_path, without, data=data)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), without.parameters(), strict=True))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(tmp_path, Sequences(), OOMRecovery(), data=data, capacity="30MiB")
+    assert "each of its 1 samples alone is too large; skip_batch=True skips such a batch" in caught.value.__notes__[0]
+
+
+def test_batches_as_large_are_split_from_the_beginning(tmp_path):
+    model = Sequences()
+    fit(tmp_path, model, OOMRecovery(on_recover="ignore", loss="mean"), capacity=TIGHT)
+    # Of six batches the third and the fifth are long; only the third had to fail.
+    assert model.seen[:3] == [16, 16, 16]
+    assert model.seen.count(16) == 5
+    n_parts = 16 // model.seen[-2]
+    assert model.seen[-1 - n_parts :] == [16 // n_parts] * n_parts + [16]
+
+
+def test_evaluation_batches_are_split_and_their_outputs_joined(tmp_path):
+    data = DataLoader(batches((512, 512)), batch_size=None)
+    outputs, values = [], []
+    for callbacks, capacity in (([], "10GiB"), ([OOMRecovery(on_recover="ignore")], "3MiB")):
+        torch.manual_seed(3)
+        model = Sequences()
+        run = trainer(tmp_path, *callbacks, logger=False)
+        with VirtualDevice(capacity):
+            values.append(run.validate(model, data, verbose=False)[0]["val"])
+            outputs.append(run.predict(model, data))
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one["out"], other["out"])
+        torch.testing.assert_close(one["mean"], other["mean"])
+    torch.manual_seed(3)
+    with VirtualDevice("3MiB"), pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, logger=False).predict(Sequences(), data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_splits": 1}, "max_splits=1 splits nothing"),
+        ({"loss": "max"}, "loss='max' is neither"),
+        ({"on_recover": "shout"}, "on_recover='shout' is neither"),
+    ],
+)
+def test_bad_arguments_of_the_recovery_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        OOMRecovery(**arguments)
+
+
+def test_ranks_are_refused(tmp_path):
+    run = trainer(tmp_path, OOMRecovery(), logger=False, strategy="ddp", devices=1)
+    try:
+        with pytest.raises(ValueError, match="OOMRecovery does not work under DDPStrategy: a rank that runs its batch"):
+            run.fit(Sequences(), DataLoader(batches((8,)), batch_size=None))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_batch_without_samples_and_parts_that_do_not_add_up_are_quoted(tmp_path):
+    class Scalars(Watched):
+        def loss(self, batch: Any) -> Any:
+            return self.net(torch.ones(8) * batch["x"]).sum()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.now = batch_idx
+            return self.loss(batch)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        one_step(tmp_path, Scalars(), OOMRecovery(), at=5, data=[{"x": torch.ones(())}])
+    assert "the batch, a dict of tensors of [[]], has no first dimension of samples" in caught.value.__notes__[0]
+
+    class Loses(Watched):
+        def split_batch(self, batch: Any, n_parts: int) -> Any:
+            return [[one[:4] for one in batch]]
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        one_step(tmp_path, Loses(), OOMRecovery(), at=5)
+    assert "split_batch returned parts of [4] samples for a batch of 16" in caught.value.__notes__[0]
+
+
+def test_beside_the_default_callbacks_the_run_ends_as_on_a_larger_device(tmp_path):
+    model, larger = Sequences(), Sequences()
+    run = fit(tmp_path, model, *default_callbacks(), OOMRecovery(on_recover="ignore"), capacity=TIGHT)
+    fit(tmp_path, larger)
+    close(model, larger)
+    assert run.global_step == 6
+    assert not [*tmp_path.rglob("oom-*")]  # memory that ran out and was recovered is no report
+
+
+class OnCuda(Sequences):
+    """Its loss is that of a wide network: 512 samples do not fit into 1 GiB, and 64 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.net(batch[0]).mean()
+
+
+@pytest.mark.cuda_memory
+@pytest.mark.parametrize(("precision", "n_parts"), [("32-true", 4), ("bf16-mixed", 2), ("16-mixed", 2)])
+def test_on_pytorchs_cuda_allocator(precision, n_parts, tmp_path):
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(free - 2**30, dtype=torch.uint8, device="cuda")  # leaves 1 GiB
+    base = torch.cuda.memory_allocated()
+    model = OnCuda()
+    data = DataLoader([[torch.zeros(n, 256, 64)] for n in (64, 512, 64, 512)], batch_size=None)  # type: ignore[arg-type]
+    recovery = OOMRecovery(on_recover="ignore", loss="mean")  # the losses of a dry run are zeros
+    run = trainer(tmp_path, recovery, logger=False, accelerator="cuda", devices=1, precision=precision)
+    run.fit(model, data)
+    parts = [512 // n_parts] * n_parts
+    tried = [512 // 2**power for power in range(1, n_parts.bit_length() - 1)]
+    assert model.seen == [64, 512, *tried, *parts, 64, *parts]
+    assert run.global_step == 4
+    del run, recovery, model
+    gc.collect()
+    assert torch.cuda.memory_allocated() == base
+    del taken
+
+
+def test_a_recovery_is_warned_of_and_logged(tmp_path):
+    logger = CSVLogger(tmp_path)
+    with pytest.warns(UserWarning, match="A batch of 16 samples ran out of memory and was run again in"):
+        fit(tmp_path, Sequences(), OOMRecovery(), capacity=TIGHT, logger=logger)
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert "memory/oom_recoveries" in rows
+    assert "memory/micro_batches" in rows
