@@ -422,7 +422,7 @@ class OnCuda(Sequences):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch: Any) -> Any:
         return self.net(batch[0]).mean()
 
 
@@ -435,7 +435,8 @@ def test_on_pytorchs_cuda_allocator(precision, n_parts, tmp_path):
     taken = torch.empty(free - 2**30, dtype=torch.uint8, device="cuda")  # leaves 1 GiB
     base = torch.cuda.memory_allocated()
     model = OnCuda()
-    data = DataLoader([[torch.zeros(n, 256, 64)] for n in (64, 512, 64, 512)], batch_size=None)  # type: ignore[arg-type]
+    sizes: Any = [[torch.zeros(n, 256, 64)] for n in (64, 512, 64, 512)]
+    data = DataLoader(sizes, batch_size=None)
     recovery = OOMRecovery(on_recover="ignore", loss="mean")  # the losses of a dry run are zeros
     run = trainer(tmp_path, recovery, logger=False, accelerator="cuda", devices=1, precision=precision)
     run.fit(model, data)
