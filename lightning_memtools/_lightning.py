@@ -415,7 +415,7 @@ def state_key_of(callback: Callback, **arguments: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepClosure:
-    """What Lightning runs for a training batch.
+    """The parts of the closure that Lightning runs for a training batch.
 
     Attributes:
         batch: The batch.

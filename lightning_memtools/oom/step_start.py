@@ -55,7 +55,7 @@ class BatchStep:
 
 
 class StepStart:
-    """What a step began with, to take a failed attempt back.
+    """The state that a step began with, to take a failed attempt back.
 
     The gradients of a batch that is the first of its optimizer step are None before it; those that earlier batches have
     accumulated are set aside while parts run, so that a failed part cannot touch them.
