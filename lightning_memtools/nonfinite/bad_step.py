@@ -30,6 +30,7 @@ class GuardedStep:
         parameters: The parameters with a gradient.
         keys: The keys of the optimizer's state before the update.
         settings: The optimizer's learning rates and other settings at the update.
+        written: The parameters and attributes that its forward passes wrote, and that cannot be restored.
         traces: The gradients, for as long as they exist; only where the step is decided late.
     """
 
@@ -40,6 +41,7 @@ class GuardedStep:
     parameters: Sequence[Tensor] = ()
     keys: StateKeys | None = None
     settings: list[dict[str, Any]] | None = None
+    written: tuple[str, ...] = ()
     traces: GradientTraces | None = None
 
     def losses(self) -> list[Tensor]:
@@ -92,7 +94,7 @@ class Evidence:
         float16: Whether float16 values take part.
         scaler: Says what the gradient scaler did, where that is the reason.
         late: Whether the step was decided late.
-        unrestored: The names of the buffers that could not be restored.
+        unrestored: The names of buffers, parameters and attributes that could not be restored.
         carried: Whether the gradients were made NaN to tell the other ranks of this rank's bad loss.
         update: Says what made the update bad although losses and gradients were finite; else empty.
     """

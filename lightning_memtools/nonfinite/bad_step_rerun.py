@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,12 +17,14 @@ from lightning_memtools.nonfinite.capsule.capsule_file import Capsule, write_cap
 from lightning_memtools.nonfinite.cause.explain import explain
 from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.diagnosis import what_grew
+from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
 from lightning_memtools.nonfinite.halt_report import CapsuleNote
 from lightning_memtools.nonfinite.step_outcome import (
     StepConditions,
     StepOutcome,
     digests_of,
     doubts_about,
+    is_same_number,
     mismatches,
 )
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
@@ -62,6 +64,7 @@ class RankFindings:
         note: The reason why there is no explanation.
         again: Says whether the step was the same when it was run again, or why it may not be; empty if it was not run.
         is_bad: Whether the step was bad when this rank ran it alone.
+        written: The parameters that its forward pass wrote when it was run again, and that were not restored.
     """
 
     rank: int
@@ -69,6 +72,7 @@ class RankFindings:
     note: str = ""
     again: str = ""
     is_bad: bool = False
+    written: tuple[str, ...] = ()
 
 
 def findings_to_report(everyone: Sequence[RankFindings], rank: int | None) -> RankFindings:
@@ -88,9 +92,17 @@ class BadStepRerun:
         bad_step: The step.
         evidence: What is known of it.
         history: The last steps.
+        restored: The parameters that forward passes write, and that were restored.
     """
 
-    def __init__(self, run: TrainingRun, bad_step: BadStep, evidence: Evidence, history: Sequence[PastStep]) -> None:
+    def __init__(
+        self,
+        run: TrainingRun,
+        bad_step: BadStep,
+        evidence: Evidence,
+        history: Sequence[PastStep],
+        restored: Collection[str] = (),
+    ) -> None:
         self._run, self._bad_step, self._evidence = run, bad_step, evidence
         self._micro = bad_step.step.micro
         unscales_itself = takes_scaled_gradients(bad_step.step.optimizer)
@@ -106,6 +118,8 @@ class BadStepRerun:
         self._digests, self._digests_of = self._own_digests(), "step"
         self._explanation: Explanation | None = None
         self._has_run = self._is_bad = False
+        self._restored = restored
+        self._written: tuple[str, ...] = ()
 
     def findings(self, *, explains: bool) -> RankFindings:
         """Run the step again, and find out what made it bad."""
@@ -114,10 +128,14 @@ class BadStepRerun:
             return RankFindings(rank, None, "not sought: the batch was no longer held")
         try:
             with self._step_rerun() as rerun:
+                before = _norms_by_name(self._run.module)
                 plain = rerun.run()
+                self._note_writes(before)
                 self._compare(plain)
                 if not explains:
-                    return RankFindings(rank, None, "not asked for (explain=False)", self._again(), self._is_bad)
+                    return RankFindings(
+                        rank, None, "not asked for (explain=False)", self._again(), self._is_bad, self._written
+                    )
                 self._explanation = explain(rerun, plain, replace(self._known, doubts=self._doubts))
         except CannotRerunError as error:
             if not self._has_run:
@@ -125,7 +143,14 @@ class BadStepRerun:
             return RankFindings(rank, None, f"not found: {error}", self._again(), self._is_bad)
         except Exception as error:  # noqa: BLE001, see the class
             return RankFindings(rank, None, f"not found: {type(error).__name__}: {error}")
-        return RankFindings(rank, self._explanation, again=self._again(), is_bad=self._is_bad)
+        return RankFindings(rank, self._explanation, "", self._again(), self._is_bad, self._written)
+
+    def _note_writes(self, before: Mapping[str, float]) -> None:
+        """Find the parameters that the forward pass has written: in ways that leave no trace, too."""
+        known = {*self._restored, *self._evidence.unrestored}
+        now = _norms_by_name(self._run.module)
+        same = (name for name, norm in now.items() if is_same_number(norm, before.get(name, norm)))
+        self._written = tuple(sorted(now.keys() - known - set(same)))
 
     def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> CapsuleNote:
         """Write the capsule."""
@@ -189,3 +214,9 @@ class BadStepRerun:
         # Where the step was bad and is finite now, the difference is what is to be explained, and no reason for doubt.
         if found and not plain.is_finite:
             self._doubts.append(f"Run again in the training process, the step was not the same. {' '.join(found)}")
+
+
+def _norms_by_name(module: Any) -> dict[str, float]:
+    named = [(name, floats) for name, p in module.named_parameters() if (floats := floats_of(p)) is not None]
+    norms = norms_of([floats for _, floats in named], exact=True)
+    return {name: float(norm) for (name, _), norm in zip(named, norms, strict=True)}

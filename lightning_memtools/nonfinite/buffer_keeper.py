@@ -1,15 +1,19 @@
-"""Copies buffers (BatchNorm statistics, queues, codebooks) at the start of a step: forward passes write them."""
+"""Copies at the start of a step what forward passes write: buffers, and parameters and attributes that were written."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
-from lightning_memtools._torch import buffers_of, copy_each, write_count
+from lightning_memtools._torch import WRITE_COUNT, buffers_of, copy_each, parameters_of, write_count
 
 # Larger buffers are mostly constants (masks, position tables). They are copied at first too, and the copy is released
 # after one step that did not write them, so that it costs no memory at the peak. No normalisation layer's statistics
@@ -19,9 +23,9 @@ LARGE_BYTES = 2**20
 
 @dataclass(slots=True)
 class _BufferSlot:
-    """A buffer of a module, and the tensor that was there when it was last copied."""
+    """A buffer, parameter or attribute of a module, and the tensor that was there when it was last copied."""
 
-    module: Module
+    held: dict[str, Any]
     key: str
     name: str
     tensor: Tensor
@@ -29,7 +33,7 @@ class _BufferSlot:
     was_written: bool = False
 
     def look(self) -> Tensor:
-        now = buffers_of(self.module)[self.key]
+        now: Tensor | None = self.held.get(self.key)
         return self.tensor if now is None else now
 
     def is_written(self) -> bool:
@@ -76,7 +80,7 @@ class _BufferCopies:
         for place, view in pairs:
             # The step may have put a new tensor there. One made by expand() cannot be written, only replaced.
             changed = _repeats(place.tensor) and write_count(place.tensor) != place.version
-            buffers_of(place.module)[place.key] = view.clone() if changed else place.tensor
+            place.held[place.key] = view.clone() if changed else place.tensor
 
     def restore_where(self, flag: Tensor) -> None:
         # Only the device knows the flag, so a new tensor that a module put in a buffer's place has to stay there.
@@ -94,26 +98,65 @@ class BufferKeeper:
     """Copies of a module's buffers from the start of a step, to restore them.
 
     The copies take as much memory as the buffers; large ones that no step writes are not kept. Nothing waits for the
-    device.
+    device. `note_writes` looks for parameters and tensor attributes that a forward pass has written (a momentum
+    encoder, a codebook): they are copied from the next step on.
+
+    Args:
+        module: The module that is trained.
+        all_state: Whether to look for parameters and attributes too; sharded ones cannot be told.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, *, all_state: bool = True) -> None:
         self._module = module
         self._copies: list[_BufferCopies] | None = None
         self._released: list[_BufferSlot] = []
         self._owners = [(part, buffers_of(part)) for part in module.modules()]
         self._entries: list[tuple[dict[str, Tensor | None], dict[str, bool]]] = []
         self._n_entries = -1
+        self._forward = ForwardWrites(module) if all_state else None
 
     @torch.no_grad()
-    def keep(self, unless: Tensor | None = None) -> None:
-        """Copy the buffers now. `unless`: a 0-dim tensor on a device; if it is not 0, the earlier copies stay."""
+    def keep(self, unless: Tensor | None = None, *, of_batch: bool = True) -> None:
+        """Copy the buffers now.
+
+        Args:
+            unless: A 0-dim tensor on a device; if it is not 0, the earlier copies stay.
+            of_batch: Whether a batch begins; else the update of a step in manual optimization is about to be made.
+        """
+        self._keep(unless)
+        if self._forward is not None:
+            self._forward.start(of_batch=of_batch)
+
+    @torch.no_grad()
+    def note_writes(self, updated: Sequence[Tensor], *, goes_on: bool) -> tuple[str, ...]:
+        """Return the parameters and attributes that were written since `keep` and cannot be restored.
+
+        Call it before an update. They are copied from the next step on, but for those that the update writes too.
+
+        Args:
+            updated: The parameters that the update will write.
+            goes_on: Whether `keep` comes before the update, so that it will look like a write of the next forward pass.
+        """
+        if self._forward is None:
+            return ()
+        new, trained = self._forward.new_writes(updated, goes_on=goes_on)
+        # A tensor that an attribute no longer holds, and that nobody wrote, is still as it was.
+        written = [slot for slot in new if write_count(slot.tensor) != slot.version or slot.look() is slot.tensor]
+        for slots in _by_kind(new):
+            self._copies = [*(self._copies or ()), _BufferCopies(slots)]
+        return (*(slot.name for slot in written), *trained)
+
+    def _keep(self, unless: Tensor | None) -> None:
         if self._copies is None or self._has_other_buffers() or not all(copies.fits() for copies in self._copies):
             self._entries = [
                 (held, {key: each is None for key, each in held.items()}) for _, held in self._owners if held
             ]
             self._n_entries = sum(len(held) for _, held in self._owners)
-            self._copies = [_BufferCopies(places) for places in _by_kind(_places(self._module))]
+            known = [] if self._forward is None else self._forward.known
+            for slot in known:
+                slot.see()
+            places = [*_places(self._module), *known]
+            self._copies = [_BufferCopies(each) for each in _by_kind(places)]
             self._released = []
             return
         for copies in self._copies:
@@ -159,6 +202,10 @@ class BufferKeeper:
         """Return the names of large buffers that were first written since `keep`: they cannot be restored."""
         return [place.name for place in self._released if place.is_written()]
 
+    def known(self) -> list[str]:
+        """Return the names of the parameters and attributes that were written in earlier steps: they are copied."""
+        return [] if self._forward is None else [slot.name for slot in self._forward.known]
+
     def _copy_written_again(self) -> None:
         for place in [place for place in self._released if place.is_written()]:
             self._released.remove(place)
@@ -166,9 +213,88 @@ class BufferKeeper:
             self._copies = [*(self._copies or ()), _BufferCopies([place])]
 
 
+class ForwardWrites:
+    """Finds the parameters and tensor attributes that forward passes write, by what counts a tensor's writes.
+
+    A write through `.data` is not counted. Where it puts a new tensor in the place of a frozen parameter's, as momentum
+    encoders are written, the address tells.
+
+    Args:
+        module: The module that is trained.
+
+    Attributes:
+        known: Those that were written so far.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self.known: list[_BufferSlot] = []
+        self._known: set[tuple[int, str]] = set()
+        self._slots: list[_BufferSlot] = []
+        self._parameters: list[Tensor] = []
+        self._writes: list[int] = []
+        self._addresses: dict[int, int] = {}
+        self._held = [
+            (f"{name}.{{}}" if name else "{}", vars(part), len(vars(Module())))
+            for name, part in module.named_modules()
+            if not type(part).__module__.startswith("torch.")
+        ]
+        self._attributes: list[_BufferSlot] = []
+        self._ignored: set[int] = set()
+
+    def start(self, *, of_batch: bool) -> None:
+        """Note how often each tensor was written until now. `of_batch`: no update is about to be made."""
+        if of_batch:
+            self._ignored.clear()
+        if not self._parameters or any(map(is_lazy, self._parameters)):
+            self._list_parameters()
+        self._writes = list(map(WRITE_COUNT, self._parameters))
+        self._addresses = {i: p.data_ptr() for i, p in enumerate(self._parameters) if not p.requires_grad}
+        self._attributes = [
+            _BufferSlot(held, key, name.format(key), value, write_count(value))
+            for name, held, n in self._held
+            for key, value in islice(held.items(), n, None)
+            # What has a graph or is large is kept for someone to look at: holding it would cost memory.
+            if type(value) is Tensor and not value.requires_grad and _n_bytes(value) <= LARGE_BYTES
+            if not value.is_inference() and value.layout == torch.strided and not value.is_meta
+        ]
+
+    def new_writes(self, updated: Sequence[Tensor], *, goes_on: bool) -> tuple[list[_BufferSlot], list[str]]:
+        """Return what was written since `start` for the first time, and the names of weights in training that were.
+
+        The latter are not copied; arguments as in `note_writes`.
+        """
+        now = list(map(WRITE_COUNT, self._parameters))
+        indices = (
+            [i for i, (a, b) in enumerate(zip(now, self._writes, strict=True)) if a != b] if now != self._writes else []
+        )
+        indices += [i for i, address in self._addresses.items() if self._parameters[i].data_ptr() != address]
+        ids = set(map(id, updated))
+        changed = [self._slots[i] for i in dict.fromkeys(indices) if id(self._parameters[i]) not in self._ignored]
+        trained = [slot.name for slot in changed if id(slot.tensor) in ids]
+        found = [slot for slot in changed if id(slot.tensor) not in ids]
+        found += [slot for slot in self._attributes if slot.is_written()]
+        new = [slot for slot in found if (id(slot.held), slot.key) not in self._known]
+        for slot in new:
+            slot.was_written = True
+        self._known.update((id(slot.held), slot.key) for slot in new)
+        self.known += new
+        self._ignored |= ids if goes_on else set()
+        return new, trained
+
+    def _list_parameters(self) -> None:
+        self._slots = [
+            _BufferSlot(parameters_of(owner), key, f"{prefix}.{key}" if prefix else key, p, 0)
+            for prefix, owner in self._module.named_modules()
+            for key, p in parameters_of(owner).items()
+            if type(p) is Parameter and not is_lazy(p) and not p.is_inference() and p.layout == torch.strided
+        ]
+        self._parameters = [slot.tensor for slot in self._slots]
+
+
 def _places(module: Module) -> list[_BufferSlot]:
     return [
-        _BufferSlot(owner, key, f"{prefix}.{key}" if prefix else key, buffer, write_count(buffer))
+        _BufferSlot(buffers_of(owner), key, f"{prefix}.{key}" if prefix else key, buffer, write_count(buffer))
         for prefix, owner in module.named_modules()
         for key, buffer in buffers_of(owner).items()
         # Distributed, quantized and not yet initialised buffers are subclasses that cannot be laid side by side.

@@ -52,6 +52,7 @@ class HaltReport:
         again: Says whether the step was the same when it was run again.
         capsule: The step as a file, to run it again.
         metrics: The metrics of evaluation runs before it that were not finite, as text.
+        written: Parameters that the step was seen to write when it was run again, and that were not restored.
     """
 
     everyone: Sequence[Evidence]
@@ -68,6 +69,12 @@ class HaltReport:
     again: str = ""
     capsule: CapsuleNote = field(default_factory=CapsuleNote)
     metrics: Sequence[str] = ()
+    written: Sequence[str] = ()
+
+    @property
+    def unrestored(self) -> str:
+        """The names of what the step wrote and could not be restored, as text."""
+        return ", ".join([*self.culprit.unrestored, *self.written])
 
     @property
     def culprit(self) -> Evidence:
@@ -157,7 +164,9 @@ class HaltReport:
         if self.metrics:
             facts.append(("Metrics that were not finite in evaluation", "; ".join(self.metrics)))
         facts.append(("State", self._state()))
-        facts.append(("Last good checkpoint", str(self.checkpoint_path or self.checkpoint_note)))
+        kept = f" (but for {self.unrestored}: see State)" if self.unrestored else ""
+        good = f"{self.checkpoint_path}{kept}" if self.checkpoint_path else self.checkpoint_note
+        facts.append(("Last good checkpoint", good))
         facts.append(("The step as a file", " ".join(filter(None, [str(self.capsule.path or ""), self.capsule.note]))))
         return [(what, value) for what, value in facts if value]
 
@@ -167,15 +176,15 @@ class HaltReport:
             text = "the update was not applied, but weights or buffers were bad before this step"
         else:
             text = "the update was not applied; weights, optimizer state and buffers are those before the step"
-        if culprit.unrestored:
-            text += f", except {', '.join(culprit.unrestored)}, written for the first time in this step"
+        if self.unrestored:
+            text += f", except {self.unrestored}, which this step wrote and of which there was no copy"
         if culprit.late:
             text += (
                 ". This was read one step late: global_step, schedulers and learning rates were restored, and "
                 "optimizer state that the step created was removed; data loaders, random number generators and what "
                 "hooks and other callbacks changed are one step ahead"
             )
-        return text + "."
+        return f"{text}. Lists, counters and other objects of the module are as the step left them."
 
     def message(self) -> str:
         """Return the text of the error, which is complete by itself."""

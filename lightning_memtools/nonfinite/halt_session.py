@@ -244,7 +244,9 @@ class HaltSession:
         rerun, mine = None, RankFindings(rank, None)
         if report.diagnosis.rank in {None, rank}:
             try:
-                rerun = BadStepRerun(self._run, bad_step, evidence, tuple(self.guard.history))
+                rerun = BadStepRerun(
+                    self._run, bad_step, evidence, tuple(self.guard.history), self.guard.written_and_restored()
+                )
                 mine = rerun.findings(explains=options.explain and not bad_step.update)
                 if bad_step.update:
                     mine = replace(mine, note="not sought: forward and backward were finite")
@@ -253,6 +255,7 @@ class HaltSession:
         findings = findings_to_report(self._patient_ranks.objects(mine), report.diagnosis.rank)
         report.add_findings(findings.rank, findings.explanation, findings.note)
         report.again = findings.again
+        report.written = findings.written
         if not options.capsule:
             return
         note = CapsuleNote(note=self._actions.no_directory)

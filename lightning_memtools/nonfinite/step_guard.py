@@ -102,7 +102,7 @@ class StepGuard:
         self._start = start or (lambda _batch: None)
         self._budget_bytes = budget_bytes
         self._move = move
-        self._buffers = BufferKeeper(model)
+        self._buffers = BufferKeeper(model, all_state=gradients != "sharded")
         self._veto: UpdateVeto[GuardedStep] | None = None
         self._is_fused: dict[Optimizer, bool] = {}
         self._keys: dict[Optimizer, StateKeys] = {}
@@ -161,15 +161,18 @@ class StepGuard:
         step, self._step = self._step or self._open(), None
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
+        step.parameters, gradients = gradients_of(optimizer)
+        step.written = self._buffers.note_writes(step.parameters, goes_on=reopen)
+        self.saw_gradients = self.saw_gradients or bool(gradients)
         if scaler is None and self._gradients != "sharded" and self._honours(optimizer):
-            bad_step = self._check_on_device(step, optimizer)
+            bad_step = self._check_on_device(step, optimizer, gradients)
         else:
-            bad_step = self.drain() or self._check_on_host(step, optimizer, scaler)
+            bad_step = self.drain() or self._check_on_host(step, optimizer, gradients, scaler)
         # What a gradient scaler skips is not made, whatever its gradients are.
         self._checked = None if scaler is not None and self._scaler_skips[optimizer] else step
         if bad_step is None and reopen:
             self._n_steps_in_batch += 1
-            self._open().restore_loop = None  # to be set when the update has been made
+            self._open(of_batch=False).restore_loop = None  # to be set when the update has been made
         return bad_step
 
     def before_update(self, optimizer: Optimizer) -> BadStep | None:
@@ -211,7 +214,7 @@ class StepGuard:
         return self._read(wait=True)
 
     def undo(self, bad_step: BadStep) -> tuple[str, ...]:
-        """Restore buffers, optimizer state and the caller's counters; return the names of buffers that it could not."""
+        """Restore buffers, optimizer state and the caller's counters; return the names of what it could not."""
         undone: set[Optimizer] = set()
         for step in (bad_step.step, *bad_step.later):
             if step.keys is not None and step.optimizer is not None and step.optimizer not in undone:
@@ -219,13 +222,18 @@ class StepGuard:
                 if step.settings is not None:
                     restore_settings(step.optimizer, step.settings)
                 undone.add(step.optimizer)
-        unrestored = tuple(self._buffers.unrestored())
+        written = [name for step in (bad_step.step, *bad_step.later) for name in step.written]
+        unrestored = tuple(dict.fromkeys([*self._buffers.unrestored(), *written]))
         self._buffers.restore()
         if bad_step.step.restore_loop is not None:
             bad_step.step.restore_loop()
         start = bad_step.step.micro[0].start if bad_step.step.micro else None
         restore_frozen(self._model, getattr(start, "frozen", None))
         return unrestored
+
+    def written_and_restored(self) -> list[str]:
+        """Return the names of the parameters and attributes that forward passes write and that `undo` restores."""
+        return self._buffers.known()
 
     def close(self) -> None:
         """Remove the flag from the optimizers and release everything; closing twice does no harm."""
@@ -236,7 +244,7 @@ class StepGuard:
         self._keys.clear()
         self._scaler_skips.clear()
 
-    def _open(self) -> GuardedStep:
+    def _open(self, *, of_batch: bool = True) -> GuardedStep:
         number, micro = self._now or (0, MicroBatch(0, None))
         if micro.losses or self._n_steps_in_batch:  # a second step within the batch has losses of its own
             micro = MicroBatch(
@@ -250,7 +258,7 @@ class StepGuard:
         flag = None if self._veto is None else self._veto.flag
         if flag is not None and self._max_skips:
             self._buffers.restore(where=flag)
-        self._buffers.keep(unless=flag)
+        self._buffers.keep(unless=flag, of_batch=of_batch)
         return step
 
     def _release_old_batches(self) -> None:
@@ -265,7 +273,7 @@ class StepGuard:
             self._is_fused[optimizer] = honours_found_inf(optimizer)
         return self._is_fused[optimizer]
 
-    def _check_on_device(self, step: GuardedStep, optimizer: Optimizer) -> BadStep | None:
+    def _check_on_device(self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor]) -> BadStep | None:
         keys = self._keys.get(optimizer)
         created = keys is not None and not keys.are_current()
         # Ranks must not differ in when they read. And state that a first step created without filling it must be
@@ -276,8 +284,6 @@ class StepGuard:
         if keys is None or created:
             keys = self._keys[optimizer] = StateKeys(optimizer)
         step.keys = keys
-        step.parameters, gradients = gradients_of(optimizer)
-        self.saw_gradients = self.saw_gradients or bool(gradients)
         losses = step.losses()
         # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
         n_deciding = 1 if self._gradients == "replicated" else 1 + len(losses)
@@ -318,9 +324,9 @@ class StepGuard:
                 self._warn_of_private_loss()
         return None
 
-    def _check_on_host(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> BadStep | None:
-        step.parameters, gradients = gradients_of(optimizer)
-        self.saw_gradients = self.saw_gradients or bool(gradients)
+    def _check_on_host(
+        self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor], scaler: Any
+    ) -> BadStep | None:
         losses = step.losses()
         values: list[float] | None
         if self._gradients == "sharded":

@@ -102,7 +102,7 @@ def doubts_about(micro: Sequence[MicroBatch], unrestored: Sequence[str]) -> list
             for name in (changed_in_place(each.batch, each.start.versions) if each.changed is None else each.changed)
         ]
     if unrestored:
-        doubts.append(f"Buffer {', '.join(unrestored)} could not be restored to its values before the step.")
+        doubts.append(f"{', '.join(unrestored)} could not be restored to its values before the step.")
     return doubts
 
 
