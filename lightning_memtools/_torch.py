@@ -123,6 +123,11 @@ def write_count_or_none(tensor: Tensor) -> int:
     return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
+def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns the functions that an optimizer calls after each step; they can be registered, but not listed."""
+    return list(optimizer._optimizer_step_post_hooks.values())
+
+
 # --- autograd
 
 

@@ -33,19 +33,18 @@ class HaltOnNaN(Callback):
     Cost, with fused SGD, Adam, AdamW or Adagrad (`fused=True`) without a gradient scaler: nothing waits for the device.
     A flag on the device holds back the bad step and all that follow; the host reads it one step late, and before each
     checkpoint, evaluation run and end of epoch. With all other optimizers, with 16-mixed and with FSDP: one read of a
-    few hundred bytes in each step, for which the host waits. Either way one pass over the gradients, and a copy of the
-    buffers. FSDP and ModelParallelStrategy add one all-reduce of two numbers to each step, an evaluation run under
-    several ranks one gather.
+    few hundred bytes in each step, for which the host waits. Either way one pass over the gradients, one over the
+    updated weights, and a copy of what forward passes write. FSDP and ModelParallelStrategy add one all-reduce of two
+    numbers to each step, an evaluation run under several ranks one gather.
 
-    Gradients are checked a second time, after clipping and all hooks, where the module defines
-    `configure_gradient_clipping` or `on_before_optimizer_step`, or another callback the latter; the host then waits for
-    it. A learning rate or other setting that is NaN is found always.
+    Where the module or another callback has code between backward and update, gradients are checked again after it, and
+    the host waits. A setting of the optimizer that is NaN, and weights that an update makes NaN, are found always.
 
     With 16-mixed, steps that the gradient scaler skips are normal; `amp_patience` of them in a row are not, nor is a
     skip at a scale below 1. A loss that is NaN or Inf itself is never normal.
 
-    The report names what changed although the step was held back: data loaders, and the effects of hooks and other
-    callbacks. An optimizer that evaluates the loss several times in a step (LBFGS) has moved the weights within it.
+    The report names what changed although the step was held back. An optimizer that evaluates the loss several times in
+    a step (LBFGS) has moved the weights within it.
 
     Args:
         max_skips: The number of bad steps that are skipped (logged as `nonfinite/skipped`) before one ends the run. A
@@ -61,11 +60,12 @@ class HaltOnNaN(Callback):
         explain: Before raising, run the bad step again, with logging off and everything restored afterwards, to name
             the operation that made the first bad value, its module and line, and to test what causes it. This runs the
             step some three to ten times, and takes host memory for a copy of the module and its optimizers.
-        capsule: Before raising, save the step to a file: batch, weights, buffers, random numbers. `replay` and
-            `memtools replay` run it again, bit for bit.
+        capsule: Before raising, save the step to a file: batch, weights, buffers, random numbers.
         max_bytes: The largest size of that file, such as "2GiB". What does not fit is left out, and named.
         directory: Where the report and those files go, instead of `<log_dir>/memtools/`. Without a logger, nothing is
-            written unless this is set.
+            written unless it is set.
+        undo_updates: Copy weights and optimizer state before each update, to undo one that makes NaN out of finite
+            gradients. Without it such an update is named, but stays.
 
     Raises:
         ValueError: `max_skips` is negative, `amp_patience` is below 1, `check_outputs` is none of its values, or
@@ -87,6 +87,7 @@ class HaltOnNaN(Callback):
         capsule: bool = True,
         max_bytes: str = "2GiB",
         directory: str | None = None,
+        undo_updates: bool = False,
     ) -> None:
         self.options = HaltOptions(
             max_skips=max_skips,
@@ -97,6 +98,7 @@ class HaltOnNaN(Callback):
             capsule=capsule,
             max_bytes=max_bytes,
             directory=directory,
+            undo_updates=undo_updates,
         )
         self._state_key = state_key_of(self, **asdict(self.options))
         self._run: HaltRun | None = None
@@ -135,17 +137,17 @@ class HaltOnNaN(Callback):
         session.conclude(session.guard.check(optimizer, scaler=gradient_scaler(trainer), reopen=reopen))
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Release the batch."""
-        self._session().guard.end_batch()
+        """Check the updated weights, and release the batch."""
+        session = self._session()
+        session.guard.end_batch()
+        session.conclude(session.guard.check_updates())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, before checkpoints of the epoch."""
         self._session().read_rest()
         self._session().warn_if_blind()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the results that are still on the device."""
-        self._session().read_rest()
+    on_train_end = on_train_epoch_end
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, and start to check outputs."""
@@ -184,14 +186,13 @@ class HaltOnNaN(Callback):
         return vars(type(self)(**asdict(self.options)))
 
     def _opened(self) -> HaltRun:
-        if self._run is None:
-            raise RuntimeError("HaltOnNaN's hooks were called without its setup hook.")
+        assert self._run is not None, "setup makes it"
         return self._run
 
     def _session(self) -> HaltSession:
-        if self._run is None or self._run.session is None:
-            raise RuntimeError("HaltOnNaN's hooks were called without its on_train_start hook.")
-        return self._run.session
+        session = self._opened().session
+        assert session is not None, "on_train_start makes it"
+        return session
 
     def _stop(self) -> None:
         if self._run is not None:

@@ -87,6 +87,7 @@ class HaltRun:
             move=move_to_host if self._options.reruns else None,
             checks_again=changes_gradients(trainer),
             is_told_of_updates=True,
+            undo_updates=self._options.undo_updates,
         )
         self.session = HaltSession(
             training_run(trainer, module), guard, self._ranks, self._patient_ranks, self._actions, self._options,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,13 @@ from torch.optim import Optimizer
 from lightning_memtools.nonfinite.finite_checks import BadTensor, GradientTraces
 from lightning_memtools.nonfinite.micro_batches import BadInput, MicroBatch
 from lightning_memtools.nonfinite.update_veto import StateKeys
+
+
+class UndoesUpdate(Protocol):
+    """Copies from before an update."""
+
+    def restore(self) -> None:
+        """Undo the update."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +38,7 @@ class GuardedStep:
         keys: The keys of the optimizer's state before the update.
         settings: The optimizer's learning rates and other settings at the update.
         written: The parameters and attributes that its forward passes wrote, and that cannot be restored.
+        copies: Undo its update, once it was made; None where no copies are kept.
         traces: The gradients, for as long as they exist; only where the step is decided late.
     """
 
@@ -42,6 +50,7 @@ class GuardedStep:
     keys: StateKeys | None = None
     settings: list[dict[str, Any]] | None = None
     written: tuple[str, ...] = ()
+    copies: UndoesUpdate | None = None
     traces: GradientTraces | None = None
 
     def losses(self) -> list[Tensor]:
@@ -62,6 +71,7 @@ class BadStep:
         scaler: Says what the gradient scaler did, where that is the reason; else empty.
         later: The steps that were held back after it, because the host did not know of it yet.
         update: Says what made the update bad although losses and gradients were finite; else empty.
+        applied: Whether the update was made before it was found to be bad.
     """
 
     step: GuardedStep
@@ -72,6 +82,12 @@ class BadStep:
     scaler: str = ""
     later: tuple[GuardedStep, ...] = ()
     update: str = ""
+    applied: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the update was made and cannot be undone."""
+        return self.applied and self.step.copies is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +113,7 @@ class Evidence:
         unrestored: The names of buffers, parameters and attributes that could not be restored.
         carried: Whether the gradients were made NaN to tell the other ranks of this rank's bad loss.
         update: Says what made the update bad although losses and gradients were finite; else empty.
+        is_lost: Whether that update was made, and could not be undone.
     """
 
     rank: int
@@ -117,6 +134,7 @@ class Evidence:
     unrestored: tuple[str, ...] = ()
     carried: bool = False
     update: str = ""
+    is_lost: bool = False
 
 
 LENGTH = 20

@@ -99,6 +99,8 @@ ADVICE = {
     "constant": "look at where that number comes from.",
     "domain, inferred": "rerun this step with Trainer(detect_anomaly=True) to find the operation, and keep its input "
     "in range (clamp to an eps, add eps under the root, skip empty selections).",
+    "update applied": "look at the state or setting that is named; go on from an earlier checkpoint. With "
+    "HaltOnNaN(undo_updates=True) such an update is undone, for a copy of weights and optimizer state in each step.",
     "update": "look at the code or setting that is named; the gradients were finite when backward ended.",
     "not reproducible, changed": "look at these first: the value that made the step bad may have come from one of "
     "them. Make it a buffer or part of the batch, so that it is saved and restored.",

@@ -52,6 +52,7 @@ def examine(
         scaler=trip.scaler,
         late=trip.late,
         update=trip.update,
+        is_lost=trip.is_lost,
         carried=carried and not all(map(math.isfinite, trip.losses)),
         unrestored=unrestored,
     )
@@ -127,7 +128,8 @@ def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past
     bad = evidence.parameters
     if evidence.update:
         because = f"losses and gradients were finite when backward ended; {evidence.update}."
-        return Diagnosis(NonFiniteCause.UPDATE, because, ADVICE["update"], evidence.rank)
+        advice = ADVICE["update applied" if evidence.is_lost else "update"]
+        return Diagnosis(NonFiniteCause.UPDATE, because, advice, evidence.rank)
     if dirty:
         return Diagnosis(
             NonFiniteCause.DIRTY_DATA,

@@ -172,7 +172,9 @@ class HaltReport:
 
     def _state(self) -> str:
         culprit = self.culprit
-        if culprit.parameters:
+        if culprit.is_lost:
+            text = "the update was made before it was found to be bad, so the weights hold NaN or Inf"
+        elif culprit.parameters:
             text = "the update was not applied, but weights or buffers were bad before this step"
         else:
             text = "the update was not applied; weights, optimizer state and buffers are those before the step"

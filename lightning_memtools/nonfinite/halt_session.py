@@ -78,6 +78,7 @@ class HaltOptions:
     capsule: bool = True
     max_bytes: str = "2GiB"
     directory: str | None = None
+    undo_updates: bool = False
 
     def __post_init__(self) -> None:
         if self.max_skips < 0:
@@ -178,7 +179,8 @@ class HaltSession:
         )
         self._run_again(bad_step, evidence, report)
         if any(theirs.parameters for theirs in everyone):
-            report.checkpoint_note = "not written: weights or buffers were bad before this step"
+            made = "made bad by this update" if evidence.is_lost else "bad before this step"
+            report.checkpoint_note = f"not written: weights or buffers were {made}"
             self._actions.forbid_saving()
         elif self._options.save_last_good:
             name = f"nonfinite-step{evidence.step}-last-good.ckpt"
@@ -237,8 +239,9 @@ class HaltSession:
         options, rank = self._options, evidence.rank
         if not options.reruns:
             return
-        if self.guard.is_sharded:
-            report.explanation_note = "not sought: no rank has all weights to run the step again alone"
+        if self.guard.is_sharded or bad_step.is_lost:
+            reason = "no rank has all weights" if self.guard.is_sharded else "the weights before the update are lost"
+            report.explanation_note = f"not sought: {reason} to run the step again"
             report.capsule = CapsuleNote(note=report.explanation_note)
             return
         rerun, mine = None, RankFindings(rank, None)

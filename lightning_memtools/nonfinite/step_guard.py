@@ -6,14 +6,16 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import takes_scaled_gradients
+from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, PastStep, StepHistory, undivided_loss
 from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
 from lightning_memtools.nonfinite.finite_checks import (
@@ -26,6 +28,7 @@ from lightning_memtools.nonfinite.finite_checks import (
 )
 from lightning_memtools.nonfinite.micro_batches import MicroBatch, release_batches, restore_frozen
 from lightning_memtools.nonfinite.tensor_names import names_of
+from lightning_memtools.nonfinite.update_check import UpdateCopies, why_update_is_bad
 from lightning_memtools.nonfinite.update_veto import (
     StateKeys,
     UpdateVeto,
@@ -66,6 +69,7 @@ class StepGuard:
         move: Called with each older batch beyond that; when left out, such batches are dropped.
         checks_again: Whether code of the user runs between `check` and the update, so that it is checked once more.
         is_told_of_updates: Whether `before_update` is called before each update, after clipping and all hooks.
+        undo_updates: Whether to keep copies of the weights and the optimizer's state, to undo an update.
 
     Attributes:
         history: The last steps.
@@ -88,6 +92,7 @@ class StepGuard:
         move: Callable[[MicroBatch], object] | None = None,
         checks_again: bool = False,
         is_told_of_updates: bool = False,
+        undo_updates: bool = False,
     ) -> None:
         self.history = StepHistory()
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
@@ -115,6 +120,9 @@ class StepGuard:
         self._held_back: Optimizer | None = None
         self._is_told_of_updates = is_told_of_updates
         self._checks_again = checks_again
+        self._undo_updates = undo_updates
+        self._updated: GuardedStep | None = None
+        self._weights: ArrivingValues[GuardedStep] = ArrivingValues()
         self._checked: GuardedStep | None = None
 
     @property
@@ -142,6 +150,34 @@ class StepGuard:
         """Note that the batch is over, so that it is held only as long as its step needs it."""
         self._now = None
 
+    def check_updates(self) -> BadStep | None:
+        """Return the step whose update has made weights NaN or Inf, if that is known by now. Waits for no device.
+
+        Call it after a batch, and before a checkpoint or evaluation. One pass over the weights that were updated.
+        """
+        step, self._updated = self._updated, None
+        if step is not None:
+            weights = [p.detach() for p in step.parameters]
+            if weights[0].device.type == "cpu":
+                self._weights.send(measure_and_read(weights, []) or [], step)
+            elif (numbers := measure(weights, [])) is not None:
+                # The answer comes one step later; by then the batch is gone.
+                without = [replace(micro, batch=None) for micro in step.micro]
+                self._weights.send(numbers, replace(step, micro=without))
+        for (norm, *_), updated in self._weights.receive():
+            if math.isfinite(norm) or updated.optimizer is None:
+                continue
+            why = why_update_is_bad(self._model, updated.optimizer, updated.parameters)
+            if why and (len(self.skipped) >= self._max_skips or updated.copies is None):
+                last = self.history[-1].norm if self.history else math.nan
+                losses = tuple(float(loss) for loss in updated.losses())
+                return BadStep(updated, losses, last, (), late=False, update=why, applied=True)
+            if why and updated.copies is not None:
+                updated.copies.restore()
+                self._buffers.restore()
+                self._note_skip(updated)
+        return None
+
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
         """Note a loss before its backward pass. It was divided for an accumulation and multiplied by the scaler."""
         step = self._step or self._open()
@@ -164,6 +200,8 @@ class StepGuard:
         step.parameters, gradients = gradients_of(optimizer)
         step.written = self._buffers.note_writes(step.parameters, goes_on=reopen)
         self.saw_gradients = self.saw_gradients or bool(gradients)
+        if (bad_update := self.check_updates()) is not None:  # of an earlier update in this batch
+            return bad_update
         if scaler is None and self._gradients != "sharded" and self._honours(optimizer):
             bad_step = self._check_on_device(step, optimizer, gradients)
         else:
@@ -193,6 +231,10 @@ class StepGuard:
             bad = find_bad(zip(names_of(self._model, parameters), gradients, strict=True))
             why = f"clipping or a hook then made the gradient of {bad[0]} NaN or Inf" if bad else ""
         if not why:
+            if self._gradients != "sharded" and step.parameters and set(map(type, step.parameters)) == {Parameter}:
+                self._updated = step
+                if self._undo_updates:
+                    step.copies = UpdateCopies(optimizer, step.parameters)
             return None
         if (earlier := self.drain()) is not None:
             return earlier
@@ -215,6 +257,8 @@ class StepGuard:
 
     def undo(self, bad_step: BadStep) -> tuple[str, ...]:
         """Restore buffers, optimizer state and the caller's counters; return the names of what it could not."""
+        if bad_step.applied and bad_step.step.copies is not None:
+            bad_step.step.copies.restore()
         undone: set[Optimizer] = set()
         for step in (bad_step.step, *bad_step.later):
             if step.keys is not None and step.optimizer is not None and step.optimizer not in undone:
@@ -239,7 +283,8 @@ class StepGuard:
         """Remove the flag from the optimizers and release everything; closing twice does no harm."""
         if self._veto is not None:
             self._veto.close()
-        self._step = self._latest = self._now = None
+        self._step = self._latest = self._now = self._updated = None
+        self._weights.clear()
         self._is_fused.clear()
         self._keys.clear()
         self._scaler_skips.clear()

@@ -1,0 +1,166 @@
+"""Updates that make NaN or Inf out of finite gradients: found in their own step, named, and undone where asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from tests.lightning_models import Regression, loader, trainer
+from tests.nonfinite.observe import differences, state_bits
+
+BAD = 3
+
+
+class Updates(Regression):
+    """Good until the update of one step."""
+
+    n = -1
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BAD:
+            self.before = state_bits(self, self.trainer.optimizers)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.n += 1
+        if self.n == BAD:
+            self.spoil(optimizer)
+
+    def spoil(self, optimizer: Any) -> None:
+        """Make the coming update bad."""
+
+
+class HalfEps(Updates):
+    """Float16 weights under AdamW: in one step its eps is 0 in float16, and its averages of squares are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1, dtype=torch.float16)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.net(batch[0].half()).float().square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BAD:
+            for state in self.trainer.optimizers[0].state.values():
+                state["exp_avg_sq"].zero_()
+        super().on_train_batch_start(batch, batch_idx)
+
+    def spoil(self, optimizer: Any) -> None:
+        optimizer.param_groups[0]["eps"] = 1e-8
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad[..., 0] = 1e-5
+
+
+class Overflows(Updates):
+    """Plain SGD with a rate that is far too large in one step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def spoil(self, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 1e38
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.add_(100)
+
+
+class Hooked(Overflows):
+    """A hook of the optimizer's own divides weights by their norm, which is 0 in one step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        optimizer.register_step_post_hook(self.normalise)
+        return optimizer
+
+    def normalise(self, *_: Any) -> None:
+        with torch.no_grad():
+            weight: Tensor = next(self.parameters())
+            weight.div_(0.0 if self.n == BAD else 1.0)
+
+    def spoil(self, optimizer: Any) -> None:
+        """Leave it to the hook."""
+
+
+class Divides(torch.optim.SGD):
+    """An optimizer of the user's that divides by a number that is 0 in one step."""
+
+    n = -1
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.n += 1
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].div_(0.0 if self.n == BAD else 1.0)
+        return loss
+
+
+class Own(Updates):
+    def configure_optimizers(self) -> Any:
+        return Divides(self.parameters(), lr=1e-3)
+
+
+NAMES = {
+    HalfEps: "eps=1e-08 of AdamW is 0 in float16",
+    Overflows: "the update overflows: its learning rate is 1e+38",
+    Hooked: "SGD calls Hooked.normalise after its step",
+    Own: "the arithmetic of Divides.step made it (learning rate 0.001)",
+}
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("kind", NAMES)
+def test_an_update_that_is_bad_itself_is_found_in_its_step_and_named(kind: Any, undo: bool, tmp_path: Path) -> None:
+    model = kind()
+    run = trainer(tmp_path, HaltOnNaN(undo_updates=undo, directory=str(tmp_path / "out")), logger=False)
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(model, loader(64))
+    error = caught.value
+    assert (error.step, error.batch_idx, error.cause) == (BAD, BAD, NonFiniteCause.UPDATE)
+    assert NAMES[kind] in str(error)
+    left = differences(model.before, state_bits(model, run.optimizers))
+    if undo:
+        assert left in ([], ["optimizer0.lr0"]), "the rate is the user's own"
+        assert error.checkpoint_path is not None
+        assert "weights, optimizer state and buffers are those before the step" in str(error)
+    else:
+        assert left
+        assert error.checkpoint_path is None
+        assert "the update was made before it was found to be bad" in str(error)
+        assert "made bad by this update" in str(error)
+    assert run.global_step == BAD
+
+
+@pytest.mark.parametrize("kind", [Hooked, Own])
+def test_such_an_update_can_be_skipped_where_it_can_be_undone(kind: Any, tmp_path: Path) -> None:
+    model = kind()
+    run = trainer(tmp_path, HaltOnNaN(max_skips=1, undo_updates=True), logger=False)
+    run.fit(model, loader(64))
+    assert run.global_step == 8
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def test_a_weight_whose_norm_overflows_is_no_bad_update(tmp_path: Path) -> None:
+    class Large(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Parameter(torch.full((4,), 1e30))
+
+        def loss(self, batch: Any) -> Tensor:
+            loss: Tensor = super().loss(batch) + (self.large * 1e-35).sum()
+            return loss
+
+    run = trainer(tmp_path, HaltOnNaN(), logger=False)
+    run.fit(Large(), loader(64))
+    assert run.global_step == 8
