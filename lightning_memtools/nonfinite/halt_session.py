@@ -126,6 +126,7 @@ class HaltSession:
         self._run, self._actions, self._options = run, actions, options
         self._ranks, self._patient_ranks = ranks, patient_ranks
         self._bad_at_start = {each.name for each in self._bad_now()}
+        guard.bad_before = frozenset(self._bad_at_start)
         self._has_warned = False
         self._n_logged = 0
         self._metrics = metrics

@@ -75,6 +75,7 @@ class StepGuard:
         history: The last steps.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
         saw_losses: Whether there was any loss.
+        bad_before: The names of weights that were NaN or Inf before training.
         saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
 
@@ -121,6 +122,7 @@ class StepGuard:
         self._is_told_of_updates = is_told_of_updates
         self._checks_again = checks_again
         self._undo_updates = undo_updates
+        self.bad_before: frozenset[str] = frozenset()
         self._updated: GuardedStep | None = None
         self._weights: ArrivingValues[GuardedStep] = ArrivingValues()
         self._checked: GuardedStep | None = None
@@ -167,7 +169,9 @@ class StepGuard:
         for (norm, *_), updated in self._weights.receive():
             if math.isfinite(norm) or updated.optimizer is None:
                 continue
-            why = why_update_is_bad(self._model, updated.optimizer, updated.parameters)
+            if (earlier := self.drain()) is not None:
+                return earlier  # the step was bad itself, and the flag on the device held its update back
+            why = why_update_is_bad(self._model, updated.optimizer, updated.parameters, self.bad_before)
             if why and (len(self.skipped) >= self._max_skips or updated.copies is None):
                 last = self.history[-1].norm if self.history else math.nan
                 losses = tuple(float(loss) for loss in updated.losses())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,19 @@ from lightning_memtools.nonfinite.tensor_names import names_of
 from lightning_memtools.nonfinite.update_veto import StateKeys
 
 
-def why_update_is_bad(model: Module, optimizer: Optimizer, parameters: Sequence[Tensor]) -> str:
+def why_update_is_bad(
+    model: Module, optimizer: Optimizer, parameters: Sequence[Tensor], bad_before: Collection[str] = ()
+) -> str:
     """Say which state or setting made the last update bad; "" if it was not. Waits for the device.
 
     Args:
         model: The module, which knows the names.
         optimizer: The optimizer.
         parameters: The parameters that it has updated.
+        bad_before: The names of those that were bad before.
     """
     names = names_of(model, parameters)
-    bad = find_bad(zip(names, parameters, strict=True))
+    bad = [each for each in find_bad(zip(names, parameters, strict=True)) if each.name not in bad_before]
     if not bad:
         return ""
     found = {id(p) for p, name in zip(parameters, names, strict=True) if name == bad[0].name}

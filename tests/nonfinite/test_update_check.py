@@ -164,3 +164,22 @@ def test_a_weight_whose_norm_overflows_is_no_bad_update(tmp_path: Path) -> None:
     run = trainer(tmp_path, HaltOnNaN(), logger=False)
     run.fit(Large(), loader(64))
     assert run.global_step == 8
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_that_were_bad_before_are_not_blamed_on_an_update(fused: bool, tmp_path: Path) -> None:
+    class Masked(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spoilt = nn.Parameter(torch.tensor([1.0, torch.nan]))
+
+        def loss(self, batch: Any) -> Tensor:
+            loss: Tensor = super().loss(batch) + self.spoilt[0] ** 2
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3, fused=fused)
+
+    run = trainer(tmp_path, HaltOnNaN(), logger=False)
+    run.fit(Masked(), loader(64))
+    assert run.global_step == 8
