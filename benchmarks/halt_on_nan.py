@@ -6,15 +6,26 @@ own hooks (on a CPU that is all it adds, but for what it does to caches), and wh
 wall, and in processor time, which other work on the machine disturbs less. On a GPU only the whole step on the wall
 means anything, and each step ends with a synchronisation.
 
-    python benchmarks/halt_on_nan.py
+A second part takes an MLP whose step is about 1 ms: there a check costs Python, and Lightning's calls of its hooks
+count. So each check has runs of its own, in turn, and the figure is the median step's processor time over that of bare
+runs.
+
+    python benchmarks/halt_on_nan.py [--small]
+
+With `--small`, only the second part is measured anew.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import statistics
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +33,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks.spike import SpikeDetection
-from machine import save, spread
+from machine import interleaved, save, spread
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -188,16 +199,77 @@ def measure(shape: tuple[int, int], *, fused: bool, root: str) -> dict[str, Any]
     return found
 
 
+class SmallNetwork(L.LightningModule):
+    """A regression of 6 parameter tensors."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.fused = fused
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
+
+
+class StepTimes(Callback):
+    """The processor time of this thread from batch to batch."""
+
+    def __init__(self) -> None:
+        self.began: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.began.append(time.thread_time())
+
+
+SMALL_ROUNDS, SMALL_STEPS, SMALL_WARM_UP = 5, 250, 50
+
+
+def small_step_us(make: Callable[[], Callback | None], *, fused: bool, root: str) -> float:
+    check = make()
+    torch.manual_seed(0)
+    times, batches = StepTimes(), [torch.randn(64, 32) for _ in range(SMALL_STEPS)]
+    L.Trainer(
+        accelerator="cpu", default_root_dir=root, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[times, *([] if check is None else [check])],
+    ).fit(SmallNetwork(fused=fused), DataLoader(batches, batch_size=None))  # type: ignore[arg-type] # fmt: skip
+    steps = [1e6 * (end - start) for start, end in itertools.pairwise(times.began)]
+    return statistics.median(steps[SMALL_WARM_UP:])
+
+
+def measure_small(*, fused: bool, root: str) -> dict[str, Any]:
+    makes: dict[str, Callable[[], Callback | None]] = {
+        "bare": lambda: None,
+        "HaltOnNaN": HaltOnNaN,
+        "HaltOnNaN(explain=False, capsule=False)": partial(HaltOnNaN, explain=False, capsule=False),
+        "clip_grad_norm_": lambda: cases(root)["clip_grad_norm_"],
+        "detect_anomaly": lambda: cases(root)["detect_anomaly"],
+    }
+    runs = {name: partial(small_step_us, make, fused=fused, root=root) for name, make in makes.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = interleaved(runs, SMALL_ROUNDS)
+    ratios = {name: spread([a / b for a, b in zip(us, found["bare"], strict=True)]) for name, us in found.items()}
+    return {"bare_step_us": spread(found["bare"]), **{name: ratios[name] for name in ratios if name != "bare"}}
+
+
 def main() -> None:
     results: dict[str, Any] = {
         "what": "added time as a share of a training step of 25 million parameters; AdamW; float32",
         "targets": TARGETS,
     }
     with tempfile.TemporaryDirectory() as root:
+        if "--small" in sys.argv:
+            earlier = json.loads((Path(__file__).parent / "results" / "halt_on_nan.json").read_text())
+            results = {key: value for key, value in earlier.items() if key not in {"machine", "measured"}}
         for fused in (False, True):
-            results["AdamW(fused=True)" if fused else "AdamW"] = {
-                name: measure(shape, fused=fused, root=root) for name, shape in SHAPES.items()
-            }
+            optimizer = "AdamW(fused=True)" if fused else "AdamW"
+            if "--small" not in sys.argv:
+                results[optimizer] = {name: measure(shape, fused=fused, root=root) for name, shape in SHAPES.items()}
+            results[f"small network, {optimizer}: a step over a bare one"] = measure_small(fused=fused, root=root)
     save("halt_on_nan", results)
 
 

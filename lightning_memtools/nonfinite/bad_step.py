@@ -17,6 +17,9 @@ from lightning_memtools.nonfinite.finite_checks import BadTensor, GradientTraces
 from lightning_memtools.nonfinite.micro_batches import BadInput, MicroBatch
 from lightning_memtools.nonfinite.update_veto import StateKeys
 
+UPDATE_OVERFLOWED = "the update itself overflowed"
+"""Says in `BadStep.update` that neither a setting nor a hook is to blame, but the size of the update."""
+
 
 class UndoesUpdate(Protocol):
     """Copies from before an update."""

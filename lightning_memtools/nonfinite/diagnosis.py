@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
-from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep, growth
+from lightning_memtools.nonfinite.bad_step import UPDATE_OVERFLOWED, BadStep, Evidence, PastStep, growth
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
 from lightning_memtools.nonfinite.micro_batches import bad_inputs
@@ -128,8 +128,14 @@ def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past
     bad = evidence.parameters
     if evidence.update:
         because = f"losses and gradients were finite when backward ended; {evidence.update}."
-        advice = ADVICE["update applied" if evidence.is_lost else "update"]
-        return Diagnosis(NonFiniteCause.UPDATE, because, advice, evidence.rank)
+        advice, overflows = (
+            ADVICE["update applied" if evidence.is_lost else "update"],
+            UPDATE_OVERFLOWED in evidence.update,
+        )
+        if overflows:
+            advice = f"{ADVICE['exploding, inferred'].format(rates=_rates(evidence))} {advice}"
+        cause = NonFiniteCause.EXPLODING if overflows else NonFiniteCause.UPDATE
+        return Diagnosis(cause, because, advice, evidence.rank)
     if dirty:
         return Diagnosis(
             NonFiniteCause.DIRTY_DATA,

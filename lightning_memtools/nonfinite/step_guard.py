@@ -171,7 +171,7 @@ class StepGuard:
                 continue
             if (earlier := self.drain()) is not None:
                 return earlier  # the step was bad itself, and the flag on the device held its update back
-            why = why_update_is_bad(self._model, updated.optimizer, updated.parameters, self.bad_before)
+            why = why_update_is_bad(self._model, updated.number, updated.optimizer, updated.parameters, self.bad_before)
             if why and (len(self.skipped) >= self._max_skips or updated.copies is None):
                 last = self.history[-1].norm if self.history else math.nan
                 losses = tuple(float(loss) for loss in updated.losses())

@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import copy_each, step_hooks_of
+from lightning_memtools.nonfinite.bad_step import UPDATE_OVERFLOWED
 from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.tensor_names import names_of
@@ -18,12 +19,13 @@ from lightning_memtools.nonfinite.update_veto import StateKeys
 
 
 def why_update_is_bad(
-    model: Module, optimizer: Optimizer, parameters: Sequence[Tensor], bad_before: Collection[str] = ()
+    model: Module, step: int, optimizer: Optimizer, parameters: Sequence[Tensor], bad_before: Collection[str] = ()
 ) -> str:
     """Say which state or setting made the last update bad; "" if it was not. Waits for the device.
 
     Args:
         model: The module, which knows the names.
+        step: The training step.
         optimizer: The optimizer.
         parameters: The parameters that it has updated.
         bad_before: The names of those that were bad before.
@@ -50,8 +52,8 @@ def why_update_is_bad(
     elif not type(optimizer).__module__.startswith("torch.optim"):
         why = f"the arithmetic of {kind}.step made it (learning rate {_rate(group)})"
     else:
-        why = f"the update overflows: its learning rate is {_rate(group)}"
-    return f"the update by {kind} made {bad[0]} not finite: {why}"
+        why = f"{UPDATE_OVERFLOWED} at a learning rate of {_rate(group)}"
+    return f"{bad[0]} is not finite after the update of step {step} by {kind}: {why}"
 
 
 def _rate(group: dict[str, Any]) -> str:

@@ -113,7 +113,7 @@ class Own(Updates):
 
 NAMES = {
     HalfEps: "eps=1e-08 of AdamW is 0 in float16",
-    Overflows: "the update overflows: its learning rate is 1e+38",
+    Overflows: "after the update of step 3 by SGD: the update itself overflowed at a learning rate of 1e+38",
     Hooked: "SGD calls Hooked.normalise after its step",
     Own: "the arithmetic of Divides.step made it (learning rate 0.001)",
 }
@@ -127,7 +127,11 @@ def test_an_update_that_is_bad_itself_is_found_in_its_step_and_named(kind: Any, 
     with pytest.raises(NonFiniteError) as caught:
         run.fit(model, loader(64))
     error = caught.value
-    assert (error.step, error.batch_idx, error.cause) == (BAD, BAD, NonFiniteCause.UPDATE)
+    assert (error.step, error.batch_idx, error.cause) == (
+        BAD,
+        BAD,
+        NonFiniteCause.EXPLODING if kind is Overflows else NonFiniteCause.UPDATE,
+    )
     assert NAMES[kind] in str(error)
     left = differences(model.before, state_bits(model, run.optimizers))
     if undo:
