@@ -38,7 +38,7 @@ class OOMReport(Callback):
     | `<log_dir>/memtools/oom-<stage>-step<n>.md` | the report |
     | `<log_dir>/memtools/oom-<stage>-step<n>-snapshot.pickle` | the memory snapshot, with `snapshot=True` |
     | `memtools/oom_report` in loggers that take text | the report |
-    | the console, and a note on the error | its first lines |
+    | the console | its first lines; a note on the error names the report |
 
     On CUDA and on a VirtualDevice the facts are captured in the moment of failure, before anything unwinds. Elsewhere
     they are captured from the exception, while the frames of the failed step still exist. Out-of-memory errors that
@@ -47,8 +47,8 @@ class OOMReport(Callback):
     A loader worker that is killed, or ends with a bus error in shared memory, gets a page on host memory.
 
     Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation with its Python stack
-    (2 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s and allocates nothing on
-    the device; checks that are not reached in 8 s say so.
+    (2 microseconds each, the last 50,000 are kept on the host). A report takes less than 10 s of processor time and
+    allocates nothing on the device; checks that are not reached in 8 s of it say so.
 
     Args:
         directory: Where reports go, instead of `<log_dir>/memtools/`.

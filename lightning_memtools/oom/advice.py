@@ -22,9 +22,10 @@ from lightning_memtools.oom.report_page import Action, ActionKind
 from lightning_memtools.oom.step_trials import NotFoundError, StepTrials
 from lightning_memtools.simulation.step import PrecisionName
 
-_BF16: PrecisionName = "bf16-mixed"
+BF16: PrecisionName = "bf16-mixed"
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 _LEAST_PRICE = 0.01
+SGD_CODE = "torch.optim.SGD(parameters, momentum=0.9, ...)"
 
 FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
 SMALLER_BATCHES = Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches")
@@ -34,7 +35,7 @@ ACCUMULATE = Action(
     code="Trainer(accumulate_grad_batches=...)",
 )
 RECOMPUTE = Action(kind=ActionKind.CHECKPOINTING, title="Recompute activations", code="GradientCheckpointing()")
-BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{_BF16}")')
+BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{BF16}")')
 SMALLER_STATE = Action(kind=ActionKind.OPTIMIZER, title="Use an optimizer with a smaller state")
 LARGER_GPU = Action(kind=ActionKind.LARGER_GPU, title="Use a larger GPU")
 USE_EXPANDABLE_SEGMENTS = Action(
@@ -141,11 +142,12 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
 
     def of(smaller: int) -> Action:
         title = f"Use {_STAGES[trials.failed.stage or 'train']} batches of {smaller} in place of {size}"
-        return replace(SMALLER_BATCHES, title=title, code=_loader(smaller))
+        return replace(SMALLER_BATCHES, title=title, code=loader_code(smaller))
 
     if not trials.can_tell_what_fits:
         if size > 1:
-            yield compared(trials, trials.at(size // 2), of(size // 2))
+            half = max(size // 2, min(2, size - 1))  # BatchNorm refuses to train on one sample
+            yield compared(trials, trials.at(half), of(half))
         return
     found = trials.largest_batch
     if found.estimate is None:
@@ -165,14 +167,19 @@ def accumulation(trials: StepTrials) -> Iterator[Action]:
     size, effective = trials.size, trials.size * trials.failed.run.accumulate
     most = trials.largest_batch.size if trials.can_tell_what_fits else size // 2
     for smaller in (n for n in range(min(most, size - 1), 0, -1) if effective % n == 0):
-        estimate = trials.at(smaller, effective // smaller)
+        try:
+            estimate = trials.at(smaller, effective // smaller)
+        except ValueError:
+            if smaller > 1:
+                raise
+            return  # BatchNorm refuses to train on one sample
         fits = trials.fits_if_known(estimate)
         if fits is False:
             continue
         action = replace(
             ACCUMULATE,
             title=f"Accumulate gradients over {effective // smaller} batches of {smaller}",
-            code=f"{_loader(smaller)}, Trainer(accumulate_grad_batches={effective // smaller})",
+            code=f"{loader_code(smaller)}, Trainer(accumulate_grad_batches={effective // smaller})",
         )
         if fits is None:
             yield compared(trials, estimate, action)
@@ -198,16 +205,16 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
             detail = "no plan was found that fits"
             yield replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
         return
-    plan = trials.auto_plan()
+    plan, code = trials.best_plan.plan, trials.best_plan.code
     if plan.refused is not None:
         yield replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
         return
     assert plan.peak_bytes is not None
     if trials.can_tell_what_fits and plan.peak_bytes > trials.usable:
         # The plan's own trace shows that it is not enough. Another one would only add what the allocator reserves.
-        yield with_peak(trials, plan.peak_bytes, _recompute(plan, RECOMPUTE.code), fits=False, price=_price(plan))
+        yield with_peak(trials, plan.peak_bytes, _recompute(plan, code), fits=False, price=_price(plan))
         return
-    yield compared(trials, trials.failed.estimate(plan=plan), _recompute(plan, RECOMPUTE.code), price=_price(plan))
+    yield compared(trials, trials.failed.estimate(plan=plan), _recompute(plan, code), price=_price(plan))
 
 
 def least_recomputation(trials: StepTrials) -> Iterator[Action]:
@@ -221,7 +228,7 @@ def least_recomputation(trials: StepTrials) -> Iterator[Action]:
 
 def precision(trials: StepTrials) -> Iterator[Action]:
     """Computation in bfloat16."""
-    yield compared(trials, trials.failed.estimate(precision=_BF16), BFLOAT16)
+    yield compared(trials, trials.failed.estimate(precision=BF16), BFLOAT16)
 
 
 def optimizer(trials: StepTrials) -> Iterator[Action]:
@@ -229,12 +236,17 @@ def optimizer(trials: StepTrials) -> Iterator[Action]:
     optimizers = trials.failed.run.optimizers
     if len(optimizers) != 1 or isinstance(optimizers[0], torch.optim.SGD):
         return
-    # Adafactor's state is smaller still, but its step reads values, which a trace does not have.
-    estimate = trials.failed.estimate(optimizer=lambda own: torch.optim.SGD(own, lr=1e-3, momentum=0.9))
+    estimate = trials.failed.estimate(optimizer=sgd)
     title = f"{SMALLER_STATE.title} than {type(optimizers[0]).__name__}'s"
-    yield compared(
-        trials, estimate, replace(SMALLER_STATE, title=title, code="torch.optim.SGD(parameters, momentum=0.9, ...)")
-    )
+    yield compared(trials, estimate, replace(SMALLER_STATE, title=title, code=SGD_CODE))
+
+
+def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer with a smaller state that is tried.
+
+    Adafactor's state is smaller still, but its step reads values, which a trace does not have.
+    """
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
 def larger_gpu(trials: StepTrials) -> Iterator[Action]:
@@ -299,5 +311,6 @@ def _price(plan: CheckpointPlan) -> str:
     return f"{extra:.0%} more computation" if extra >= _LEAST_PRICE else "less than 1% more computation"
 
 
-def _loader(size: int) -> str:
+def loader_code(size: int) -> str:
+    """Return the code that sets a batch size."""
     return f"DataLoader(batch_size={size})"

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_memtools.oom import advice
+from lightning_memtools.oom.combined_advice import COMBINE, combined
 from lightning_memtools.oom.failed_step import FailedStep
 from lightning_memtools.oom.recorded_history import ReplayVerdict, with_expandable_segments
-from lightning_memtools.oom.report_page import Action, ranked
+from lightning_memtools.oom.report_page import Action, ActionKind, ranked
 from lightning_memtools.oom.step_trials import Deadline, StepTrials, in_a_line
 
 
@@ -22,6 +23,7 @@ class AdviceCheck:
         unchecked: The action to show where the check cannot be carried out; None for a check that improves on another
             one, and then replaces its actions of the same kind.
         applies: Returns whether the change makes sense for the failed step.
+        only_if_nothing_fits: True if the check is of use only where no other change of the program is enough.
         needs_trace: True if the check cannot be carried out for a step that cannot be traced.
     """
 
@@ -29,6 +31,7 @@ class AdviceCheck:
     unchecked: Action | None
     applies: Callable[[FailedStep], bool]
     needs_trace: bool = True
+    only_if_nothing_fits: bool = False
 
 
 def _is_training(failed: FailedStep) -> bool:
@@ -63,13 +66,17 @@ CHECKS = (
     AdviceCheck(advice.growth, advice.FIND_GROWTH, _grows),
     AdviceCheck(advice.larger_gpu, advice.LARGER_GPU, lambda it: it.is_cuda_like),
     AdviceCheck(advice.smaller_batch, advice.SMALLER_BATCHES, lambda _: True),
-    AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
-    AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true"),
     AdviceCheck(advice.accumulation, advice.ACCUMULATE, _is_training),
+    AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true"),
     AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training),
+    AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
+    AdviceCheck(combined, COMBINE, _is_training, only_if_nothing_fits=True),
     AdviceCheck(advice.least_recomputation, None, lambda it: _is_training(it) and it.run.plan is None),
 )
-"""In this order: what takes little time first, then what helps most."""
+"""In this order: what takes little time comes first."""
+
+# What is not changed in the program.
+_OTHER_HARDWARE = {ActionKind.LARGER_GPU, ActionKind.STOP_PROCESS}
 
 
 class AdviceChecks:
@@ -111,6 +118,9 @@ class AdviceChecks:
                 self.modules = trials.modules
                 self._note(trials)
             for check in (check for check in CHECKS if check.applies(self._failed)):
+                is_enough = any(action.fits and action.kind not in _OTHER_HARDWARE for action in found)
+                if check.only_if_nothing_fits and is_enough:
+                    continue
                 new = _carried_out(check, trials)
                 if check.unchecked is None:
                     kinds = {action.kind for action in new}

@@ -25,7 +25,8 @@ from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, write_report
 from lightning_memtools.reporting.ranks import with_store
 
-# A report may take ten seconds. When this time is over, what is running may still take a backward pass or a plan.
+# A report may take ten seconds of the processor. When this time is over, what is running may still take a backward pass
+# or a plan.
 CHECKS_S = 8.0
 
 
@@ -128,7 +129,7 @@ class OOMReporter:
             capture: The object that captured the facts.
             read_run: Reads the facts of the run that the checks need.
         """
-        begin = time.monotonic()
+        begin, begin_cpu = time.monotonic(), time.thread_time()
         facts = capture.facts_of(exception)
         line = user_line_of(exception)
         page = ReportPage(
@@ -145,7 +146,7 @@ class OOMReporter:
         page.file = self._write(_file_name(facts.moment), page.markdown())
         snapshot = None if capture.recording is None else capture.recording.take()
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
-        _check(page, capture, snapshot, read_run, Deadline(CHECKS_S - (time.monotonic() - begin)))
+        _check(page, capture, snapshot, read_run, Deadline(CHECKS_S - (time.thread_time() - begin_cpu)))
         page.seconds = time.monotonic() - begin
         text = page.markdown()
         if isinstance(page.file, Path):

@@ -35,7 +35,8 @@ class ActionKind(IntEnum):
     BATCH_SIZE = 7
     PRECISION = 8
     OPTIMIZER = 9
-    LARGER_GPU = 10
+    COMBINATION = 10
+    LARGER_GPU = 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +143,12 @@ class ReportPage:
         if self.facts.split is not None:
             lines.append(f"It held {_in_words(self.facts.split.by_category)}.")
         # "(backward)" and "(outside)" are no modules.
-        first = next(((name, size) for name, size in self.modules if size and not _stands_for(name)), None)
-        if first is not None and first[1] > _WORTH_A_LINE * (self.facts.stats.allocated or 0):
-            lines.append(f"Most activations: {first[0]}, {format_size(first[1])}.")
+        modules = [(name, size) for name, size in self.modules if size and not _stands_for(name)]
+        if modules and modules[0][1] > _WORTH_A_LINE * (self.facts.stats.allocated or 0):
+            name, size = modules[0]
+            ties = sum(other == size for _, other in modules) - 1
+            each = f" and {ties} more with as much, {format_size(size)} each" if ties else f", {format_size(size)}"
+            lines.append(f"Most activations: {name}{each}.")
         helping = [action for action in self.actions if action.checked and not action.is_useless][:_SHORT]
         lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
         if not helping and any(action.checked for action in self.actions):
@@ -164,8 +168,8 @@ class ReportPage:
         return f"The report {self.file.reason if self.file.is_failure else f'was {self.file.reason}'}."
 
     def note(self) -> str:
-        """Return the note for the error: the lines of the console."""
-        return f"OOMReport: {self.console()}"
+        """Return the note for the error: what failed and where the report is. The console has the rest already."""
+        return f"OOMReport: {self.headline}\n{self.file_line()}"
 
     def _what_to_do(self) -> list[str]:
         parts = ["## What to do"]
@@ -210,7 +214,8 @@ class ReportPage:
         if facts.problem:
             parts.append(f"Some facts could not be read when memory ran out: {facts.problem}.")
         if self.error:
-            parts.append(f"```\n{self.error}\n```")
+            # A quotation wraps where the page is shown; a block of code would not.
+            parts.append("\n".join(f"> {line}" for line in self.error.splitlines()))
         return parts
 
     def _for_a_request(self) -> str:
@@ -255,7 +260,11 @@ class ReportPage:
         else:
             whose = "held at the peak of the traced step"
         table = Table(("module", "activations"), [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in shown])
-        text = [f"Activations {whose}.", *(_stands_for(name) for name, _ in shown)]
+        left_out = sum(n_bytes == shown[-1][1] for _, n_bytes in self.modules) - sum(
+            n_bytes == shown[-1][1] for _, n_bytes in shown
+        )
+        ties = f"{left_out} more have as much as the last of these." if left_out else ""
+        text = [f"Activations {whose}.", *(_stands_for(name) for name, _ in shown), ties]
         return ["## Modules with most activations", " ".join(filter(None, text)), markdown_table(table)]
 
     def _fragmentation(self) -> list[str]:

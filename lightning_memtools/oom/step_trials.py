@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_memtools._torch import AnyBatchNorm, AnyDropout
+from lightning_memtools.checkpointing.chains import NothingToApplyTo, candidates
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
@@ -35,19 +38,22 @@ class NotFoundError(Exception):
 
 
 class Deadline:
-    """A time by which the checks have to end.
+    """A time by which the checks have to end, in processor time of this thread.
+
+    So what is reached does not depend on what else the machine does. On a machine that others use, a report takes
+    longer by the clock.
 
     Args:
         seconds: The time from now.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+        self._end = time.thread_time() + seconds
 
     @property
     def left_s(self) -> float:
         """The seconds that are left; below 0 when the time is over."""
-        return self._end - time.monotonic()
+        return self._end - time.thread_time()
 
     def check(self) -> None:
         """Return if there is time left.
@@ -100,6 +106,19 @@ class FittingPlan:
     plan: CheckpointPlan
     estimate: MemoryEstimate
     budget: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlan:
+    """A checkpoint plan without a budget.
+
+    Attributes:
+        plan: The plan.
+        code: The callback that makes it.
+    """
+
+    plan: CheckpointPlan
+    code: str
 
 
 class StepTrials:
@@ -178,6 +197,17 @@ class StepTrials:
             self._estimates[key] = self.failed.estimate(size, accumulate=accumulate)
         return self._estimates[key]
 
+    @cached_property
+    def smallest_batch(self) -> int | None:
+        """The smallest batch with which the step can be traced: BatchNorm refuses to train on one sample."""
+        for size in (1, 2):
+            try:
+                self.at(size)
+            except ValueError:
+                continue
+            return size
+        return None
+
     def fits(self, estimate: MemoryEstimate, *, emptied: bool = False) -> bool:
         """Return whether traced steps fit: in evaluation into the cache as training left it, else into an empty device.
 
@@ -232,7 +262,8 @@ class StepTrials:
             known[size] = self.fits(estimate)
             return TracedSize(known[size], estimate.peak_allocated, estimate.trace)
 
-        end = "{} does not fit"
+        # Segments of the allocator make a step's fit jump: it need not end for good where it ends first.
+        end = "{} does not fit (sizes just above may)"
         try:
             size = largest_batch(
                 self._first_guess(),
@@ -263,10 +294,34 @@ class StepTrials:
         """Plans of one step share one profile of it."""
         return StepPlanner(self.failed.step())
 
-    def auto_plan(self) -> CheckpointPlan:
-        """Return the plan that GradientCheckpointing() chooses by itself."""
+    @cached_property
+    def best_plan(self) -> ChosenPlan:
+        """The plan that GradientCheckpointing chooses by itself, or one of its other settings where that lowers more.
+
+        Repeated blocks that are in no Sequential are taken where it finds nothing by itself; BatchNorm and Dropout are
+        recomputed where the step does not fit otherwise.
+        """
+        best = self._chosen()
+        blocks = candidates(self.failed.run.model)
+        if best.plan.plain is None and blocks:
+            best = self._chosen(include=blocks)
+        peak = best.plan.peak_bytes
+        fits = peak is not None and self.failed.usable is not None and peak <= self.usable
+        if not fits and any(isinstance(one, (AnyBatchNorm, AnyDropout)) for one in self.failed.run.model.modules()):
+            include: dict[str, Any] = {"include": blocks} if "include" in best.code else {}
+            other = self._chosen(**include, bn_dropout="recompute")
+            saves = other.plan.peak_bytes is not None and self.saving(other.plan.peak_bytes)
+            if other.plan.refused is None and saves and (peak is None or other.plan.peak_bytes < 0.99 * peak):  # type: ignore[operator]
+                best = other
+        return best
+
+    def _chosen(self, **arguments: Any) -> ChosenPlan:
         self._deadline.check()
-        return self._planner.plan(CheckpointOptions.parse())
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items()).replace("'", '"')
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NothingToApplyTo)
+            plan = self._planner.plan(CheckpointOptions.parse(**arguments))
+        return ChosenPlan(plan, f"GradientCheckpointing({given})")
 
     def plan_that_fits(self) -> FittingPlan | None:
         """Return the plan with the least recomputation that fits; None where there is none."""

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import torch
+from torch import nn
 
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom.advice_checks import AdviceChecks
 from lightning_memtools.oom.failed_step import FailedRun, FailedStep
-from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, MemoryGrowth, sizes_only
+from lightning_memtools.oom.failure_facts import (
+    CATEGORIES,
+    FailureFacts,
+    FailureMoment,
+    MemoryGrowth,
+    MemorySplit,
+    sizes_only,
+)
+from lightning_memtools.oom.report_page import ActionKind
 from lightning_memtools.oom.step_trials import Deadline
 from tests.oom_models import Layers
 
@@ -38,3 +48,93 @@ def test_without_a_capacity_nothing_is_said_to_fit() -> None:
     assert checks.modules[0] == ("net.4.0", 6 * 2**20)
     # No GPU, no history: nothing of those.
     assert not {"Use a larger GPU", "Use expandable segments", "Stop other processes on the device"} & set(by_title)
+
+
+class Weighty(L.LightningModule):
+    """Weights, and activations of a few layers, both of a size that can be chosen."""
+
+    def __init__(self, n_layers: int = 6, width: int = 1024, *, norm: bool = False) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(n_layers)]
+        self.norm = nn.BatchNorm1d(width) if norm else None
+        self.net = nn.Sequential(*blocks)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        x = self.net(batch)
+        return (x if self.norm is None else self.norm(x)).square().mean()
+
+
+def loss_of_step(model: Any, batch: Any) -> Any:
+    return model.training_step(batch)
+
+
+def checks_of(model: nn.Module, batch: torch.Tensor, capacity: int | None, **run: Any) -> AdviceChecks:
+    stats = MemoryStats(allocated=100, reserved=200, capacity=capacity)
+    split = None if capacity is None else MemorySplit(dict.fromkeys(CATEGORIES, 0), 0, (), 0, exact=True)
+    facts = FailureFacts(moment=FailureMoment("train", 0, 0, "forward"), device="here", stats=stats, split=split,
+                         batch=sizes_only(batch))  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters())
+    checks = AdviceChecks(
+        FailedStep(facts=facts, run=FailedRun(model=model, forward=loss_of_step, optimizers=(optimizer,), **run)),
+        Deadline(600.0),
+    )
+    checks.run()
+    return checks
+
+
+MIB = 2**20
+
+
+def test_where_batchnorm_refuses_one_sample_the_advice_is_checked_all_the_same() -> None:
+    model = Weighty(2, 64, norm=True)
+    for capacity, size in ((None, 7), (4 * MIB, 4096)):
+        checks = checks_of(model, torch.ones(size, 64), capacity)
+        assert [action for action in checks.actions if not action.checked] == []
+    assert "Accumulate gradients" in " ".join(action.title for action in checks.actions)
+
+
+def test_where_nothing_is_enough_by_itself_combinations_are_tried_the_cheapest_first() -> None:
+    model = Weighty()
+    n_bytes = sum(one.numel() * 4 for one in model.parameters())  # 24 MiB: with Adam 96 MiB
+    plain = checks_of(model, torch.ones(4096, 1024), 100_000 * MIB)
+    assert not any(action.kind == ActionKind.COMBINATION for action in plain.actions)
+    # Neither one sample nor another optimizer fits by itself: both together do.
+    checks = checks_of(model, torch.ones(4096, 1024), int(4.6 * n_bytes) - 26 * MIB)
+    singles = [one for one in checks.actions if one.kind not in {ActionKind.COMBINATION, ActionKind.LARGER_GPU}]
+    assert not any(action.fits for action in singles)
+    together = [action for action in checks.actions if action.kind == ActionKind.COMBINATION]
+    assert together
+    assert all(action.fits for action in together)
+    assert checks.actions[0].kind == ActionKind.COMBINATION
+    assert "use an optimizer with a smaller state" in together[0].title
+    # With less than the weights and gradients, nothing helps, and that is said.
+    (none,) = [one for one in checks_of(model, torch.ones(64, 1024), n_bytes).actions
+               if one.kind == ActionKind.COMBINATION]  # fmt: skip
+    assert none.fits is False
+    assert "not enough together" in none.detail
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.two(torch.nn.functional.gelu(self.one(x)))
+
+
+def test_repeated_blocks_are_recomputed_where_there_is_no_sequential() -> None:
+    class Listed(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            for block in self.blocks:
+                batch = block(batch)
+            return batch.square().mean()
+
+    checks = checks_of(Listed(), torch.ones(8192, 64), 48 * MIB)
+    (action,) = [action for action in checks.actions if action.kind == ActionKind.CHECKPOINTING]
+    assert 'include=["blocks.*"]' in action.code
+    assert action.saved > 0

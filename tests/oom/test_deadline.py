@@ -11,9 +11,9 @@ from lightning_memtools.oom.step_trials import Deadline, OutOfTimeError
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
-    """The time, which only the test moves."""
+    """The thread's processor time, which only the test moves."""
     now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.thread_time", lambda: now[0])
     return now
 
 
