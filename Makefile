@@ -4,12 +4,16 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-cuda lint format types docs check clean
+.PHONY: demo test test-fast test-cuda lint format types docs check clean
 demo: .venv/installed
 	$(BIN)/python examples/digits.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+test-fast: .venv/installed
+	$(BIN)/python -m pytest tests/test_package.py tests/memory tests/state tests/reporting tests/nonfinite/test_detect.py \
+		tests/checkpointing/test_chains.py tests/batch_size/test_size_search.py --deselect tests/reporting/test_ranks.py
 
 # On PyTorch's CUDA build over stubs of NVIDIA's libraries: the real allocator and CUDA code, no GPU, nothing computed.
 # Four GiB: tests that look for the most that fits stay small.
@@ -28,7 +32,7 @@ types: .venv/installed
 	$(BIN)/mypy
 
 docs: .venv/installed
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: lint types docs test
 

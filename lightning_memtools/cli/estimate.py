@@ -22,16 +22,19 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     TARGET.add_to(parser, "Build large models under torch.device('meta').")
     parser.add_argument("--optimizer", metavar="NAME", help="a class of torch.optim, such as AdamW")
-    parser.add_argument("--precision", choices=PRECISIONS)
-    parser.add_argument("--stage", choices=STAGES)
-    parser.add_argument("--steps", type=int, metavar="N")
-    parser.add_argument("--accumulate", type=int, metavar="N", help="batches per optimizer step")
-    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm")
-    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--precision", choices=PRECISIONS, help="as Lightning's Trainer names it (default: 32-true)")
+    parser.add_argument("--stage", choices=STAGES, help="the step that runs (default: train)")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps, or batches of evaluation (default: 2)")
+    parser.add_argument("--accumulate", type=int, metavar="N", help="batches per optimizer step (default: 1)")
+    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm (default: no clipping)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="whose operators are simulated (default: cuda)")
     parser.add_argument("--allocator", metavar="CONF", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True")
     parser.add_argument("--capacity", metavar="SIZE", help='a size such as "24GiB", or a GPU such as "RTX 4090"')
     parser.add_argument("--max-batch", action="store_true", help="find the largest batch for --capacity")
-    parser.add_argument("--modules", type=int, default=10, metavar="N", help="show the N modules that save most")
+    parser.add_argument("--all-gpus", action="store_true", help="list every known GPU, not only those near the limit")
+    parser.add_argument(
+        "--modules", type=int, default=10, metavar="N", help="show the N modules that save most (default: 10)"
+    )
     parser.add_argument("--snapshot", metavar="FILE", help="write a snapshot for pytorch.org/memory_viz")
     parser.add_argument("--picture", metavar="FILE.svg", help="write a picture of memory over the steps")
     parser.set_defaults(run=run)
@@ -58,16 +61,16 @@ def run(chosen: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     console = rich.console.Console()
-    console.print(console_table(estimate.summary_table()))
-    console.print(f"The peak is reached at {estimate.peak_at}.", markup=False)
     word = estimate.word_on_capacity()
     if word:
         console.print(word, markup=False)
+    console.print(console_table(estimate.summary_table()))
+    console.print(f"The peak is reached at {estimate.peak_at}.", markup=False)
     for note in estimate.notes:
         console.print(f"Note: {note}", markup=False)
     console.print(console_table(estimate.module_table(chosen.modules)))
     rows = [(name, "yes" if fits else "no") for name, fits in estimate.fitting_gpus()]
-    console.print(console_table(Table(("GPU", "fits"), rows)))
+    console.print(console_table(Table(("GPU", "fits"), rows if chosen.all_gpus else around_the_boundary(rows))))
     if chosen.max_batch:
         console.print(f"Largest batch for {chosen.capacity}: {estimate.max_batch_size(chosen.capacity)}", markup=False)
     if chosen.snapshot:
@@ -76,6 +79,12 @@ def run(chosen: argparse.Namespace) -> None:
     if chosen.picture:
         estimate.save_picture(chosen.picture)
         console.print(f"Picture: {chosen.picture}", markup=False)
+
+
+def around_the_boundary(rows: list[tuple[str, str]], n: int = 3) -> list[tuple[str, str]]:
+    """Return the rows on both sides of the first GPU that fits, which come sorted by size: at most n on each."""
+    first = next((i for i, (_, fits) in enumerate(rows) if fits == "yes"), len(rows))
+    return rows[max(0, first - n) : first + n]
 
 
 def optimizer_of(name: str) -> Any:

@@ -6,17 +6,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lightning_memtools import __version__
 from lightning_memtools.cli import doctor, dry_run, estimate, replay, report, snapshot
 from lightning_memtools.cli.targets import UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, or 1 after an error or a serious finding.
+    """Run the command and return its exit status: 0; 1 after an error or a serious finding; 130 after Ctrl-C.
 
     Args:
         arguments: The command line; by default that of the process.
     """
     parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
+    parser.add_argument("--version", action="version", version=f"lightning_memtools {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     estimate.add_to(commands)
     doctor.add_to(commands)
@@ -30,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"memtools: {error}", file=sys.stderr)  # noqa: T201, a command prints
         return 1
+    except KeyboardInterrupt:
+        print("memtools: interrupted", file=sys.stderr)  # noqa: T201, as above
+        return 130  # 128 + SIGINT, as a shell reports it
 
 
 if __name__ == "__main__":

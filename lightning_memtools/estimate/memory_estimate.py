@@ -237,7 +237,8 @@ class MemoryEstimate:
             return ""
         limit = DeviceLimit.parse(self.capacity)
         if self.fits(self.capacity):
-            return f"It fits in {self.capacity}."
+            taken, usable = format_size(self.peak_reserved), format_size(limit.usable)
+            return f"It fits in {self.capacity}. It reserves {taken} of the {usable} that are usable."
         if self.parameter_bytes > limit.usable:
             excess = format_size(self.parameter_bytes - limit.usable)
             return (

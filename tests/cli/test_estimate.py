@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_memtools.cli.estimate import around_the_boundary
 from lightning_memtools.cli.main import main
 
 TARGET = """
@@ -59,6 +60,7 @@ def test_it_prints_figures_and_gpus(capsys):
         "--capacity",
         "1GiB",
         "--max-batch",
+        "--all-gpus",
         "--snapshot",
         "s.pickle",
         "--picture",
@@ -68,10 +70,18 @@ def test_it_prints_figures_and_gpus(capsys):
     out = capsys.readouterr().out
     assert "1,049,600" in out  # parameters
     assert "It fits in 1GiB." in out
+    assert out.index("It fits in 1GiB.") == 0, "the verdict comes first"
     assert "RTX 4090 24GB" in out
     assert "Largest batch for 1GiB: " in out
     assert pickle.loads(Path("s.pickle").read_bytes())["device_traces"][0]  # noqa: S301, written above
     assert Path("m.svg").read_text().startswith("<svg")
+
+
+def test_only_the_gpus_around_the_boundary_are_listed():
+    rows = [(str(n), "no") for n in range(5)] + [(str(n), "yes") for n in range(5, 10)]
+    assert [name for name, _ in around_the_boundary(rows)] == ["2", "3", "4", "5", "6", "7"]
+    assert around_the_boundary(rows[:5]) == rows[2:5]
+    assert around_the_boundary(rows[5:]) == rows[5:8]
 
 
 def command(root, *arguments):

@@ -1,0 +1,61 @@
+"""The command `memtools` as a whole: its version, its pages of help, and Ctrl-C."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lightning_memtools
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+
+
+def memtools(*arguments):
+    line = [sys.executable, "-m", "lightning_memtools", *arguments]
+    return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def test_the_module_is_the_command_and_tells_its_version():
+    assert memtools("--version").stdout == f"lightning_memtools {lightning_memtools.__version__}\n"
+
+
+def test_every_option_of_every_command_is_described_and_stands_in_the_manual():
+    page = (ROOT / "docs/command-line.md").read_text()
+    commands = re.findall(r"^    ([a-z-]+) ", memtools("--help").stdout, flags=re.MULTILINE)
+    assert {"estimate", "doctor", "replay", "dry-run", "report"} <= set(commands)
+    for command in commands:
+        assert f"## memtools {command}" in page
+        text = memtools(command, "--help").stdout
+        part = page.split(f"## memtools {command}\n")[1].split("\n## ")[0]
+        for option, rest in re.findall(r"^  (?:-\w[ \w.]*, )?(-[-\w]+)(.*(?:\n {10,}.*)*)", text, flags=re.MULTILINE):
+            words = re.sub(r"^( [A-Z][\w.]*| \{.*?\}|, --\w+.*?(?=  |\n)| \[.*?\])*", "", rest).split()
+            assert words, f"memtools {command} {option} has no description"
+            assert option in {"-h", "--help"} or f"`{option}" in part or f", {option}" in part, f"{command} {option}"
+
+
+def test_ctrl_c_ends_a_command_with_one_line(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef model_and_batch():\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    )
+    line = [sys.executable, "-m", "lightning_memtools", "estimate", "slow:model_and_batch"]
+    with subprocess.Popen(
+        line, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "memtools: interrupted\n")
+
+
+@pytest.mark.parametrize("wrong", [(), ("estmate",)])
+def test_a_wrong_command_lists_those_that_exist(wrong):
+    done = memtools(*wrong)
+    assert done.returncode == 2
+    assert "COMMAND" in done.stderr or "estimate" in done.stderr
