@@ -15,8 +15,8 @@ from lightning_memtools.checkpointing.exact_recomputation import statistics_unto
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.state.random_state import random_streams_restored
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**18
+_CHUNK = 2**17
+_STEP = -0x61C8864680B583EB  # odd, so that no earlier chunk is multiplied away
 
 Run = Callable[[Callable[[Any], None]], Any]
 """Runs layers one after the other, and calls its argument with the output of each."""
@@ -99,32 +99,38 @@ def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Returns a number that differs, for practical purposes, if any bit or the order of the elements differs.
 
-    `torch.hash_tensor` would be the same for elements in another order, and for any even number of equal elements.
+    A sum modulo 2^64 of 8 bytes each times a fixed random odd number (multilinear hashing, Carter and Wegman 1979): one
+    element that differs always changes it. `torch.hash_tensor` would be the same for elements in another order, and for
+    any even number of equal elements.
     """
     with torch.no_grad():
         try:
             values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().flatten()
-            bits = values.view(_INTEGERS[values.element_size()])
-            total = torch.zeros((), dtype=torch.int64, device=values.device)
-            for start in range(0, len(bits), _CHUNK):  # in chunks: 64 bits for each element take memory
-                part = bits[start : start + _CHUNK].to(torch.int64)
-                total += _mixed(part, start).sum()
+            octets = values.view(torch.uint8)
+            if octets.storage_offset() % 8:  # such a view cannot be read as 8-byte numbers
+                octets = octets.clone()
+            n_whole = len(octets) // 8 * 8
+            total = _hash(octets[:n_whole].view(torch.int64))
+            return total.mul_(_STEP).add_(_hash(octets[n_whole:].to(torch.int64)))
         except (NotImplementedError, RuntimeError, TypeError):  # sparse, quantized and nested tensors
             return torch.zeros((), dtype=torch.int64)
+
+
+def _hash(bits: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    weights = _weights(min(_CHUNK, len(bits)), bits.device)
+    for start in range(0, len(bits), _CHUNK):  # in chunks, which take little memory
+        part = bits[start : start + _CHUNK]
+        # The high half is added to the low one first: two signs that change would cancel modulo 2^64.
+        folded = (part >> 32).bitwise_xor_(part)
+        total.mul_(_STEP).add_(folded.mul_(weights[: len(part)]).sum())
     return total
 
 
-def _mixed(bits: Tensor, start: int) -> Tensor:
-    """Spreads elements and positions over all 64 bits: the finalizer of SplitMix64 (Steele et al. 2014)."""
-    positions = torch.arange(start + 1, start + 1 + len(bits), device=bits.device, dtype=torch.int64)
-    mixed = positions.mul_(-0x61C8864680B583EB).add_(bits)
-    # A shift keeps the sign in torch; the mask makes it the shift of an unsigned number.
-    mixed ^= (mixed >> 30) & 0x3FFFFFFFF
-    mixed *= -0x40A7B892E31B1A47
-    mixed ^= (mixed >> 27) & 0x1FFFFFFFFF
-    mixed *= -0x6B2FB644ECCEEE15
-    mixed ^= (mixed >> 31) & 0x1FFFFFFFF
-    return mixed
+def _weights(n: int, device: torch.device) -> Tensor:
+    """Returns odd numbers, the same in every call; this draws from no stream of the user's."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (n,), generator=generator).mul_(2).add_(1).to(device)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 
@@ -224,3 +226,17 @@ def test_a_fingerprint_sees_one_element_and_the_order(dtype):
     assert fingerprint(one) != fingerprint(swapped)
     assert fingerprint(torch.ones_like(one)) != fingerprint(torch.zeros_like(one))
     assert fingerprint(torch.tensor(float("nan"))) == fingerprint(torch.tensor(float("nan")))
+    for size in (1, 3, 8, 2**17 + 5):  # whole chunks of 8 bytes, and what is left of them
+        rows = torch.zeros(size + 1, dtype=dtype)[1:]  # a view that begins at any byte
+        other = rows.clone()
+        other[-1] = 1
+        assert fingerprint(rows) == fingerprint(rows.clone())
+        assert fingerprint(rows) != fingerprint(other)
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True))
+def test_signs_that_change_do_not_cancel_in_a_fingerprint(places):
+    plain = torch.ones(4096)
+    flipped = plain.clone()
+    flipped[[place % 4096 for place in places]] = -1
+    assert fingerprint(plain) != fingerprint(flipped)
