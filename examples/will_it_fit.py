@@ -2,7 +2,7 @@
 
     python examples/will_it_fit.py [--layers 32] [--width 4096]
 
-For 8 GPUs with FSDP, `memtools dry-run --devices 8 SCRIPT` runs a script that calls `fully_shard`; see the page "Dry run".
+For 8 GPUs with FSDP, `memtools dry-run --devices 8 SCRIPT` runs one that calls `fully_shard` (page "Dry run").
 """
 
 from __future__ import annotations
