@@ -10,7 +10,7 @@ import logging
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import EmptyCache, VirtualDevice
 
@@ -23,13 +23,13 @@ class Leaky(L.LightningModule):
         self.layer = nn.Linear(64, 8)
         self.outputs: list[Tensor] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG002, Lightning passes it
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002, Lightning passes it
         """Mean squares."""
-        return self.layer(batch).square().mean()  # type: ignore[no-any-return]
+        return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:  # noqa: ARG002, as above
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:  # noqa: ARG002, as above
         """Keep the outputs."""
-        self.outputs.append(self.layer(batch))
+        self.outputs.append(self.layer(batch[0]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain descent."""
@@ -40,7 +40,7 @@ def main() -> None:
     """Train for five epochs. The warning comes after the third evaluation that left more than the one before."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     L.seed_everything(0)
-    loader = DataLoader(torch.randn(512, 64), batch_size=128)
+    loader = DataLoader(TensorDataset(torch.randn(512, 64)), batch_size=128)
     with VirtualDevice("1GiB"):
         L.Trainer(
             max_epochs=5,

@@ -10,7 +10,7 @@ import argparse
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import HaltOnNaN, NonFiniteError, replay
 
@@ -24,9 +24,10 @@ class LogLikelihood(L.LightningModule):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG002, Lightning passes it
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002, Lightning passes it
         """The mean of minus the logarithm of an amount."""
-        amount = batch.abs().sum(1) * torch.sigmoid(self.encoder(batch).squeeze(1))
+        rows = batch[0]
+        amount = rows.abs().sum(1) * torch.sigmoid(self.encoder(rows).squeeze(1))
         return -torch.log(amount.clamp(min=self.eps)).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -46,8 +47,8 @@ def main() -> None:
     parser.add_argument("--logs", default="logs/nan")
     logs = parser.parse_args().logs
     L.seed_everything(0)
-    batches = list(torch.randn(30, 8, 6))
-    batches[12][3] = 0.0  # one sample of one batch is all zeros
+    rows = torch.randn(240, 6)
+    rows[99] = 0.0  # sample 3 of batch 12
     trainer = L.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -57,11 +58,12 @@ def main() -> None:
         callbacks=[HaltOnNaN(directory=logs)],
     )
     try:
-        trainer.fit(LogLikelihood(), DataLoader(batches, batch_size=None))
+        trainer.fit(LogLikelihood(), DataLoader(TensorDataset(rows), batch_size=8))
     except NonFiniteError as error:
-        again = replay(error.capsule_path, model=LogLikelihood())
+        capsule = str(error.capsule_path)
+        again = replay(capsule, model=LogLikelihood())
         print(f"\nRun again from the file: the same in every bit: {again.exact}; finite: {again.is_finite}")
-        mended = replay(error.capsule_path, model=Mended())
+        mended = replay(capsule, model=Mended())
         print(f"With the mended class: finite: {mended.is_finite}")
 
 

@@ -10,7 +10,7 @@ import argparse
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memtools import GradientCheckpointing, LossCurves, MemoryMonitor, VirtualDevice
@@ -23,9 +23,9 @@ class LanguageModel(L.LightningModule):
         super().__init__()
         self.model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=128, n_head=4, vocab_size=1000, use_cache=False))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG002, Lightning passes it
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002, Lightning passes it
         """The loss of the next token."""
-        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+        return self.model(input_ids=batch[0], labels=batch[0]).loss  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""
@@ -46,7 +46,7 @@ def peak_mib(logs: str, *callbacks: L.Callback) -> float:
             enable_progress_bar=False,
             log_every_n_steps=1,
             callbacks=[MemoryMonitor(reset_peaks=False), LossCurves(), *callbacks],
-        ).fit(LanguageModel(), DataLoader(tokens, batch_size=8))
+        ).fit(LanguageModel(), DataLoader(TensorDataset(tokens), batch_size=8))
         return (device.stats().peak_allocated or 0) / 2**20
 
 

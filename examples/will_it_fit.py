@@ -8,6 +8,7 @@ For 8 GPUs with FSDP, `memtools dry-run --devices 8 SCRIPT` runs one that calls 
 from __future__ import annotations
 
 import argparse
+from typing import Literal
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,7 +34,11 @@ def main() -> None:
         model = LlamaForCausalLM(config)
         batch = torch.zeros(1, args.tokens, dtype=torch.long)
     print(f"{sum(one.numel() for one in model.parameters()) / 1e9:.2f} billion parameters, 1 x {args.tokens} tokens")
-    for optimizer, precision in ((torch.optim.AdamW, "bf16-mixed"), (torch.optim.SGD, "bf16-true")):
+    choices: tuple[tuple[type[torch.optim.Optimizer], Literal["bf16-mixed", "bf16-true"]], ...] = (
+        (torch.optim.AdamW, "bf16-mixed"),
+        (torch.optim.SGD, "bf16-true"),
+    )
+    for optimizer, precision in choices:
         estimate = estimate_memory(
             model,
             batch,
