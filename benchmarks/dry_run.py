@@ -1,6 +1,7 @@
 """What a dry run costs: a transformer of 7 billion parameters, FSDP 2 on 8 ranks, on a machine that could not hold it.
 
-Needs a CUDA build of PyTorch and no GPU (docs/dry-run.md): .venv-cuda/bin/python benchmarks/dry_run.py
+Needs a CUDA build of PyTorch and no GPU (docs/dry-run.md):
+    .venv-cuda/bin/python -m lightning_memtools.null_cuda benchmarks/dry_run.py
 """
 
 from __future__ import annotations
