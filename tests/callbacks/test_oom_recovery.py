@@ -406,6 +406,8 @@ def test_a_batch_without_samples_and_parts_that_do_not_add_up_are_quoted(tmp_pat
     assert "split_batch returned parts of [4] samples for a batch of 16" in caught.value.__notes__[0]
 
 
+# MemoryMonitor warns of the full device, and rightly so.
+@pytest.mark.filterwarnings("ignore:Allocation retries have begun", "ignore:Peak reserved memory is")
 def test_beside_the_default_callbacks_the_run_ends_as_on_a_larger_device(tmp_path):
     model, larger = Sequences(), Sequences()
     run = fit(tmp_path, model, *default_callbacks(), OOMRecovery(on_recover="ignore"), capacity=TIGHT)
