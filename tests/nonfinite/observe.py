@@ -8,12 +8,15 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 
 def state_bits(model: L.LightningModule, optimizers: list[Optimizer]) -> dict[str, Any]:
     """A copy of weights, buffers and optimizer state, with a name for each tensor."""
-    state: dict[str, Any] = {f"model.{name}": value.clone() for name, value in model.state_dict().items()}
+    state: dict[str, Any] = {
+        f"model.{name}": value.clone() for name, value in model.state_dict().items() if not is_lazy(value)
+    }
     for index, optimizer in enumerate(optimizers):
         saved = optimizer.state_dict()
         for key, entries in saved["state"].items():

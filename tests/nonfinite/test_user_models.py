@@ -1,0 +1,91 @@
+"""Models in users' style: right step, state, checkpoint and cause where one fails; the same bits where none does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.state.random_state import RandomState
+from tests.lightning_models import trainer
+from tests.nonfinite import user_models
+from tests.nonfinite.observe import Observer, differences, state_bits
+from tests.nonfinite.user_models import BAD, CASES, UserModel
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized|stream does not match|degrees of freedom).*")
+FUSED = [name for index, name in enumerate(CASES) if index % 4 == 0]
+
+
+def test_the_gallery_is_large_enough():
+    assert len(CASES) >= 50
+    assert sum(case.named for case in CASES.values()) >= 0.95 * len(CASES)
+
+
+def trained(name: str, root: Path, *callbacks: L.Callback, bad: bool, fused: bool = False) -> tuple[Any, L.Trainer]:
+    L.seed_everything(0, verbose=False)
+    model = UserModel(CASES[name], fused=fused)
+    run = trainer(root, *callbacks, logger=False, **CASES[name].options)
+    run.fit(model, CASES[name].loader(bad=bad))
+    return model, run
+
+
+class StepStart(Observer):
+    """Keeps the state that the first bad step began with: that of its first batch, or after the update before it."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.began = {}
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(lambda *_: self.keep(trainer, pl_module))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.keep(trainer, pl_module)
+
+    def keep(self, trainer, pl_module):
+        if self.first_bad is None:
+            self.began = state_bits(pl_module, trainer.optimizers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failing_model_of_a_user(name, tmp_path):
+    case, observer = CASES[name], StepStart()
+    trained(name, tmp_path, observer, bad=True)
+    model = run = None
+
+    class Watch(L.Callback):
+        def setup(self, trainer, pl_module, stage):
+            nonlocal model, run
+            model, run = pl_module, trainer
+
+    halt = HaltOnNaN(directory=str(tmp_path / "out"))
+    with pytest.raises(NonFiniteError) as caught:
+        trained(name, tmp_path, Watch(), halt, bad=True)
+    error = caught.value
+    assert (error.step, error.batch_idx) == (observer.first_bad, BAD)
+    assert differences(observer.began, state_bits(model, run.optimizers)) == []
+    assert ", except" not in str(error)
+    saved = torch.load(error.checkpoint_path, weights_only=True)
+    assert differences(saved["state_dict"], dict(model.state_dict())) == []
+    assert all(torch.isfinite(value).all() for value in saved["state_dict"].values())
+    found = error.explanation
+    if case.named:
+        assert (found.operation, found.module, found.backward) == (case.operation, case.module, case.backward)
+        assert (found.file, found.line) == (user_models.__file__, case.line)
+        assert error.cause == case.cause
+
+
+@pytest.mark.parametrize(("name", "fused"), [*((name, False) for name in CASES), *((name, True) for name in FUSED)])
+def test_a_healthy_model_of_a_user_ends_in_the_same_bits(name, fused, tmp_path):
+    ends = []
+    for callbacks in ([], [HaltOnNaN()], [HaltOnNaN(max_skips=3)]):
+        model, run = trained(name, tmp_path, *callbacks, bad=False, fused=fused)
+        ends.append(({**state_bits(model, run.optimizers), **dict(model.named_buffers())}, RandomState.now()))
+        assert run.global_step >= 1
+    (bare, random), *guarded = ends
+    assert all(differences(bare, bits) == [] and state == random for bits, state in guarded)

@@ -1,0 +1,472 @@
+"""Losses in users' style, each of which one batch makes NaN or Inf; on all other batches they are healthy.
+
+A model is a dictionary of modules and a loss. The line of a loss that makes the first bad value ends with `# bad`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_memtools.nonfinite.causes import NonFiniteCause as Cause
+
+N, D, N_BATCHES, BAD = 6, 4, 4, 2
+
+
+@dataclass(frozen=True)
+class UserCase:
+    """A model of a user.
+
+    Attributes:
+        loss: The loss of a batch; in manual optimization it also makes the updates, and returns None.
+        spoil: Makes the bad batch of a good one.
+        operation: The operation that makes the first bad value; of a backward pass, the forward operation.
+        cause: The class of cause.
+        backward: Whether it is in the backward pass.
+        module: The module that it is in.
+        parts: Makes further modules: name to module.
+        pack: Makes the batch, as the user's loader gives it, of a tensor of shape [6, 4].
+        n_optimizers: The number of optimizers; two are for `net` and `other`, in manual optimization.
+        named: Whether operation and line are told: not where a mask of -inf hides a row that is masked throughout.
+    """
+
+    loss: Callable[[Any, Any], Any]
+    spoil: Callable[[Tensor], Tensor] = torch.zeros_like
+    operation: str = "aten.log"
+    cause: Cause = Cause.DOMAIN
+    backward: bool = False
+    module: str = ""
+    parts: Callable[[], dict[str, Any]] = dict
+    pack: Callable[[Tensor], Any] = lambda x: x
+    n_optimizers: int = 1
+    named: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The loss function's name."""
+        return self.loss.__name__
+
+    @property
+    def line(self) -> int:
+        """The line that is marked."""
+        lines, first = inspect.getsourcelines(self.loss)
+        (found,) = (first + i for i, line in enumerate(lines) if line.rstrip().endswith("# bad"))
+        return found
+
+    def loader(self, *, bad: bool) -> DataLoader[Any]:
+        """The batches, in order."""
+        generator = torch.Generator().manual_seed(0)
+        batches: Any = [torch.randn(N, D, generator=generator) for _ in range(N_BATCHES)]
+        if bad:
+            batches[BAD] = self.spoil(batches[BAD])
+        return DataLoader([self.pack(x) for x in batches], batch_size=None)  # type: ignore[arg-type]
+
+
+class UserModel(L.LightningModule):
+    """A network, what the case adds, and its loss."""
+
+    def __init__(self, case: UserCase, *, fused: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Linear(D, D)
+        self.other = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.1))
+        for name, part in case.parts().items():
+            setattr(self, name, part)
+        self.case, self.fused = case, fused
+        self.automatic_optimization = case.n_optimizers == 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.case.loss(self, batch)
+
+    def configure_optimizers(self) -> Any:
+        groups = (
+            [self.parameters()] if self.automatic_optimization else [self.net.parameters(), self.other.parameters()]
+        )
+        return [torch.optim.AdamW(group, lr=1e-3, fused=self.fused) for group in groups]
+
+
+def size(x: Tensor) -> Tensor:
+    """Zero for a batch of zeros."""
+    return x.abs().sum(1, keepdim=True)
+
+
+def vae(m, x):
+    mean, variance = m.other(x), torch.sigmoid(m.net(x)) * size(x)
+    return (mean.square() + variance - torch.log(variance)).mean()  # bad
+
+
+def vq_vae(m, x):
+    h = m.net(x)
+    book = m.book.codes
+    code = book[torch.cdist(h, book).argmin(1)]
+    with torch.no_grad():
+        book.mul_(0.9).add_(0.1 * h.mean(0))
+    unit = h * size(x) / (h * size(x)).norm(dim=1, keepdim=True)  # bad
+    return F.mse_loss(unit, code.detach()) + F.mse_loss(h, code)
+
+
+class Book(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(3, D), requires_grad=False)
+
+
+def vq_module(m, x):
+    h, codes = m.net(x), m.codebook.codes
+    with torch.no_grad():
+        codes.lerp_(h[:3], 0.1)
+    return (h - codes[0]).square().mean() + torch.log(size(x)).mean() * h.mean()  # bad
+
+
+def ctc(m, x):
+    scores = m.net(x)[:, None].log_softmax(2)
+    length = torch.where(x.abs().sum() > 0, 2, N)
+    return F.ctc_loss(scores, torch.ones(1, N, dtype=torch.long), torch.tensor([N]), length[None])  # bad
+
+
+def mixture_of_experts(m, x):
+    scores = m.net(x).masked_fill(size(x) == 0, -torch.inf)
+    weights = torch.softmax(scores, dim=1)  # bad
+    return (weights * m.other(x)).square().mean()
+
+
+def gan(m, x):
+    first, second = m.optimizers()
+    m.toggle_optimizer(first)
+    first.zero_grad()
+    m.manual_backward(m.other(m.net(x)).square().mean())
+    first.step()
+    m.untoggle_optimizer(first)
+    m.toggle_optimizer(second)
+    second.zero_grad()
+    judged = torch.sigmoid(m.other(m.net(x).detach())) * size(x)
+    m.manual_backward(-torch.log(judged).mean())  # bad
+    second.step()
+    m.untoggle_optimizer(second)
+
+
+def gan_first_update(m, x):
+    first, second = m.optimizers()
+    m.toggle_optimizer(first)
+    first.zero_grad()
+    m.manual_backward((m.net(x) / size(x)).square().mean())  # bad
+    first.step()
+    m.untoggle_optimizer(first)
+    m.toggle_optimizer(second)
+    second.zero_grad()
+    m.manual_backward(m.other(x).square().mean())
+    second.step()
+    m.untoggle_optimizer(second)
+
+
+def gradient_penalty(m, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad((m.net.weight @ x.T).square().sum(), x, create_graph=True)
+    return (torch.sqrt(slope.square().sum(1)) - 1).square().mean()  # bad
+
+
+def gradient_penalty_l1(m, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad((m.net(x) * x).abs().sum(), x, create_graph=True)
+    return slope.abs().mean() + torch.log(size(x)).mean() * m.net(x).mean()  # bad
+
+
+def maml(m, x):
+    inner = m.net(x).square().mean()
+    gradient = torch.autograd.grad(inner, list(m.net.parameters()), create_graph=True)
+    weight, bias = (p - 0.1 * g for p, g in zip(m.net.parameters(), gradient, strict=True))
+    return torch.log(F.linear(x, weight, bias).abs().mean() * size(x)).mean()  # bad
+
+
+def byol(m, x):
+    with torch.no_grad():
+        for slow, fast in zip(m.target.parameters(), m.net.parameters(), strict=True):
+            slow.mul_(0.99).add_(fast, alpha=0.01)
+    one, two = m.net(x) * size(x), m.target(x)
+    unit = one / one.norm(dim=1, keepdim=True)  # bad
+    return 2 - 2 * (unit * F.normalize(two, dim=1)).sum(1).mean()
+
+
+def moco_as_data(m, x):
+    for slow, fast in zip(m.target.parameters(), m.net.parameters(), strict=True):
+        slow.data = slow.data * 0.99 + fast.data * 0.01
+    key = m.target(x).detach()
+    m.queue.keys.copy_(torch.cat([key, m.queue.keys])[: len(m.queue.keys)])
+    return -torch.log((m.net(x) * key).sum(1).sigmoid() * size(x)[:, 0]).mean()  # bad
+
+
+class Queue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.randn(8, D))
+
+
+def dino(m, x):
+    out = m.net(x)
+    target = torch.softmax(out.detach() - m.centre, 1)
+    m.centre = 0.9 * m.centre + 0.1 * out.detach().mean(0)
+    share = out.sigmoid() * size(x)
+    return -(target * (share / share.sum(1, keepdim=True)).log()).sum(1).mean()  # bad
+
+
+def sim_clr(m, x):
+    h = m.net(x)
+    return torch.log(torch.exp(h @ h.T / 0.1).sum(1)).mean()  # bad
+
+
+def diffusion(m, x):
+    kept = torch.linspace(1, 0, 5)[0 if x.abs().sum() > 0 else 4]
+    noise = torch.randn_like(x)
+    noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+    clean = (noisy - (1 - kept).sqrt() * m.net(noisy)) / kept.sqrt()  # bad
+    return F.mse_loss(clean, x)
+
+
+def lstm(m, x):
+    out, _ = m.rnn(x[None])
+    return -torch.log(out.sigmoid().mean(2)[0] * size(x)[:, 0]).mean()  # bad
+
+
+def gru_packed(m, x):
+    packed = nn.utils.rnn.pack_sequence([x, x[:3]])
+    _, hidden = m.rnn(packed)
+    return (hidden.mean() / x.abs().sum()).square()  # bad
+
+
+def quantised(m, x):
+    scale = x.abs().max() / 127
+    rounded = torch.fake_quantize_per_tensor_affine(m.net.weight, 0.1, 0, -128, 127)
+    return F.linear(torch.round(x / scale) * scale, rounded).square().mean()  # bad
+
+
+def lazy(m, x):
+    return (m.lazy(x) / size(x)).square().mean()  # bad
+
+
+def graph(m, batch):
+    degree = torch.zeros(N).index_add(0, batch.edges[1], batch.weights)
+    messages = torch.zeros(N, D).index_add(0, batch.edges[1], m.net(batch.x)[batch.edges[0]] * batch.weights[:, None])
+    return (messages / degree[:, None]).square().mean()  # bad
+
+
+def as_graph(x):
+    edges = torch.stack([torch.arange(N), (torch.arange(N) + 1) % N])
+    return SimpleNamespace(x=x, edges=edges, weights=x.abs().sum(1))
+
+
+def dice(m, x):
+    p, t = m.net(x).sigmoid() * (size(x) > 0), (x > 0).float()
+    return 1 - (2 * (p * t).sum() / (p.sum() + t.sum()))  # bad
+
+
+def focal(m, x):
+    p = torch.where(size(x) > 0, m.net(x).sigmoid(), m.net(x).sigmoid() * 0 + 1)
+    return ((1 - p) ** 0.5 * p).mean()  # bad
+
+
+def arc_face(m, x):
+    cosine = F.normalize(m.net(x), dim=1)[:, 0] * x.abs().amax().clamp(min=0.9) * 0.1
+    return torch.acos(cosine).mean()  # bad
+
+
+def triplet(m, x):
+    h = m.net(x)
+    return torch.sqrt((h - h.roll(1, 0)).square().sum(1)).mean()  # bad
+
+
+def poisson(m, x):
+    return F.poisson_nll_loss(m.net(x).abs() * size(x), size(x).expand(N, D))  # bad
+
+
+def gaussian(m, x):
+    variance = m.net(x).square() * size(x)
+    return (torch.log(variance) + x.square() / variance.detach().clamp(min=1)).mean()  # bad
+
+
+def mixture_density(m, x):
+    weights = m.net(x).masked_fill(size(x) == 0, -torch.inf)
+    return -torch.logsumexp(weights, 1).mean()  # bad
+
+
+def beta(m, x):
+    return torch.lgamma(m.net(x).sigmoid() * size(x)).mean()  # bad
+
+
+def log_determinant(m, x):
+    square = m.net.weight * x[0].abs().sum()
+    return torch.logdet(square @ square.T)  # bad
+
+
+def eigenvalues(m, x):
+    matrix = m.net.weight * 0 + torch.eye(D) + x.T @ x * m.net.weight.square()
+    _, vectors = torch.linalg.eigh(matrix @ matrix.T)  # bad
+    return vectors[0].sum()
+
+
+def one_sample(m, x):
+    h = m.net(x)
+    return ((h - h.mean(0)) / h.var(0)).mean()  # bad
+
+
+def reciprocal_root(m, x):
+    return (m.net(x) * torch.rsqrt(x.square().sum(1, keepdim=True))).mean()  # bad
+
+
+def attention(m, x):
+    mask = (size(x) == 0).T.expand(1, N)
+    out, _ = m.attention(x[None], x[None], x[None], key_padding_mask=mask)  # bad
+    return (out + m.net(x)).square().mean()
+
+
+def entropy(m, x):
+    p = torch.softmax(m.net(x), 1)
+    return -(p * p.log()).sum(1).mean()  # bad
+
+
+def divergence(m, x):
+    target = x.abs() / x.abs().sum(1, keepdim=True).clamp(min=1e-9)
+    return (target * (target.log() - m.net(x).log_softmax(1))).sum()  # bad
+
+
+def negative_power(m, x):
+    return (m.net(x) * size(x) ** -2).mean()  # bad
+
+
+def hyperbolic(m, x):
+    norm = torch.tanh(size(x))
+    return (m.net(x) * torch.atanh(norm * (0.99 if x.abs().max() < 50 else 1))).mean()  # bad
+
+
+def log_one_minus(m, x):
+    return -torch.log1p(-torch.sigmoid(m.net(x) * x.abs().amax().clamp(max=200))).mean()  # bad
+
+
+def deviation(m, x):
+    return (m.net(x) * size(x)).var(1).sqrt().mean()  # bad
+
+
+def mean_of_none(m, x):
+    chosen = m.net(x)[x.amax(1) > 0]
+    return chosen.mean() + m.net(x).square().mean()  # bad
+
+
+def weighted_classes(m, x):
+    weight = torch.ones(D) * (x.abs().sum() > 0)
+    return F.cross_entropy(m.net(x), torch.arange(N) % D, weight=weight)  # bad
+
+
+def sparse_graph(m, x):
+    adjacency = torch.eye(N).to_sparse()
+    return (torch.sparse.mm(adjacency, m.net(x)) / torch.sparse.mm(adjacency, size(x))).square().mean()  # bad
+
+
+def spectrum(m, x):
+    return torch.log(torch.fft.rfft(x * m.net(x).square().mean(), dim=1).abs()).mean()  # bad
+
+
+def flow(m, x):
+    return (x * torch.exp(m.net(x).abs() * size(x))).mean()  # bad
+
+
+def actor_critic(m, x):
+    actor, critic = m.optimizers()
+    value = m.other(x).mean(1)
+    critic.zero_grad()
+    m.manual_backward(value.square().mean())
+    critic.step()
+    actor.zero_grad()
+    chance = m.net(x).softmax(1)[:, 0] * size(x)[:, 0]
+    m.manual_backward(-(torch.log(chance) * value.detach()).mean())  # bad
+    actor.step()
+
+
+def layer_norm(m, x):
+    h = m.net(x) * size(x)
+    centred = h - h.mean(1, keepdim=True)
+    return (centred / centred.square().mean(1, keepdim=True).sqrt()).abs().mean()  # bad
+
+
+def squared(m, x):
+    return (m.net(x) * 1e10 * size(x)).square().mean() * 1e-30  # bad
+
+
+def overlap(m, x):
+    inside = torch.minimum(m.net(x).abs(), x.abs())
+    union = (m.net(x).abs() * size(x)).sum() + x.abs().sum()
+    return {"loss": 1 - inside.sum() / union, "boxes": x}  # bad
+
+
+def nested_batch(m, batch):
+    x = batch["inputs"]["features"][0]
+    return (m.net(x).square() / batch["weight"].sum()).mean()  # bad
+
+
+def scripted_norm(m, x):
+    h = m.net(x) * size(x)
+    return (h * (1 / h.abs().sum(1, keepdim=True))).mean()  # bad
+
+
+def huge(x):
+    return x * 1e4
+
+
+def large(x):
+    return x * 6
+
+
+HEAVY: dict[str, Any] = {"spoil": large, "cause": Cause.OVERFLOW}
+TARGET: dict[str, Any] = {
+    "parts": lambda: {"target": copy.deepcopy(nn.Linear(D, D)).requires_grad_(requires_grad=False)}
+}
+
+
+def _cases() -> list[UserCase]:
+    case = UserCase
+    div: dict[str, Any] = {"operation": "aten.div"}
+    root: dict[str, Any] = {"operation": "aten.sqrt", "backward": True}
+    return [
+        case(vae), case(vq_vae, parts=lambda: {"book": Book()}, **div),
+        case(vq_module, parts=lambda: {"codebook": Book()}),
+        case(ctc, operation="aten._ctc_loss"), case(mixture_of_experts, operation="aten.softmax"),
+        case(gan, n_optimizers=2), case(gan_first_update, n_optimizers=2, **div), case(gradient_penalty, **root),
+        case(gradient_penalty_l1), case(maml), case(byol, **TARGET, **div),
+        case(moco_as_data, parts=lambda: {**TARGET["parts"](), "queue": Queue()}),
+        case(dino, parts=lambda: {"centre": torch.zeros(D)}, **div), case(sim_clr, **HEAVY, operation="aten.exp"),
+        case(diffusion, **div), case(lstm, parts=lambda: {"rnn": nn.LSTM(D, D, batch_first=True)}),
+        case(gru_packed, parts=lambda: {"rnn": nn.GRU(D, D)}, **div), case(quantised, **div),
+        case(lazy, parts=lambda: {"lazy": nn.LazyLinear(D)}, **div), case(graph, pack=as_graph, **div),
+        case(dice, **div), case(focal, operation="aten.pow", backward=True),
+        case(arc_face, spoil=huge, operation="aten.acos"),
+        case(triplet, **root), case(poisson, **HEAVY, operation="aten.exp"), case(gaussian),
+        case(mixture_density, named=False), case(beta, operation="aten.lgamma"),
+        case(log_determinant, operation="aten._linalg_slogdet"),
+        case(one_sample, spoil=lambda x: x[:1], operation="aten.var"),
+        case(reciprocal_root, operation="aten.rsqrt"),
+        case(attention, parts=lambda: {"attention": nn.MultiheadAttention(D, 2, batch_first=True)}, module="attention",
+             operation="aten.softmax"),
+        case(entropy, spoil=huge), case(negative_power, operation="aten.pow"),
+        case(hyperbolic, spoil=huge, operation="aten.atanh"), case(log_one_minus, spoil=huge, operation="aten.log1p"),
+        case(deviation, **root),
+        case(mean_of_none, operation="aten.mean", spoil=lambda x: -x.abs()),
+        case(weighted_classes, operation="aten.nll_loss_forward"), case(sparse_graph, **div), case(spectrum),
+        case(flow, **HEAVY, operation="aten.exp"), case(actor_critic, n_optimizers=2), case(layer_norm, **div),
+        case(squared, spoil=lambda x: x * 1e12, cause=Cause.OVERFLOW, operation="aten.pow"), case(overlap, **div),
+        case(nested_batch, pack=lambda x: {"inputs": {"features": [x]}, "weight": x.abs()}, **div),
+        case(scripted_norm, operation="aten.reciprocal"),
+        case(vae, options={"accumulate_grad_batches": 2}),
+        case(byol, options={"accumulate_grad_batches": 2}, **TARGET, **div),
+        case(dice, options={"gradient_clip_val": 0.5}, **div),
+    ]  # fmt: skip
+
+
+CASES = {f"{case.name}{''.join(f'-{key}' for key in case.options)}": case for case in _cases()}
