@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.simulation.cuda_ops.reductions import GpuShape
+from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
 from lightning_memtools.simulation.fakes import TensorExchange
 from lightning_memtools.simulation.simulated import simulated
 

@@ -1,8 +1,7 @@
 """The cases of the sweep: models of torchvision, timm and transformers, and small modules that each isolate a kernel.
 
 Sizes are those that the models were published with; configurations of transformers have fewer layers, whose repetition
-would show nothing new. Settings take turns over the models; two models run with all optimizers and precisions, and the
-small modules with SGD in float32 as well.
+would show nothing new. The settings are a covering design: every two values meet, and models take turns with them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -142,7 +141,7 @@ def _torchvision() -> Iterator[TruthCase]:
         options = {"init_weights": False} if name in {"googlenet", "inception_v3"} else {}
         size = 299 if name == "inception_v3" else 224
         yield TruthCase(
-            name=name, source="torchvision", build=partial(models.get_model, name, **options), inputs=images(8, size)
+            name=name, source="torchvision", build=partial(models.get_model, name, **options), inputs=images(4, size)
         )
     for name in ("fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"):
         build = partial(models.get_model, name, weights=None, weights_backbone=None)
@@ -221,7 +220,7 @@ def _timm() -> Iterator[TruthCase]:
 
     for name in _TIMM:
         yield TruthCase(
-            name=name, source="timm", build=partial(timm.create_model, name), inputs=images(8, _SIZES.get(name, 224))
+            name=name, source="timm", build=partial(timm.create_model, name), inputs=images(4, _SIZES.get(name, 224))
         )
 
 
@@ -402,30 +401,57 @@ def _operators() -> Iterator[TruthCase]:  # noqa: PLR0915, a list
 
 # --- all of them
 
-_EVERYTHING = ("resnet18", "gpt2")
+
+@dataclass(frozen=True)
+class SweepSetting:
+    """How a model runs."""
+
+    optimizer: str
+    precision: Precision
+    channels_last: bool
+    way: str
+
+    def pairs(self) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+        """Returns every pair of its values."""
+        values = [(name, getattr(self, name)) for name in self.__dataclass_fields__]
+        return set(combinations(values, 2))
+
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "training": {}, "validation": {"stage": "val"}, "accumulation": {"accumulate": 2}, "clipping": {"clip": 1.0}
+}  # fmt: skip
+
+
+def settings() -> list[SweepSetting]:
+    """Returns settings in which every two values of different kinds meet, few of them."""
+    every = [SweepSetting(*one) for one in product(OPTIMIZERS, PRECISIONS, (False, True), _WAYS)]
+    missing = set[Any]().union(*(one.pairs() for one in every))
+    found: list[SweepSetting] = []
+    while missing:
+        best = max(every, key=lambda one: (len(one.pairs() & missing), -every.index(one)))
+        found.append(best)
+        missing -= best.pairs()
+    return found
 
 
 def cases() -> list[TruthCase]:
-    """Returns the sweep's cases."""
+    """Returns the sweep's cases: each model under two of the settings, operators in float32 with SGD and under one."""
     found: list[TruthCase] = []
+    covering = settings()
     for index, model in enumerate([*_torchvision(), *_timm(), *_transformers(), *_operators()]):
-        way = index % 7
         has_images = any(len(shape) == 4 for shape, _ in model.inputs.values())
-        # Settings take turns with periods that have no common factor, so that pairs of them meet.
-        turned = replace(
-            model,
-            precision=PRECISIONS[index % 4],
-            optimizer=list(OPTIMIZERS)[(index // 2) % 4 if index % 3 else 1],
-            channels_last=has_images and index % 5 in {0, 2},
-            stage="val" if way == 4 else "train",
-            accumulate=2 if way == 2 else 1,
-            clip=1.0 if way == 3 else None,
-        )
-        found.append(turned)
-        if model.source == "operator":
+        is_operator = model.source == "operator"
+        for turn in range(1 if is_operator else 2):
+            way = covering[(index + turn * 7 + index // len(covering)) % len(covering)]
+            found.append(
+                replace(
+                    model,
+                    precision=way.precision,
+                    optimizer=way.optimizer,
+                    channels_last=has_images and way.channels_last,
+                    **_WAYS[way.way],
+                )
+            )
+        if is_operator:
             found.append(model)
-        if model.name in _EVERYTHING:
-            found += [
-                replace(model, optimizer=one, precision=wanted) for one, wanted in product(OPTIMIZERS, PRECISIONS)
-            ]
     return list({case.key: case for case in found}.values())

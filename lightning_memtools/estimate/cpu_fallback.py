@@ -112,6 +112,7 @@ class _Line:
             peak_reserved=line(small.peak_reserved, large.peak_reserved),
             composition={name: line(small.composition[name], n_bytes) for name, n_bytes in large.composition.items()},
             step_peaks=tuple(map(line, small.step_peaks, large.step_peaks)),
+            convolution_workspaces=max(0, line(small.convolution_workspaces, large.convolution_workspaces)),
             batch_size=size,
             notes=(self.note,),
             _trace=None,

@@ -15,7 +15,7 @@ from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstim
 from lightning_memtools.estimate.trace_reading import read_estimate
 from lightning_memtools.memory.sizes import find_gpu
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.cuda_ops.reductions import GpuShape
+from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
 from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
 from lightning_memtools.simulation.step import STEP_NAMES, Precision, PrecisionName, Recipe, Stage
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace

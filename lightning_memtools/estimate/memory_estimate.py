@@ -83,6 +83,9 @@ class MemoryEstimate:
         device: "cuda" or "cpu": whose operators.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The limit the estimate was asked for; None for none.
+        convolution_workspaces: By how much ``peak_reserved`` grows where cuDNN gets the workspaces that its heuristics
+            ask for. It is in no other figure and not counted in `fits`: where memory is short, torch gives cached
+            blocks back, or takes another engine.
     """
 
     peak_allocated: int
@@ -99,6 +102,7 @@ class MemoryEstimate:
     device: str
     notes: tuple[str, ...] = ()
     capacity: str | None = None
+    convolution_workspaces: int = 0
     _simulation: CachingAllocator = field(repr=False)
     _trace: AllocationTrace | None = field(repr=False)
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
@@ -190,6 +194,11 @@ class MemoryEstimate:
         rows = [
             ("peak allocated", format_size(self.peak_allocated)),
             ("peak reserved (without the CUDA context)", format_size(self.peak_reserved)),
+            *(
+                [("convolution workspaces, up to (in no other figure)", format_size(self.convolution_workspaces))]
+                if self.convolution_workspaces
+                else []
+            ),
             *((f"at the peak: {name}", format_size(size)) for name, size in self.composition.items() if size),
             ("parameters", f"{self.parameter_count:,}"),
             ("parameters with a gradient", f"{self.gradient_count:,}"),

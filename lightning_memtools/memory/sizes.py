@@ -110,6 +110,12 @@ class Gpu:
     compute_capability: str
     multiprocessors: int
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability as numbers, to compare."""
+        major, minor = map(int, self.compute_capability.split("."))
+        return major, minor
+
 
 def parse_capacity(text: str | int) -> int:
     """Turn a size such as ``"24GiB"`` or a GPU's name such as ``"RTX 4090"`` or ``"H100 80GB"`` into bytes.

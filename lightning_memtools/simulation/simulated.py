@@ -14,8 +14,8 @@ from lightning_memtools._torch import FAKE_TENSOR_LOGGER
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
-from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, SIZED
-from lightning_memtools.simulation.cuda_ops.reductions import GpuShape, reduction_kernels
+from lightning_memtools.simulation.cuda_ops.kernel_table import kernels_on
+from lightning_memtools.simulation.cuda_ops.kernels import SIZED, GpuShape
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
 from lightning_memtools.state.random_state import random_streams_restored
 
@@ -48,7 +48,7 @@ def simulated(
                 stack.enter_context(cuda_autocast())
             stack.enter_context(fake_mode())
             # Replacements return tensors without values, which would be wrong for real tensors.
-            own = {**KERNELS, **reduction_kernels(gpu or GpuShape())} if cuda else {}
+            own = kernels_on(gpu or GpuShape()) if cuda else {}
             device.replace_operators({**SIZED, **own})
         stack.enter_context(borrowed([model], exchange))
         if not values:

@@ -240,6 +240,8 @@ def _step(
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     hooks.begin("optimizer")
     for optimizer in optimizers:
+        if scaler is not None:
+            scaler.before(optimizer)
         optimizer.step()
     if scaler is not None:
         scaler.update()
@@ -311,23 +313,30 @@ class _Scaler:
     """Allocates the tensors of torch.amp.GradScaler, whose own step reads values, which fake tensors do not have."""
 
     def __init__(self) -> None:
-        self._scale = torch.full((), 65536.0)
-        self._growth = torch.full((), 0, dtype=torch.int32)
-        self._found: torch.Tensor | None = None
+        self._state: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._found: list[torch.Tensor] = []
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self._scale
+        if self._state is None:  # the scale and the count of steps since it changed, made with the first loss
+            self._state = torch.full((), 65536.0), torch.full((), 0, dtype=torch.int32)
+        return loss * self._state[0]
 
     def unscale(self, model: nn.Module) -> None:
+        assert self._state is not None
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        found, inverse = torch.full((), 0.0), self._scale.double().reciprocal().float()
-        unscale_gradients(gradients, found, inverse)
-        self._found = found
+        inverse = self._state[0].double().reciprocal().float()
+        self._found = [torch.full((), 0.0)]
+        unscale_gradients(gradients, self._found[0], inverse)
         del inverse
 
+    def before(self, optimizer: Optimizer) -> None:
+        """Make the sum of the flags for non-finite gradients of all devices, which a fused optimizer is given."""
+        if any(group.get("fused") for group in optimizer.param_groups):
+            self._found.append(self._found[0] + 0)
+
     def update(self) -> None:
-        """Free the flag for non-finite gradients, which the optimizer's step needs until it is done."""
-        self._found = None
+        """Free the flags, which the optimizer's step needs until it is done."""
+        self._found = []
 
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None, *, values: bool = False) -> Any:

@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
+from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import Category, VirtualDevice
-from lightning_memtools.simulation.cuda_ops.reductions import GpuShape
+from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
 from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, copy_optimizer
 from lightning_memtools.simulation.recording import AllocationRecorder
@@ -160,6 +161,7 @@ def trace(
         record=True,
     )
     recorder = AllocationRecorder(device.allocator)
+    device.convolution_gpu = ConvolutionGpu(settings.gpu.compute_capability, settings.gpu.multiprocessors)
     device.listen(recorder)
     result = Traced(device, recorder)
     dtype = recipe.precision.dtype

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_memtools._torch import cuda_memory_snapshot, record_cuda_history, stop_cuda_history
-from lightning_memtools.simulation.cuda_ops.reductions import GpuShape, workspaces
+from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
+from lightning_memtools.simulation.cuda_ops.reductions import workspaces
 
 SHAPES = [(2048, 4096), (4096, 10), (100_000, 64), (8, 64, 56, 56), (2_097_152,), (3, 5, 7, 100_000), (12, 1023, 77)]
 # How each is called, how many tensors it returns, and the bytes that a block leaves of each output.
@@ -51,7 +52,8 @@ def test_buffers_are_those_of_pytorchs_own_kernels(name, dtype):
                     expected = workspaces(x, dims, gpu, part_bytes=part_bytes)
                     assert tuple(asked[n_results:]) == expected, (shape, dims, memory_format)
                     n_with_buffers += bool(expected)
-    assert n_with_buffers >= 3
+    # Of the shapes above, on every GPU of the table that torch still serves; argmax takes one dimension only.
+    assert n_with_buffers == (3 if name == "argmax" else 29)
 
 
 def requests(run):

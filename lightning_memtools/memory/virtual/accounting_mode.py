@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memtools._torch import FakeTensor, OperatorMode, in_backward, own_tensors, storage_id
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
+from lightning_memtools.memory.convolution_workspaces import CONVOLUTIONS, ConvolutionGpu, workspaces_of
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import bytes_refused_by_host
 from lightning_memtools.memory.virtual.categories import Category
@@ -60,6 +61,7 @@ class AccountingMode(OperatorMode):
         error_of: Callable[[SimulatedOutOfMemory], torch.OutOfMemoryError],
         cublas_workspace: int = 0,
         cuda_like: bool = False,
+        convolution_gpu: ConvolutionGpu | None = None,
         replacements: Mapping[Any, OperatorReplacement] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,6 +74,7 @@ class AccountingMode(OperatorMode):
         self._error_of = error_of
         self._cublas_workspace = cublas_workspace
         self._cuda_like = cuda_like
+        self._convolution_gpu = convolution_gpu or ConvolutionGpu()
         self._replacements = replacements or {}
         self._is_hooked = bool(replacements) or ledger.listener is not None
         # cuBLAS keeps a workspace per thread, and autograd runs backward in a thread of its own.
@@ -98,7 +101,9 @@ class AccountingMode(OperatorMode):
         out = self._run_or_refuse(func, args, kwargs)
         for tensor in (out,) if isinstance(out, torch.Tensor) else flat(out):
             self._enter(tensor, args, kwargs)
-        if self._cublas_workspace and is_matmul(func):
+        if self._cuda_like:
+            self._note_workspaces(func, args, out)
+        elif self._cublas_workspace and is_matmul(func):
             self._hold_workspace()
         return out
 
@@ -321,6 +326,13 @@ class AccountingMode(OperatorMode):
                 key = storage_key(part)
                 if is_new or not is_among(key, args, kwargs):
                     self._made_silently.add(key)
+
+    def _note_workspaces(self, func: Any, args: Any, out: Any) -> None:
+        if self._cublas_workspace and is_matmul(func):
+            self._hold_workspace()
+        elif func in CONVOLUTIONS:
+            for n_bytes in workspaces_of(func, args, out, self._convolution_gpu):
+                self._ledger.note_library_workspace(n_bytes)
 
     def _hold_workspace(self) -> None:
         backward = in_backward()

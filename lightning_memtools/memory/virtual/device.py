@@ -24,7 +24,8 @@ from lightning_memtools.memory.allocator import (
     SimulatedOutOfMemory,
     take_snapshot,
 )
-from lightning_memtools.memory.sizes import context_bytes, format_size, parse_capacity, parse_size
+from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
+from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, parse_capacity, parse_size
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, OperatorReplacement
 from lightning_memtools.memory.virtual.attribution import attribute, composition_of, enter_all, trackable
@@ -110,6 +111,8 @@ class VirtualDevice:
         self._context = _size_of("context", context) if context is not None else context_bytes(capacity)
         self._cublas_workspace = _size_of("cublas_workspace", cublas_workspace)
         self._cuda_like = _checked_switch("cuda_like", cuda_like)
+        gpu = find_gpu(capacity)
+        self.convolution_gpu = ConvolutionGpu() if gpu is None else ConvolutionGpu(gpu.capability, gpu.multiprocessors)
         others = self._context + _size_of("used_by_others", used_by_others)
         if self._capacity is not None and others >= self._capacity:
             raise ValueError(
@@ -326,9 +329,16 @@ class VirtualDevice:
         self._ledger.empty_cache()
 
     def summary(self) -> str:
-        """Return the table of ``torch.cuda.memory_summary``; its title says that it is simulated."""
+        """Return the table of ``torch.cuda.memory_summary``; its title says that it is simulated.
+
+        With ``cuda_like``, a line below it has the largest workspace of a convolution, which is not counted.
+        """
         self._ledger.settle()
-        return summary_table(self._allocator.memory_stats(), title=f"PyTorch CUDA memory summary, {self.name}")
+        table = summary_table(self._allocator.memory_stats(), title=f"PyTorch CUDA memory summary, {self.name}")
+        largest = self._ledger.largest_library_workspace
+        if not largest:
+            return table
+        return f"{table}convolution workspaces, up to {format_size(largest)} at a time (by rule, not counted above)\n"
 
     def composition(self) -> Composition:
         """Return every allocated byte by category and by module."""
@@ -414,6 +424,7 @@ class VirtualDevice:
             error_of=self._out_of_memory,
             cublas_workspace=self._cublas_workspace,
             cuda_like=self._cuda_like,
+            convolution_gpu=self.convolution_gpu,
             replacements=self._replacements,
         )
 

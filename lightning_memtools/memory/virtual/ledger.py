@@ -56,6 +56,9 @@ class DeviceListener(Protocol):
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
         """Called after a block was freed, with the last category and module that were known."""
 
+    def on_library_workspace(self, n_bytes: int) -> None:
+        """Called where a library would take a workspace for a moment that the device does not count."""
+
 
 class VirtualLedger:
     """Holds the storages on the device by identity, a block of the allocator for each, and the bytes per category.
@@ -68,12 +71,14 @@ class VirtualLedger:
         allocator: Allocates the blocks. Only the ledger may call its `malloc` and `free`.
         held: The bytes that belong to no storage (see `hold`).
         listener: Told of every allocation and free; None for no listener.
+        largest_library_workspace: The largest of `note_library_workspace`.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.held = 0
         self.listener: DeviceListener | None = None
+        self.largest_library_workspace = 0
         self._entries: dict[int, LedgerEntry] = {}
         self._dead: deque[LedgerEntry] = deque()
         self._lock = threading.Lock()
@@ -129,6 +134,12 @@ class VirtualLedger:
             self._count(block, Category.OTHER)
             self.held += block.size
 
+    def note_library_workspace(self, n_bytes: int) -> None:
+        """Note a workspace that a library would take for a moment. It does not count: another engine needs none."""
+        self.largest_library_workspace = max(self.largest_library_workspace, n_bytes)
+        if self.listener is not None and n_bytes:
+            self.listener.on_library_workspace(n_bytes)
+
     def exceeds_free(self, n_bytes: int) -> bool:
         """Return whether so much does not fit beside what tensors hold, even if nothing were cached or in pieces."""
         capacity = self.allocator.capacity
@@ -143,26 +154,39 @@ class VirtualLedger:
         Raises:
             SimulatedOutOfMemory: The device has too little memory.
         """
+        with self.workspace(*sizes):
+            pass
+
+    @contextmanager
+    def workspace(self, *sizes: int) -> Iterator[None]:
+        """Allocate blocks, one after the other, that are freed on leaving; none for a size of 0.
+
+        Raises:
+            SimulatedOutOfMemory: The device has too little memory.
+        """
         wanted = [size for size in sizes if size > 0]
         if not wanted:
+            yield
             return
         taken: list[Block] = []
-        with self._lock:
-            self._settle()
-            try:
+        try:
+            with self._lock:
+                self._settle()
                 for n_bytes in wanted:
                     block = self.allocator.malloc(n_bytes, label="workspace")
                     taken.append(block)
                     self._serial += 1
                     if self.listener is not None:
                         self.listener.on_allocation(block, None, "")
-            finally:
+            yield
+        finally:
+            with self._lock:
                 for block in taken:
                     number = block.id
                     self.allocator.free(block)
                     if self.listener is not None:
                         self.listener.on_free(number, None, "")
-        self._settle_late()
+            self._settle_late()
 
     def resize(self, entry: LedgerEntry, n_bytes: int) -> None:
         """Move a storage to a block of another size. The old block is freed after the new one is allocated, as on CUDA.

@@ -53,7 +53,10 @@ _NAMED = {
 # Namespaces of operators that make no tensors, and are called very often.
 _NO_TENSORS = {"prim", "profiler"}
 # The operators for which torch calls cuBLAS on a GPU.
-_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot"}
+_MATMULS = {
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot",
+    "aten::_trilinear", "aten::_cdist_forward",
+}  # fmt: skip
 
 
 def kind_of(func: Any) -> OperatorKind:

@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_memtools._torch import without_autocast_on_cpu
 from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.simulation.cuda_ops.losses import FusedBce
+from lightning_memtools.simulation.cuda_ops.normalizations import FusedRmsNorm
 from lightning_memtools.simulation.cuda_ops.recurrent import RECURRENT
 
 aten = torch.ops.aten
@@ -32,6 +35,7 @@ class CudaFunctions(TorchFunctionMode):
         """
         # `Patches` gives the replacement the original's name, so it has to be an object of its own.
         self._patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attention))
+        self._patches.replace(F, "linear", lambda original: partial(linear, original))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -166,6 +170,55 @@ def _efficient(  # noqa: PLR0917, as torch's
     return out
 
 
+def linear(original: Any, source: Any, weight: Any, bias: Any = None) -> Any:
+    """Add the bias in place where CUDA does: to the product of an input that is not contiguous (linear.cpp).
+
+    torch does not add in place to fake tensors, which could be of a class that does not allow it.
+    """
+    if bias is None or source.dim() == 2 or source.is_contiguous():  # noqa: PLR2004, one kernel does both
+        return original(source, weight, bias)
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        bias, weight, source = (one.to(dtype) for one in (bias, weight, source))  # in this order
+    with without_autocast_on_cpu():
+        return torch.matmul(source, weight.t()).add_(bias)
+
+
+def _rms_norm(
+    source: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> Any:
+    """Run rms_norm as one kernel, unless input and weight differ in type (layer_norm.cpp)."""
+    if torch.is_autocast_enabled("cpu"):  # on CUDA's list for float32
+        source, weight = source.float(), None if weight is None else weight.float()
+    if weight is not None and weight.dtype is not source.dtype:
+        with without_autocast_on_cpu():
+            return torch.rms_norm(source, normalized_shape, weight, eps)
+    return FusedRmsNorm.apply(source, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+
+
+def _group_norm(original: Any) -> Callable[..., Any]:
+    """Return a group_norm whose input is contiguous before autograd keeps it, channels last too (group_norm.cpp)."""
+
+    def group_norm(source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):  # on CUDA's list for float32
+            source = source.float()
+        return original(source.contiguous(), *args, **kwargs)
+
+    return group_norm
+
+
+def _bce_with_logits(original: Any) -> Callable[..., Any]:
+    def bce(source: torch.Tensor, target: torch.Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
+        is_plain = not args and all(one is None for one in kwargs.values()) and not target.requires_grad
+        if not is_plain or source.shape != target.shape:
+            return original(source, target, *args, reduction=reduction, **kwargs)
+        if torch.is_autocast_enabled("cpu"):  # on CUDA's list for float32
+            target, source = target.float(), source.float()
+        return FusedBce.apply(source, target, reduction)  # type: ignore[no-untyped-call]
+
+    return bce
+
+
 def _is_aligned(tensor: torch.Tensor, n: int) -> bool:
     return tensor.stride(-1) == 1 and all(stride % n == 0 for stride in tensor.stride()[:-1])
 
@@ -187,6 +240,10 @@ def _last_is_dense(*tensors: torch.Tensor) -> bool:
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
+    **{one: _group_norm(one) for one in (F.group_norm, torch.group_norm)},
+    F.rms_norm: _rms_norm,
+    F.binary_cross_entropy_with_logits: _bce_with_logits(F.binary_cross_entropy_with_logits),
+    torch.rms_norm: _rms_norm,
     **{one: _softmax_in_float(one, aten._softmax) for one in (torch.softmax, torch.Tensor.softmax)},
     **{one: _softmax_in_float(one, aten._log_softmax) for one in (torch.log_softmax, torch.Tensor.log_softmax)},
     **RECURRENT,

@@ -8,10 +8,14 @@ their sources; the tests check each on its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from lightning_memtools.memory.convolution_workspaces import memory_format_of
+from lightning_memtools.memory.sizes import Gpu
 
 aten = torch.ops.aten
 
@@ -22,18 +26,49 @@ class Workspace(Protocol):
     def work_with(self, *sizes: int) -> None:
         """Allocate the blocks that a kernel needs while it runs, and free them."""
 
+    def workspace(self, *sizes: int) -> AbstractContextManager[None]:
+        """Allocate blocks, one after the other, that are freed on leaving; none for a size of 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuShape:
+    """The numbers of a GPU that a kernel's grid depends on; by default an A100's.
+
+    Attributes:
+        multiprocessors: The number of streaming multiprocessors.
+        threads: The threads that each can hold.
+        compute_capability: Its generation, major and minor.
+    """
+
+    multiprocessors: int = 108
+    threads: int = 2048
+    compute_capability: tuple[int, int] = (8, 0)
+
+    @classmethod
+    def of(cls, gpu: Gpu | None) -> GpuShape:
+        """Return that of a GPU; an A100's for None.
+
+        Threads: "maximum number of resident threads per SM", table of compute capabilities, CUDA C++ programming guide.
+        """
+        if gpu is None:
+            return cls()
+        major, minor = gpu.capability
+        threads = 1024 if (major, minor) == (7, 5) else 1536 if (major, minor) > (8, 0) and major in {8, 12} else 2048
+        return cls(gpu.multiprocessors, threads, (major, minor))
+
 
 Run = Callable[..., Any]
 Kernel = Callable[[Workspace, Run, Any, tuple[Any, ...], dict[str, Any]], Any]
 KERNELS: dict[Any, Kernel] = {}
 """The kernel of each operator that differs."""
 
+GPU_KERNELS: dict[Any, Callable[..., Any]] = {}
+"""Kernels that differ from GPU to GPU; they take its `GpuShape` as ``gpu``."""
+
 SIZED: dict[Any, Kernel] = {}
 """Replacements, on the CPU too, of operators whose values decide the result's size, if an argument gives that size."""
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
-_ROWS_PER_THREAD = 10
-_FEW_INDICES = 3072
+HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def instead_of(*operators: Any) -> Callable[[Kernel], Kernel]:
@@ -41,6 +76,16 @@ def instead_of(*operators: Any) -> Callable[[Kernel], Kernel]:
 
     def register(kernel: Kernel) -> Kernel:
         KERNELS.update(dict.fromkeys(operators, kernel))
+        return kernel
+
+    return register
+
+
+def instead_of_on_gpu(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a kernel that depends on the GPU for operators."""
+
+    def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        GPU_KERNELS.update(dict.fromkeys(operators, kernel))
         return kernel
 
     return register
@@ -63,52 +108,47 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _copy_if_strided(ledger: Workspace, *tensors: torch.Tensor) -> None:
-    # Kernels that need contiguous inputs copy all others, and free the copies when they are done.
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            ledger.work_with(nbytes(tensor))
+def copy_bytes(tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> int:
+    """Return the bytes of the copy that `Tensor.contiguous` makes; 0 if it makes none."""
+    return 0 if tensor.is_contiguous(memory_format=memory_format) else nbytes(tensor)
 
 
 @instead_of(aten.native_layer_norm.default)
 def layer_norm(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Mean and 1/deviation are float32 for half inputs too; a strided input is copied (cuda/layer_norm_kernel.cu)."""
-    out = _statistics_in_float(run, func, args, kwargs)
-    _copy_if_strided(ledger, args[0])
-    return out
+    with ledger.workspace(copy_bytes(args[0])):
+        return _statistics_in_float(run, func, args, kwargs)
 
 
 @instead_of(aten.native_group_norm.default)
 def group_norm(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies what is not contiguous, channels last too, and needs float32 values per channel and per group.
+    """Needs float32 values per channel and per group.
 
     Of halves mean and 1/deviation per group; with a weight or bias, and unless each channel is one value, a and b of
     y = a x + b per channel (group_norm.cpp, cuda/group_norm_kernel.cu).
     """
     source, weight, bias, n_samples, n_channels, n_places, n_groups = args[:7]
-    if not source.is_contiguous():
-        source = run(aten.clone.default, source, memory_format=torch.contiguous_format)
-    out = run(func, source, *args[1:], **kwargs)
-    n_values = 2 * n_samples * n_groups if source.dtype in _HALF else 0
-    if n_places > 1 and (weight is not None or bias is not None):
-        n_values += 2 * n_samples * n_channels
-    ledger.work_with(4 * n_values)
+    out = run(func, *args, **kwargs)
+    per_group = 4 * n_samples * n_groups if source.dtype in HALF else 0
+    per_channel = 4 * n_samples * n_channels if n_places > 1 and (weight is not None or bias is not None) else 0
+    ledger.work_with(per_group, per_group, per_channel, per_channel)
     return out
 
 
 @instead_of(aten.native_group_norm_backward.default)
 def group_norm_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Two or three float32 values per channel, and two per group (cuda/group_norm_kernel.cu)."""
-    out = run(func, *args, **kwargs)
     gradient, source, _, _, weight, n_samples, n_channels, n_places, n_groups = args[:9]
-    _copy_if_strided(ledger, gradient, source)
-    n_per_channel = 0 if n_places == 1 else 2 + (weight is not None)
-    ledger.work_with(4 * n_samples * (n_per_channel * n_channels + 2 * n_groups))
+    with ledger.workspace(copy_bytes(gradient), copy_bytes(source)):
+        out = run(func, *args, **kwargs)
+        per_channel, per_group = 4 * n_samples * n_channels if n_places > 1 else 0, 4 * n_samples * n_groups
+        for_source = [per_group, per_group, per_channel if weight is not None else 0] if args[9][0] else []
+        ledger.work_with(per_channel, per_channel, *for_source)
     return out
 
 
 def _statistics_in_float(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0].dtype not in _HALF:
+    if args[0].dtype not in HALF:
         return run(func, *args, **kwargs)
     source, normalized = args[0], args[1]
     shape = [*source.shape[: source.dim() - len(normalized)], *[1] * len(normalized)]
@@ -130,97 +170,39 @@ def dropout(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwarg
     return run(aten.empty_like.default, source), mask
 
 
-@instead_of(aten.native_batch_norm.default)
-def batch_norm(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Mean and 1/deviation are float32 for half inputs too (cuda/Normalization.cuh, batch_norm_cuda)."""
-    del ledger
+@instead_of(aten._softmax.default, aten._log_softmax.default)
+def softmax(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies a strided input (host_softmax in cuda/SoftMax.cu)."""
     out = run(func, *args, **kwargs)
-    if args[0].dtype not in _HALF or out[1].numel() == 0 or out[1].dtype is torch.float32:
-        return out
-    result, n_channels = out[0], out[1].numel()
-    del out
-    options = {"dtype": torch.float32, "device": torch.device("cpu")}
-    mean = run(aten.empty.memory_format, [n_channels], **options)
-    rstd = run(aten.empty.memory_format, [n_channels], **options)
-    return result, mean, rstd
-
-
-@instead_of(aten.native_layer_norm_backward.default)
-def layer_norm_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Strided gradients and inputs are copied."""
-    out = run(func, *args, **kwargs)
-    _copy_if_strided(ledger, args[0], args[1])
+    ledger.work_with(copy_bytes(args[0]))
     return out
 
 
-@instead_of(aten.embedding_dense_backward.default)
-def embedding_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """More than 3072 indices are sorted, and summed in float32 piece by piece (cuda/EmbeddingBackwardKernel.cu)."""
+@instead_of(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def softmax_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Softmax multiplies gradient and output first; what is strided is copied (host_softmax_backward, SoftMax.cu)."""
     out = run(func, *args, **kwargs)
-    gradient, indices, n_weights = args[0], args[1], args[2]
-    n_indices = indices.numel()
-    if n_indices > _FEW_INDICES:
-        # The sorted indices, their original positions, and the starts of runs of equal indices; three numbers for each
-        # run or part of a run; and one row of sums for each part.
-        n_runs = min(n_indices, n_weights)
-        n_parts = n_indices // _ROWS_PER_THREAD + n_runs
-        n_numbers = 3 * n_indices + 2 * n_runs + n_parts
-        ledger.work_with(n_numbers * indices.element_size() + 4 * n_parts * gradient.shape[-1])
+    gradient, output = args[:2]
+    if func is aten._softmax_backward_data.default:
+        product = gradient * output  # on the host: only its sizes and strides are of use
+        ledger.work_with(nbytes(product), copy_bytes(product), copy_bytes(output))
+    else:
+        ledger.work_with(copy_bytes(gradient), copy_bytes(output))
     return out
 
 
-@instead_of(aten._scaled_dot_product_flash_attention_backward.default)
-def flash_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums the query's gradient in float32, sequence and head rounded up (cuda/flash_attn/flash_api.cpp, mha_bwd)."""
+@instead_of(aten._foreach_norm.Scalar)
+def norms(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A float for each chunk of 65,536 elements of the largest tensor, times the tensors (cuda/ForeachReduceOp.cu)."""
+    tensors = args[0]
+    most_chunks = max(-(-one.numel() // 65_536) for one in tensors)
+    with ledger.workspace(4 * len(tensors) * most_chunks):
+        return run(func, *args, **kwargs)
+
+
+@instead_of(aten.avg_pool2d_backward.default, aten.max_pool2d_with_indices_backward.default)
+def pool_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A gradient in another memory format than the input is copied (cuda/AveragePool2d.cu, DilatedMaxPool2d.cu)."""
     out = run(func, *args, **kwargs)
-    query = args[1]
-    batch, heads, length, head = query.shape
-    rounded = -(-length // 128) * 128
-    wide = -(-head // 32) * 32 if head <= 192 else 256  # noqa: PLR2004, mha_bwd's head_size_rounded
-    ledger.work_with(4 * batch * heads * rounded * (wide + 1))
-    if args[2].shape[1] != heads:  # grouped queries: gradients of key and value are made per query head first
-        ledger.work_with(2 * prod((batch, args[2].shape[2], heads, head)) * query.element_size())
+    ledger.work_with(copy_bytes(args[0], memory_format_of(args[1])))
     return out
-
-
-@instead_of(aten._scaled_dot_product_efficient_attention_backward.default)
-def efficient_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums the query's gradient in float32, or multiplies gradient and output (cuda/attention_backward.cu)."""
-    out = run(func, *args, **kwargs)
-    query = args[1]
-    ledger.work_with(4 * query.numel() + 4 * query.numel() // query.shape[-1])
-    return out
-
-
-@instead_of(aten.convolution.default)
-def convolution(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Inputs are contiguous or channels last for cuDNN; any other is copied (cudnn/ConvShared.cpp).
-
-    Its own workspace, which its heuristics choose by GPU and shape, is not known here and not counted.
-    """
-    out = run(func, *args, **kwargs)
-    _copy_for_convolution(ledger, args[0], args[1])
-    return out
-
-
-@instead_of(aten.convolution_backward.default)
-def convolution_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As forward: strided gradients and inputs are copied."""
-    out = run(func, *args, **kwargs)
-    _copy_for_convolution(ledger, args[0], args[2])
-    return out
-
-
-def _copy_for_convolution(ledger: Workspace, tensor: torch.Tensor, weight: torch.Tensor) -> None:
-    if tensor.dim() == 4:  # noqa: PLR2004, images
-        wants_last = any(_is_last_only(one) for one in (tensor, weight))
-        wanted = torch.channels_last if wants_last else torch.contiguous_format
-        if tensor.is_contiguous(memory_format=wanted):
-            return
-    elif tensor.is_contiguous():
-        return
-    ledger.work_with(nbytes(tensor))
-
-
-def _is_last_only(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()

@@ -8,45 +8,17 @@ GPU's multiprocessors. Dimensions are walked in TensorIterator's order (ATen/Ten
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
-from lightning_memtools.memory.sizes import Gpu
-from lightning_memtools.simulation.cuda_ops.kernels import KERNELS, Kernel, Run, Workspace, nbytes
+from lightning_memtools.simulation.cuda_ops.kernels import HALF, GpuShape, Kernel, Run, Workspace, nbytes
 
 aten = torch.ops.aten
-_HALF = frozenset({torch.float16, torch.bfloat16})
 _MAX_THREADS = 512
 _WARP = 32
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
-
-
-@dataclass(frozen=True, slots=True)
-class GpuShape:
-    """The numbers of a GPU that a kernel's grid depends on; by default an A100's.
-
-    Attributes:
-        multiprocessors: The number of streaming multiprocessors.
-        threads: The threads that each can hold.
-    """
-
-    multiprocessors: int = 108
-    threads: int = 2048
-
-    @classmethod
-    def of(cls, gpu: Gpu | None) -> GpuShape:
-        """Return that of a GPU; an A100's for None.
-
-        Threads: "maximum number of resident threads per SM", table of compute capabilities, CUDA C++ programming guide.
-        """
-        if gpu is None:
-            return cls()
-        major, minor = map(int, gpu.compute_capability.split("."))
-        threads = 1024 if (major, minor) == (7, 5) else 1536 if (major, minor) > (8, 0) and major in {8, 12} else 2048
-        return cls(gpu.multiprocessors, threads)
 
 
 def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part_bytes: int) -> tuple[int, ...]:
@@ -97,6 +69,11 @@ def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part
     if blocks <= 1:
         return ()
     return part_bytes * n_outputs * blocks * (1 if fastest else block_width * vector), 4 * grid
+
+
+def bytes_of_sum(dtype: torch.dtype) -> int:
+    """Return the bytes that a block leaves of each sum."""
+    return 4 if dtype in HALF else dtype.itemsize
 
 
 def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[int], int]:  # noqa: C901
@@ -175,7 +152,7 @@ def reduction_kernels(gpu: GpuShape) -> dict[Any, Kernel]:
             dims = () if given is None else (given,) if isinstance(given, int) else tuple(given)
             result = out[0] if isinstance(out, tuple) else out
             source = args[0]
-            in_half = source.dtype in _HALF and result.dtype is torch.float32
+            in_half = source.dtype in HALF and result.dtype is torch.float32
             copied = () if source.dtype is result.dtype or in_half or func in _ANY_TYPE else (
                 nbytes(source) // source.element_size() * result.element_size(),
             )  # fmt: skip
@@ -185,27 +162,13 @@ def reduction_kernels(gpu: GpuShape) -> dict[Any, Kernel]:
 
         return reduce
 
-    def summed(dtype: torch.dtype) -> int:
-        return 4 if dtype in _HALF else dtype.itemsize
-
-    def convolution_backward(
-        ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        out = KERNELS[func](ledger, run, func, args, kwargs)
-        gradient = args[0]
-        if out[2] is not None:  # the bias gets a sum over everything but channels
-            dims = [0, *range(2, gradient.dim())]
-            ledger.work_with(*workspaces(gradient, dims, gpu, part_bytes=summed(gradient.dtype)))
-        return out
-
-    sums, whole = kernel(1, summed), kernel(None, summed)
+    sums, whole = kernel(1, bytes_of_sum), kernel(None, bytes_of_sum)
     largest, with_index = kernel(1, lambda dtype: dtype.itemsize), kernel(1, lambda _: 16)
     return {
-        aten.convolution_backward.default: convolution_backward,
         aten.sum.default: whole, aten.sum.dim_IntList: sums,
         aten.mean.default: whole, aten.mean.dim: sums,
         aten.nansum.default: sums, aten.prod.default: whole, aten.prod.dim_int: sums,
-        aten.linalg_vector_norm.default: kernel(2, summed),
+        aten.linalg_vector_norm.default: kernel(2, bytes_of_sum),
         aten.amax.default: largest, aten.amin.default: largest,
         aten.max.default: kernel(None, lambda dtype: dtype.itemsize),
         aten.min.default: kernel(None, lambda dtype: dtype.itemsize),

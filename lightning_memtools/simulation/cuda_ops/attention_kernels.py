@@ -1,0 +1,136 @@
+"""The memory of attention's fused kernels, flash and efficient (transformers/cuda/)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from lightning_memtools.simulation.cuda_ops.kernels import (
+    HALF,
+    GpuShape,
+    Run,
+    Workspace,
+    copy_bytes,
+    instead_of,
+    instead_of_on_gpu,
+    nbytes,
+)
+
+aten = torch.ops.aten
+_NARROW, _WIDE = 64, 128  # heads for which kernels differ
+
+
+def _head(head: int) -> int:
+    """Return flash's head_size_rounded."""
+    step = 32 if head <= _WIDE else 64
+    return -(-head // step) * step
+
+
+@instead_of_on_gpu(aten._scaled_dot_product_flash_attention.default)
+def flash(
+    ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, gpu: GpuShape
+) -> Any:
+    """Keys are split over more blocks if few would run, each with a sum in float32 (mha_fwd of flash_api.cpp)."""
+    query, key = args[:2]
+    batch, heads, length, head = query.shape
+    dropout = args[3] if len(args) > 3 else 0.0  # noqa: PLR2004
+    n_keys = -(-key.shape[2] // (256 if head <= _NARROW else 128 if head <= _WIDE else 64))
+    splits = 1 if dropout else _splits(batch * heads * -(-length // 64), 2 * gpu.multiprocessors, n_keys)
+    found = list(func(*args, **kwargs))  # on the host: for the sizes and strides
+
+    def on_device(one: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = run(
+            aten.empty_strided.default, one.shape, one.stride(), dtype=one.dtype, device=torch.device("cpu")
+        )
+        return made
+
+    found[:2] = map(on_device, found[:2])  # output and logarithms
+    sums = 4 * splits * batch * heads * length if splits > 1 else 0
+    with ledger.workspace(sums, sums * _head(head)):
+        found[6:8] = map(on_device, found[6:8])  # the state of dropout
+        ledger.work_with(16 if dropout else 0)
+    return tuple(found)
+
+
+def _splits(n_blocks: int, n_places: int, n_keys: int) -> int:
+    """Return flash's num_splits_heuristic: the least number of splits that fills the GPU nearly as well as the best."""
+    if n_blocks >= 0.8 * n_places:
+        return 1
+    eligible = [
+        n for n in range(1, min(128, n_places, n_keys) + 1) if n == 1 or -(-n_keys // n) != -(-n_keys // (n - 1))
+    ]
+    filled = {n: (n_blocks * n / n_places) / -(-n_blocks * n // n_places) for n in eligible}
+    return next(n for n in eligible if filled[n] >= 0.85 * max(filled.values()))
+
+
+@instead_of(aten._scaled_dot_product_flash_attention_backward.default)
+def flash_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums the query's gradient in float32, sequence and head rounded up (mha_bwd of flash_api.cpp).
+
+    Gradient and output are copied unless they lie as batch, length, heads, head.
+    """
+    gradient, query, key, _, out = args[:5]
+    batch, heads, length, head = query.shape
+    with ledger.workspace(*(copy_bytes(one.transpose(1, 2)) for one in (gradient, out))):
+        made = run(func, *args, **kwargs)
+        rows = 4 * batch * heads * -(-length // 128) * 128
+        with ledger.workspace(rows, rows * _head(head)):
+            if key.shape[1] != heads:  # grouped queries: gradients of key and value are made per query head first
+                expanded = batch * key.shape[2] * heads * head * query.element_size()
+                ledger.work_with(expanded, expanded)
+    return made
+
+
+@instead_of(aten._scaled_dot_product_efficient_attention.default)
+def efficient(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Half outputs of heads above 128 are summed in float32. Seed and offset of dropout stay on the host."""
+    del func
+    query, key, value, _, wants_sums = args[:5]
+    del key
+    batch, heads, length, _ = query.shape
+    options = {"device": torch.device("cpu")}
+    shape = [batch, length, heads, value.shape[-1]]
+    out = run(aten.empty.memory_format, shape, dtype=query.dtype, **options).transpose(1, 2)
+    rows = -(-length // 32) * 32 if wants_sums else 0
+    sums = run(aten.empty.memory_format, [batch, heads, rows], dtype=torch.float32, **options)
+    if query.dtype in HALF and value.shape[-1] > _WIDE:
+        ledger.work_with(4 * out.numel())
+    seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))
+    del kwargs
+    return out, sums, seed, offset
+
+
+@instead_of(aten._scaled_dot_product_efficient_attention_backward.default)
+def efficient_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Products of gradient and output, and sums of gradients in float32 (attention_backward.cu, kernel_backward.h)."""
+    gradient, query, key, value, _, out = args[:6]
+    batch, heads, length, _ = query.shape
+    with ledger.workspace(copy_bytes(gradient.transpose(1, 2))):
+        made = run(func, *args, **kwargs)
+        sums, is_half = 4 * batch * heads * length, query.dtype in HALF
+        with ExitStack() as delta:
+            if not is_half:
+                one_row = heads == 1 or length == 1  # then the sums need no copy to lie by heads
+                with ledger.workspace(nbytes(out), 0 if one_row else sums):
+                    delta.enter_context(ledger.workspace(sums))
+            else:
+                delta.enter_context(ledger.workspace(sums))
+            ledger.work_with(4 * batch * heads * _gradient_sums(batch * heads, query, key, value, is_half=is_half))
+    return made
+
+
+def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_half: bool) -> int:
+    """Return the floats of a head's workspace: tiles of the query's gradient; for wide halves key's and value's too."""
+    head = query.shape[-1]
+    rows = 128 if is_half and head > _WIDE else 64
+    tiles = -(-query.shape[2] // rows) * -(-head // 64)
+    floats = tiles * (rows * 64 + 4)
+    if is_half and head > _NARROW:
+        splits = -(-key.shape[2] // 64)
+        if n_heads >= 256 and splits <= 2:  # noqa: PLR2004, there are enough blocks without
+            splits = 1
+        splits = max(1, min(splits, 200 // n_heads))
+        floats += splits * 64 * sum(-(-one.shape[-1] // rows) * rows for one in (query, value))
+    return floats

@@ -1,0 +1,135 @@
+"""The simulation beside PyTorch's own CUDA allocator and code: every allocation, in its order and size.
+
+A sample of benchmarks/truth.py, whose whole sweep is in benchmarks/results/truth.json.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo import timm, torchvision_models
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FLOAT, INT = torch.float32, torch.int64
+
+
+class Turned(nn.Module):
+    """A module whose input is transposed first, so that it is not contiguous."""
+
+    def __init__(self, module, one, other):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+        self.module, self.dims = module, (one, other)
+
+    def forward(self, x):
+        return self.module((x * self.scale).transpose(*self.dims))
+
+
+class Scaled(nn.Module):
+    """A function of the input times a parameter, so that it has a gradient."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x * self.scale)
+
+
+def attend(x):
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def images(shape=(4, 16, 64, 64)):
+    return {"x": (shape, FLOAT)}
+
+
+# How the module is made, its input, and other settings. The first four are those of tests/simulation/test_kernels.py
+# in which only the loss takes a workspace, of two blocks of 512 bytes.
+KERNELS = {
+    "contiguous layer norm": (partial(nn.LayerNorm, 512), {"x": ((8, 64, 512), FLOAT)}, {}),
+    "few indices": (partial(nn.Embedding, 10_000, 128), {"x": ((3072,), INT)}, {}),
+    "plain convolution": (partial(nn.Conv2d, 16, 16, 3, padding=1, bias=False), images(), {}),
+    "one-dimensional loss": (partial(nn.Linear, 64, 8), {"x": ((32, 64), FLOAT)}, {}),
+    "channels last convolution": (partial(nn.Conv2d, 16, 16, 3, bias=False), images(), {"channels_last": True}),
+    "turned convolution": (lambda: Turned(nn.Conv2d(16, 16, 3), 2, 3), images(), {}),
+    "strided layer norm": (lambda: Turned(nn.LayerNorm(64), 1, 2), {"x": ((8, 64, 512), FLOAT)}, {}),
+    "many narrow rows": (lambda: Scaled(nn.LayerNorm(96)), {"x": ((70_000, 96), FLOAT)}, {}),
+    "group norm": (lambda: Scaled(nn.GroupNorm(4, 64)), {"x": ((16, 64, 8), FLOAT)}, {}),
+    "group norm alone": (partial(nn.GroupNorm, 4, 64), {"x": ((16, 64, 8), FLOAT)}, {}),
+    "channels last group norm": (partial(nn.GroupNorm, 4, 16), images(), {"channels_last": True}),
+    "many indices": (partial(nn.Embedding, 10_000, 128), {"x": ((4005,), INT)}, {}),
+    "half batch norm, channels last": (
+        lambda: Scaled(nn.BatchNorm2d(64)), images((8, 64, 56, 56)),
+        {"precision": "bf16-true", "channels_last": True},
+    ),
+    "flash attention": (lambda: Scaled(attend), images((2, 4, 200, 64)), {"precision": "bf16-true"}),
+    "split flash attention": (lambda: Scaled(attend), images((1, 4, 2048, 64)), {"precision": "bf16-true"}),
+    "efficient attention": (lambda: Scaled(attend), images((2, 4, 200, 64)), {}),
+    "wide efficient attention": (
+        lambda: Scaled(lambda x: F.scaled_dot_product_attention(x, x, x, x.new_zeros(256, 256))),
+        images((2, 4, 256, 128)), {"precision": "bf16-true"},
+    ),
+    "bag of embeddings": (partial(nn.EmbeddingBag, 5000, 128), {"x": ((256, 32), INT)}, {}),
+    "softmax": (lambda: Scaled(lambda x: x.transpose(1, 2).softmax(-1)), {"x": ((8, 64, 512), FLOAT)}, {}),
+    "rms norm": (lambda: Scaled(nn.RMSNorm(96)), {"x": ((70_000, 96), FLOAT)}, {}),
+    "smooth l1": (lambda: Scaled(lambda x: F.smooth_l1_loss(x, x.detach())), {"x": ((512, 512), FLOAT)}, {}),
+    "indexing": (
+        lambda: Scaled(lambda x: x[torch.zeros(40_000, dtype=INT, device=x.device)]), {"x": ((700, 12), FLOAT)}, {}
+    ),
+    "clipping": (partial(nn.Linear, 700, 900), {"x": ((4, 700), FLOAT)}, {"clip": 1.0}),
+}  # fmt: skip
+
+MODELS = {
+    "torchvision's ResNet-18": (lambda: torchvision_models().resnet18(), {"optimizer": "AdamW", "clip": 1.0}),
+    "torchvision's ResNet-18, mixed": (
+        lambda: torchvision_models().resnet18(), {"precision": "bf16-mixed", "optimizer": "Adam", "channels_last": True}
+    ),
+    "timm's ViT": (
+        lambda: timm().create_model("vit_tiny_patch16_224"), {"precision": "16-mixed", "optimizer": "AdamW fused"}
+    ),
+    "torchvision's ConvNeXt": (
+        lambda: torchvision_models().convnext_tiny(), {"optimizer": "AdamW", "accumulate": 2}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def truth():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module("truth")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def case_of(truth, build, inputs, settings):
+    return truth.TruthCase(name="case", source="test", build=build, inputs=inputs, **settings)
+
+
+@pytest.mark.cuda_memory
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_allocation_is_that_of_cuda(truth, name):
+    case = case_of(truth, *KERNELS[name])
+    real, (_, simulated) = truth.real_trace(case), truth.estimated(case)
+    assert [one.size for one in simulated] == [one.size for one in real], truth.differences(real, simulated)[:3]
+    assert max(one.allocated for one in simulated) == max(one.allocated for one in real)
+
+
+@pytest.mark.cuda_memory
+@pytest.mark.parametrize("name", MODELS)
+def test_peaks_of_models_are_those_of_cuda(truth, name):
+    build, settings = MODELS[name]
+    inputs = {"x": ((4, 3, 224, 224), FLOAT), "target": ((4,), INT)}
+    case = case_of(truth, build, inputs, settings)
+    real, (made, _) = truth.real_peaks(case), truth.estimated(case)
+    assert (made["allocated"], made["reserved"]) == (real["allocated"], real["reserved"])
