@@ -7,6 +7,8 @@ figures are the same on every machine. Writes results/checkpointing.json and doc
 from __future__ import annotations
 
 import json
+import os
+import resource
 import statistics
 import sys
 import time
@@ -125,6 +127,35 @@ def seconds_to_plan(model: nn.Module, shape: tuple[int, ...], repeats: int = 3) 
     return {"wall": statistics.median(walls), "processor": statistics.median(processor)}
 
 
+def planning_by_length(only: str = "") -> dict[str, Any]:
+    """The processor's time and the memory that planning takes, for flat chains of so many layers."""
+    found = {}
+    for n in [int(only)] if only else (20, 200, 400, 2000):
+        reading, writing = os.pipe()
+        pid = os.fork()  # a process for each: its highest memory is its own
+        if pid == 0:
+            model = nn.Sequential(*[nn.Linear(64, 64) if i % 2 else nn.GELU() for i in range(n)])
+            plan_checkpoints(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), torch.empty(4, 4))  # imports
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            begin = time.process_time()
+            plan = plan_checkpoints(model, torch.empty(4096, 64))
+            one = {
+                "processor_seconds": round(time.process_time() - begin, 2),
+                "mib_before": before // 1024,
+                "mib_more": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024,
+                "peak_share": (plan.peak_bytes or 0) / (plan.plain_peak_bytes or 1),
+                "extra_operations": plan.extra_operations,
+            }
+            os.write(writing, json.dumps(one).encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(pid, 0)
+        found[str(n)] = json.loads(os.read(reading, 2**16))
+        os.close(reading)
+        print(n, found[str(n)], flush=True)
+    return found
+
+
 def wall_time() -> dict[str, float]:
     """A real training step on this CPU, planned against plain: the ratio of medians of interleaved runs."""
     model, x = encoder(8, 0.0), torch.randn(8, 128, 256)
@@ -159,6 +190,7 @@ def sections() -> dict[str, Callable[[], Any]]:
             ),
             "ResNet-152": seconds_to_plan(zoo.resnet152(), (16, 3, 224, 224)),
         },
+        "planning_by_length": planning_by_length,
         "gained_with_default_arguments": lambda: {
             "ResNet-50": gained(zoo.resnet50),
             "ViT-S/16 (timm)": gained(lambda: timm().create_model("vit_small_patch16_224")),
@@ -170,17 +202,23 @@ def sections() -> dict[str, Callable[[], Any]]:
 
 
 def main() -> None:
-    """Measure the sections named on the command line, or all; the others keep what the file has of them."""
+    """Measure the sections named on the command line, or all; the others keep what the file has of them.
+
+    "frontier/VGG-16 features" and "planning_by_length/400" measure one entry of their sections.
+    """
     file = RESULTS / "checkpointing.json"
-    for name, measure in sections().items():
-        if name in sys.argv[1:] or len(sys.argv) == 1:
-            measured = measure()
-            # Read only now: another section may have been written meanwhile.
-            results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-            results.pop("machine", None)
-            save("checkpointing", results | {name: measured})
-            if name == "frontier":
-                (DOCS / "gradient-checkpointing.svg").write_text(picture(dict(list(measured.items())[:8])))
+    measures = sections()
+    for asked in sys.argv[1:] or measures:
+        name, _, part = asked.partition("/")
+        of_entry = {"frontier": frontiers, "planning_by_length": planning_by_length}
+        measured = of_entry[name](part) if part else measures[name]()
+        # Read only now: another section may have been written meanwhile.
+        results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        results.pop("machine", None)
+        results[name] = results.get(name, {}) | measured if part else measured
+        save("checkpointing", results)
+        if name == "frontier":
+            (DOCS / "gradient-checkpointing.svg").write_text(picture(dict(list(results[name].items())[:8])))
 
 
 if __name__ == "__main__":

@@ -119,9 +119,11 @@ def _pareto(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)]
 
 
-def frontiers() -> dict[str, Any]:
+def frontiers(only: str = "") -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (model, shape) in frontier_models().items():
+        if only not in {"", name}:
+            continue
         results[name] = frontier(model, shape)
         print(name, {key: value for key, value in results[name].items() if key != "points"}, flush=True)
     return results

@@ -5,19 +5,66 @@ Nothing else in the package touches a private attribute of Lightning; tests/hous
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from types import FrameType
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from lightning_utilities.core.inheritance import get_all_subclasses
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
+
+
+def twins(*classes: type) -> tuple[type, ...]:
+    """Return classes of `lightning`, and those of the same names in `pytorch_lightning` if the program has imported it.
+
+    The same code is published as two packages, whose classes are different objects. Types written in this package are
+    those of `lightning`; wherever a class is asked for while a program runs, both count.
+    """
+    found = list(classes)
+    for one in classes:
+        module = sys.modules.get(one.__module__.replace("lightning.pytorch", "pytorch_lightning", 1))
+        found += [getattr(module, one.__name__)] if hasattr(module, one.__name__) else []
+    return tuple(dict.fromkeys(found))
+
+
+class EitherCallback(Callback):
+    """A callback for Trainers of `lightning` and of `pytorch_lightning`.
+
+    It inherits from the other package's Callback too once that is imported: its LightningCLI takes no other class.
+    A copy or a pickle that is made during a run is that of a callback before its run.
+
+    Attributes:
+        parts_of_a_run: The names of attributes that are None outside of a run, and that cannot be pickled.
+    """
+
+    parts_of_a_run: ClassVar[tuple[str, ...]] = ()
+
+    def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
+        """Inherit from what was imported since, too."""
+        _inherit_from_twin()
+        return super().__new__(cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | dict.fromkeys(self.parts_of_a_run)
+
+
+def _inherit_from_twin() -> None:
+    if EitherCallback.__bases__ != twins(Callback):
+        EitherCallback.__bases__ = twins(Callback)
+
+
+_inherit_from_twin()
 
 
 def training_step(trainer: Trainer) -> int:
@@ -388,12 +435,38 @@ def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
         initial[name] = value
 
 
-def end_the_call() -> BaseException:
+def end_the_call(trainer: Trainer) -> BaseException:
     """Return the error that ends a call of the Trainer in good order before its loop has run, as its own tuners do.
 
     `trainer.should_stop` is reset when fit begins, and would still run the sanity check.
     """
-    return _TunerExitException()
+    kinds = twins(_TunerExitException)
+    error: BaseException = kinds[0 if isinstance(trainer, Trainer) else -1]()
+    return error
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the code within at once, as it ends a training between two batches.
+
+    The Trainer only notes the signal, and looks after the next batch: long work in a hook would not be ended by it.
+    Outside of the main thread, which Python runs handlers in, nothing changes.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    noted = before
+
+    def end(number: int, frame: FrameType | None) -> None:
+        noted(number, frame)
+        raise SIGTERMException
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_compiled_by_lightning(module: LightningModule) -> bool:

@@ -282,6 +282,7 @@ COLLECTIVE_NAMESPACES = frozenset(
 )
 
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default  # the operator that `.item()` runs
+DEVICE_OF = torch.ops.prim.device.default  # torch's own code asks with it for a fake tensor's device, all the time
 
 
 def takes_scaled_gradients(optimizer: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import end_the_call
+from lightning_memtools._lightning import EitherCallback, end_the_call
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning
@@ -17,7 +17,7 @@ from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 
 
-class BatchSizeTuner(Callback):
+class BatchSizeTuner(EitherCallback):
     """Finds the largest batch that fits, before training begins.
 
     It measures the peak at two sizes, predicts the largest size that fits, runs it, and corrects the prediction with
@@ -101,7 +101,7 @@ class BatchSizeTuner(Callback):
         self._run(self._tuning.begin_fit, trainer, callbacks[callbacks.index(self) + 1 :])
         if self.ends_before_training:
             self._tuning.optimizer_setup.restore_random_streams()
-            raise end_the_call()
+            raise end_the_call(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search again in the epochs that were asked for."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_memtools._lightning import training_step
+from lightning_memtools._lightning import EitherCallback, training_step
 from lightning_memtools.memory.evaluation_releases import (
     EVALUATIONS,
     Evaluation,
@@ -24,7 +24,7 @@ from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_de
 from lightning_memtools.reporting.loggers import Charts, log_scalars, write_layout
 
 
-class EmptyCache(Callback):
+class EmptyCache(EitherCallback):
     """Releases cached memory at the start and end of evaluation and at the end of fit, and watches what stays.
 
     PyTorch keeps the memory that it once requested, divided for the shapes of training; evaluation at other shapes may
@@ -79,6 +79,9 @@ class EmptyCache(Callback):
         self._carried = CarriedDevice()
         self._releases = EvaluationReleases(self._options)
         self._said: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_releases": EvaluationReleases(self._options)}
 
     def charts(self, trainer: Trainer) -> Charts:
         """Return the charts of the retained memory with its parts, and of the released memory."""

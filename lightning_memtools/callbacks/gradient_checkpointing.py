@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memtools._lightning import is_compiled_by_lightning, training_step
+from lightning_memtools._lightning import EitherCallback, ended_by_sigterm, is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
@@ -19,7 +19,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.reporting.console import print_on_console
+from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
@@ -32,7 +32,7 @@ _MEASURED_STEP = 3
 _REPORT = "checkpoint_plan.md"
 
 
-class GradientCheckpointing(Callback):
+class GradientCheckpointing(EitherCallback):
     """Trains with less memory: recomputes parts of the model's Sequential blocks in backward instead of keeping them.
 
     On the first training batch it traces a step on fake tensors, chooses what to recompute, predicts the peak, and
@@ -73,6 +73,8 @@ class GradientCheckpointing(Callback):
     is_in_trial = False
     """BatchSizeTuner sets this for the time of a trial, whose batch may be too small for a share to be reached."""
 
+    parts_of_a_run = ("_applied", "_window")  # what is applied stays with the original: it is undone once
+
     def __init__(
         self,
         *,
@@ -94,10 +96,6 @@ class GradientCheckpointing(Callback):
         self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
         self._directory: Path | NotWritten = NO_RUN
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What is applied stays with the original: it is undone once.
-        return vars(self) | {"_applied": None, "_window": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo what an earlier fit may have left, and start again."""
@@ -221,8 +219,10 @@ class GradientCheckpointing(Callback):
             tuple(trainer.optimizers),
             device=device_of(cuda=trainer.strategy.root_device.type == "cuda"),
         )
+        planner = StepPlanner(step)
         try:
-            return StepPlanner(step).plan(self._options, nearest=self.is_in_trial)
+            with ended_by_sigterm(), progress_printed(lambda: f"GradientCheckpointing is {planner.doing}"):
+                return planner.plan(self._options, nearest=self.is_in_trial)
         except BudgetTooSmallError as error:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error

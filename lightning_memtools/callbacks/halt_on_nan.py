@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EvaluationBatchEnd, gradient_scaler, state_key_of, training_step
+from lightning_memtools._lightning import (
+    EitherCallback,
+    EvaluationBatchEnd,
+    gradient_scaler,
+    state_key_of,
+    training_step,
+)
 from lightning_memtools.callbacks.halt_run import HaltRun
 from lightning_memtools.nonfinite.halt_session import HaltOptions, HaltSession
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from lightning_memtools.nonfinite.step_guard import gradients_under
 
 
-class HaltOnNaN(Callback):
+class HaltOnNaN(EitherCallback):
     """Stops training at the step where the loss or a gradient becomes NaN or Inf, before it does harm, and says why.
 
     Every optimizer step is checked between backward and update, on all gradients (before clipping) and the loss of

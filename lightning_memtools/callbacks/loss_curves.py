@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_memtools._lightning import (
+    EitherCallback,
     EvaluationBatchEnd,
     training_step,
     values_logged_in_evaluation,
@@ -28,7 +29,7 @@ from lightning_memtools.reporting.mean_curves import MeanCurves
 from lightning_memtools.reporting.ranks import PATIENCE_S
 
 
-class LossCurves(Callback):
+class LossCurves(EitherCallback):
     """Logs `loss/train` and `loss/val` on the same axis and in one chart.
 
     | tag | value |

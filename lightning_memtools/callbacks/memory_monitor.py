@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+from lightning_memtools._lightning import EitherCallback
 from lightning_memtools.reporting.loggers import Charts, checked_interval
 from lightning_memtools.reporting.monitored_calls import MonitoredCalls
 
 
-class MemoryMonitor(Callback):
+class MemoryMonitor(EitherCallback):
     """Logs allocated and reserved memory, their peaks and their composition, for every stage, to every logger.
 
     The tags are listed in docs/memory-monitor.md: `memory/<stage>/peak_allocated_gib`, `memory/composition/*` and so

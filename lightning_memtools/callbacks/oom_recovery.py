@@ -7,9 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memtools._lightning import LoggedValues, StepClosure, replace_closures, replace_step, training_step
+from lightning_memtools._lightning import (
+    EitherCallback,
+    LoggedValues,
+    StepClosure,
+    replace_closures,
+    replace_step,
+    training_step,
+)
 from lightning_memtools.oom.step_recovery import StepRecovery
 from lightning_memtools.oom.step_start import BatchStep
 from lightning_memtools.reporting.console import print_on_console
@@ -19,7 +26,7 @@ from lightning_memtools.reporting.strategies import why_unsupported
 _EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
 
 
-class OOMRecovery(Callback):
+class OOMRecovery(EitherCallback):
     """Survives running out of memory: a batch that does not fit is run again as 2, 4, ... micro-batches.
 
     The failed attempt is taken back first. The gradients of the micro-batches add up to those of the whole batch, up to

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import is_compiled_by_lightning, training_step
+from lightning_memtools._lightning import EitherCallback, is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.memory.oom_errors import is_out_of_memory, worker_out_of_memory
@@ -25,7 +25,7 @@ from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.simulation.trainer_stand_in import forward_of
 
 
-class OOMReport(Callback):
+class OOMReport(EitherCallback):
     """Explains an out-of-memory error: what filled the device, and which changes would have helped, each of them tried.
 
     When fit, validate, test or predict runs out of memory, a report is written, and the error goes on. The report holds

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EvaluationBatchEnd
+from lightning_memtools._lightning import EitherCallback, EvaluationBatchEnd
 from lightning_memtools.callbacks.doctor_run import DoctorRun
 from lightning_memtools.doctor.check_registry import selected_checks
 from lightning_memtools.doctor.examination import Examination
 from lightning_memtools.doctor.findings import DoctorReport
 
 
-class TrainingDoctor(Callback):
+class TrainingDoctor(EitherCallback):
     """Finds classic training mistakes in the real model, data and first steps, each with a measurement and a fix.
 
     Before training it looks at parameters, optimizers, devices, settings and the checkpoint to be loaded. At the first
@@ -41,6 +41,7 @@ class TrainingDoctor(Callback):
         ValueError: A check's name is unknown, `steps` is below 1, or `on_finding` is neither of the two.
     """
 
+    parts_of_a_run = ("_run",)
     takes_part_in_trials = False
     """BatchSizeTuner's trials leave this callback out."""
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lightning_memtools.checkpointing.memory_model import Range, Ranges, Unit, estimate
+from lightning_memtools.checkpointing.optimal_ranges import spread_places
 
 INFINITE = float("inf")
+# Every place in a chain up to this long may be a cut; of a longer one half as many are, or it would take minutes.
+_MOST_PLACES = 128
 
 
 def cut(units: Sequence[Unit], segments: int) -> Ranges:
@@ -34,28 +37,24 @@ class _Stretch:
     """A chain's units, or those between two chains, with the bytes that each chunk keeps and its peak."""
 
     def __init__(self, units: Sequence[Unit], start: int, stop: int) -> None:
-        n = stop - start
-        self.start = start
         self.is_chain = units[start].chain is not None
+        places = [*range(start, stop + 1)]
+        if self.is_chain and stop - start > _MOST_PLACES:
+            places = [start, *spread_places(units, start, stop, _MOST_PLACES // 2), stop]
+        n = len(places) - 1
         self.ranges: dict[tuple[int, int], Ranges] = {}
         self.kept = np.full((n, n + 1), INFINITE)
         self.peak = np.full((n, n + 1), INFINITE)
         for first in range(n if self.is_chain else 0):
             for last in range(first + 1, n + 1):
-                found = tuple(_ranges(units, start + first, start + last))
-                self.ranges[first, last] = found
-                self._note(units, first, last, found)
-        last_chunks = range(n) if self.is_chain else range(1)
-        plain = [
-            estimate(units, (), start + first, stop, input_held=start == 0 and first == 0) for first in last_chunks
-        ]
+                found = self.ranges[first, last] = tuple(_ranges(units, places[first], places[last]))
+                one = estimate(units, found, places[first], places[last], input_held=places[first] == 0)
+                self.kept[first, last] = one.kept_bytes
+                self.peak[first, last] = one.peak_bytes
+        last_chunks = places[:-1] if self.is_chain else places[:1]
+        plain = [estimate(units, (), first, stop, input_held=first == 0) for first in last_chunks]
         self.last_kept = np.array([one.kept_bytes for one in plain], dtype=float)
         self.last_peak = np.array([one.peak_bytes for one in plain], dtype=float)
-
-    def _note(self, units: Sequence[Unit], first: int, last: int, found: Ranges) -> None:
-        one = estimate(units, found, self.start + first, self.start + last, input_held=self.start + first == 0)
-        self.kept[first, last] = one.kept_bytes
-        self.peak[first, last] = one.peak_bytes
 
     def fit(self, held: float, segments: int, limit: int) -> tuple[float, Ranges] | None:
         """Returns the chunks that keep least within the limit, and what is held after them; `held` is before them."""

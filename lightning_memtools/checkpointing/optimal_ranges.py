@@ -6,12 +6,17 @@ unit i, or recomputes units i to k from the input of i when the backward pass of
 that a kept tensor can be the output of one unit and the input of the next, that running again stops at the last tensor
 that was kept, and that some units may not be recomputed. All budgets are solved at once: a state holds a cost per
 amount of memory.
+
+Its time grows with the cube of the number of places where a range may begin or end. Where that would take long, ranges
+begin and end at some of these places only, and each plan is then solved again with the places around its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +33,18 @@ from lightning_memtools.checkpointing.memory_model import (
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 INFINITE = float("inf")
 
+MOST_TRANSITIONS = 128**3
+"""The most places where ranges may begin and end, to the power of three and added up over all chains: about 1 s."""
+
+_MOST_STATES = 160**2
+"""The same to the power of two: the tables take 8 kB for each, in all 200 MB."""
+
+_MOST_ROUNDS = 6
+_LEAST_GAIN = 0.002
+# A chain of thousands of layers has tensors that are smaller than a thousandth of it, but must not count as nothing.
+_MOST_FINER = 4
+_NEAR = 0.05
+
 
 class OptimalRanges:
     """All plans of least recomputation, by the memory that they may take.
@@ -36,27 +53,43 @@ class OptimalRanges:
         units: The units of a step, in the order of its forward pass.
         limit_bytes: The largest amount of memory to solve for, usually the peak of the plain step.
         resolution: The number of amounts that this is divided into. Sizes are rounded to the nearest.
+        most_transitions: Where solving would take more steps than this, plans are found in a coarse solution first, and
+            refined when they are asked for.
     """
 
-    def __init__(self, units: Sequence[Unit], limit_bytes: int, resolution: int = 1000) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        limit_bytes: int,
+        resolution: int = 1000,
+        most_transitions: int = MOST_TRANSITIONS,
+    ) -> None:
         self._units = list(units)
-        self._sizes = boundary_bytes(units)
+        self._is_coarse = _is_too_much((stop - start for start, stop in _stretches(units)), most_transitions)
         # The tensors between units add up: a quantum that divides their most common size rounds nothing there.
         self._quantum = max(limit_bytes / resolution, 1.0)
-        often = _most_common(self._sizes, units)
-        if often > self._quantum:
-            self._quantum = often / round(often / self._quantum)
-        self._n = int(limit_bytes / self._quantum) + 1
-        self._inner: dict[tuple[int, int, bool], Costs] = {}
-        self._outer: dict[tuple[int, bool], Costs] = {}
-        self._operations = np.concatenate([[0], np.cumsum([unit.operations for unit in units])])
-        self._solve()
+        often = _most_common(boundary_bytes(units), units)
+        if often > self._quantum / (_MOST_FINER if self._is_coarse else 1):
+            self._quantum = often / max(round(often / self._quantum), 1)
+        n = int(limit_bytes / self._quantum) + 1
+        self._most_transitions = int(most_transitions / max(n / resolution, 1))
+        places = list(range(len(units) + 1))
+        if self._is_coarse:
+            places = coarse_places(units, self._most_transitions // 2)
+        self._solution = _Solution(self._units, places, self._quantum, n)
+        self._finer: _Solution | None = None
 
     def frontier(self) -> list[tuple[int, int]]:
-        """Returns peak in bytes and extra operations of every plan that no other one beats, by falling peak."""
-        costs = self._outer[0, True]
+        """Returns peak in bytes and extra operations of every plan that no other one beats, by falling peak.
+
+        Where the solution is coarse, `best` adds to it: there may be better ones around the plan that it returned.
+        """
+        costs = self._solution.costs.copy()
+        if self._finer is not None:
+            n = len(self._finer.costs)
+            costs[:n] = np.minimum(costs[:n], self._finer.costs)
         points: list[tuple[int, int]] = []
-        for slot in range(self._n - 1, -1, -1):
+        for slot in range(len(costs) - 1, -1, -1):
             if costs[slot] == INFINITE:
                 break
             if points and costs[slot] == points[-1][1]:
@@ -67,171 +100,348 @@ class OptimalRanges:
 
     def best(self, limit_bytes: float) -> Ranges | None:
         """Returns the plan of least recomputation whose peak is within the limit; None if there is none."""
-        slot = min(int(limit_bytes / self._quantum + 1e-6), self._n - 1)
-        if slot < 0 or self._outer[0, True][slot] == INFINITE:
+        slot = min(int(limit_bytes / self._quantum + 1e-6), len(self._solution.costs) - 1)
+        if slot < 0 or self._solution.costs[slot] == INFINITE:
             return None
-        return tuple(self._unwind_outer(slot))
+        if not self._is_coarse:
+            return self._solution.plan(slot)
+        finer = self._finer
+        if finer is None or not (1 - _NEAR) * len(finer.costs) <= slot + 1 <= len(finer.costs):
+            finer = self._finer = self._refined(slot)
+        return min((finer, self._solution), key=lambda one: float(one.costs[slot])).plan(slot)
+
+    def _refined(self, slot: int) -> _Solution:
+        """Returns a solution, up to this amount of memory, with more places around those that its best plan uses."""
+        solution = self._solution
+        for _ in range(_MOST_ROUNDS):
+            places = _around(_ends_of(solution.plan(slot)), solution.places, self._units, self._most_transitions // 8)
+            before = solution.costs[slot]
+            if set(places) <= set(solution.places):
+                break
+            solution = _Solution(self._units, places, self._quantum, slot + 1)
+            if solution.costs[slot] > (1 - _LEAST_GAIN) * before:
+                break
+        return solution
+
+
+def coarse_places(units: Sequence[Unit], most_transitions: int) -> list[int]:
+    """Returns places where ranges may begin and end, few enough to be solved: all of them, if these are few."""
+    stretches = _stretches(units)
+    lengths = [stop - start for start, stop in stretches]
+    most = max(lengths, default=1)
+    while most > 1 and _is_too_much((min(one, most) for one in lengths), most_transitions):
+        most -= max(1, most // 16)
+    places = set(range(len(units) + 1))
+    for start, stop in stretches:
+        if stop - start > most:
+            places -= set(range(start + 1, stop)) - set(spread_places(units, start, stop, most))
+    return sorted(places)
+
+
+def _is_too_much(lengths: Iterable[int], most_transitions: int) -> bool:
+    known = list(lengths)
+    return sum(one**3 for one in known) > most_transitions or sum(one**2 for one in known) > _MOST_STATES
+
+
+def spread_places(units: Sequence[Unit], start: int, stop: int, cells: int) -> list[int]:
+    """Returns places that divide a row of units into cells of similar weight, at small tensors where there are some."""
+    sizes = boundary_bytes(units)
+    kept = [0.0] + [float(unit.own_bytes + unit.out_bytes * unit.keeps_output) for unit in units[start:stop]]
+    ran = [0.0] + [float(unit.operations) for unit in units[start:stop]]
+    weights = np.linspace(0, 1, stop - start + 1)
+    for one in (np.cumsum(kept), np.cumsum(ran)):
+        weights = weights + one / max(one[-1], 1.0)
+    found = []
+    ends = [start + int(at) for at in np.searchsorted(weights, np.linspace(0, weights[-1], 2 * cells + 1))]
+    for low, middle, high in zip(ends[1::2], ends[2::2], [*ends[3::2], stop], strict=True):
+        # From half a cell before to half a cell after.
+        near = range(max(low, start + 1), min(high, stop - 1) + 1)
+        if near:
+            found.append(min(near, key=lambda at: (not units[at].may_start, sizes[at], abs(at - middle))))
+    return found
+
+
+def _around(used: set[int], known: Sequence[int], units: Sequence[Unit], most_transitions: int) -> list[int]:
+    """Returns the places that a plan uses and, as far as there may be so many, those half way to the known ones."""
+    stretches = _stretches(units)
+    inside = {at for start, stop in stretches for at in range(start + 1, stop)}
+    always = (set(range(len(units) + 1)) - inside) | used
+    halves: list[int] = []
+    for place in sorted(used):
+        at = bisect_left(known, place)
+        below, above = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
+        halves += [(below + place) // 2, (place + above + 1) // 2]
+    for step in range(1, len(halves) + 1):
+        places = sorted(always.union(halves[::step]))
+        counts = [bisect_right(places, stop) - bisect_left(places, start) - 1 for start, stop in stretches]
+        if not _is_too_much(counts, most_transitions):
+            return places
+    return sorted(always)
+
+
+def _ends_of(ranges: Ranges) -> set[int]:
+    found: set[int] = set()
+    for one in ranges:
+        found |= {one.start, one.stop} | _ends_of(one.inner)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A cell whose tensors are kept, as far as it does not depend on where the range around it ends.
+
+    Attributes:
+        out_held: Whether its output is held afterwards.
+        added: The memory that it adds.
+        before: The memory that is added before each of its units runs.
+        running: The bytes that each unit needs to run, above what is held.
+        top: The least memory in which its backward pass runs.
+    """
+
+    out_held: bool
+    added: int
+    before: Costs
+    running: Costs
+    top: int
+
+
+class _Solution:
+    """The tables of the dynamic program for ranges that begin and end at certain places.
+
+    Between two neighbouring places lies a cell: units of which either all are in a range or none is.
+    """
+
+    def __init__(self, units: Sequence[Unit], places: Sequence[int], quantum: float, n: int) -> None:
+        self.places = places
+        self._units = units
+        self._quantum = quantum
+        self._n = n
+        self._sizes = boundary_bytes(units)
+        # In numbers that a float holds exactly.
+        self._operations = np.array([0, *np.cumsum([unit.operations for unit in units])], dtype=np.float64)
+        self._dropping = np.array(self._sizes[:-1], dtype=np.float64) + [unit.dropping_bytes for unit in units]
+        self._forward_base = np.array([unit.forward_base for unit in units], dtype=np.float64)
+        self._same_until = _same_until(units)
+        self._cells = {
+            (cell, held): self._cell(cell, held=held) for cell in range(len(places) - 1) for held in (False, True)
+        }
+        # The place after which each chain's row of cells ends, and its table: [held, first - start, last - start].
+        self._ends: dict[int, tuple[int, int, Costs]] = {}
+        at_of = {place: at for at, place in enumerate(places)}
+        for start, stop in _stretches(units):
+            first, last = at_of[start], at_of[stop]
+            table = np.empty((2, last - first, last - first + 1, n))
+            for cell in range(first, last):
+                self._ends[cell] = first, last, table
+            self._solve_inner(first, last)
+        self._outer = np.zeros((2, len(places), n))
+        for first in range(len(places) - 2, -1, -1):
+            self._solve_outer(first)
+
+    @property
+    def costs(self) -> Costs:
+        """The least extra operations of the whole step, by amount of memory."""
+        found: Costs = self._outer[1, 0]
+        return found
+
+    def plan(self, slot: int) -> Ranges:
+        """Returns the plan that has the least extra operations in this amount of memory."""
+        found: list[Range] = []
+        first, held = 0, True
+        while first < len(self.places) - 1:
+            one, need = self._cells[first, held], self._need_of(first, held)
+            kept = self._outer[int(one.out_held), first + 1, slot - one.added] if slot >= need else INFINITE
+            boundary = 0 if held else self._slots(self._sizes[self.places[first]])
+            costs = self._outer_column(first, slot - boundary)
+            if kept <= costs.min(initial=INFINITE):
+                first, held, slot = first + 1, one.out_held, slot - one.added
+                continue
+            slot -= boundary
+            last = first + 1 + int(costs.argmin())
+            found.append(Range(self.places[first], self.places[last], self._inner_plan(first, last, slot)))
+            first, held = last, self._is_same(first, last)
+        return tuple(found)
 
     # --- the tables
 
-    def _solve(self) -> None:
-        units = self._units
-        for start, stop in _stretches(units):
-            for last in range(start + 1, stop + 1):
-                for first in range(last - 1, start - 1, -1):
-                    recomputed = self._recompute_inner(first, last)
-                    for held in (False, True):
-                        best = self._keep_inner(first, last, held)
-                        if recomputed is not None:
-                            boundary = 0 if held else self._slots(self._sizes[first])
-                            best = np.minimum(best, _shifted(recomputed, boundary))
-                        self._inner[first, last, held] = best
-        end = np.zeros(self._n)
-        self._outer[len(units), False] = self._outer[len(units), True] = end
-        for first in range(len(units) - 1, -1, -1):
-            for held in (False, True):
-                self._outer[first, held] = self._least_outer(first, held)
+    def _solve_inner(self, start: int, end: int) -> None:
+        table = self._ends[start][2]
+        for last in range(start + 1, end + 1):
+            for first in range(last - 1, start - 1, -1):
+                recomputed = self._recompute_inner(first, last)
+                for held in (False, True):
+                    need, added, cost, out_held = self._keep_inner(first, last, held)
+                    best = table[int(held), first - start, last - start]
+                    best[:need] = INFINITE
+                    if need < self._n:
+                        rest = table[int(out_held), first + 1 - start, last - start] if first + 1 < last else None
+                        best[need:] = cost if rest is None else rest[need - added : self._n - added] + cost
+                    if recomputed is not None:
+                        shift = 0 if held else self._slots(self._sizes[self.places[first]])
+                        if shift < self._n:
+                            np.minimum(best[shift:], recomputed[: self._n - shift], out=best[shift:])
 
     def _recompute_inner(self, first: int, last: int) -> Costs | None:
-        """Returns the least costs of units `first` to `last` if a range begins with the first, whose input is held."""
-        stops = range(first + 1, last)
-        if not self._units[first].may_start or not stops:
+        """Returns the least costs of cells `first` to `last` if a range begins with the first, whose input is held."""
+        if last == first + 1 or not self._units[self.places[first]].may_start:
             return None
-        rest_held = self._rest_held(first, last)
-        inside = np.stack([self._inner[first, at, True] for at in stops])
-        inside += [self._inner[at, last, rest_held[at]] for at in stops]
-        inside += (self._operations[first + 1 : last] - self._operations[first])[:, None]
+        inside = self._inside(first, last, slice(None))
         # The range also runs forward, which needs memory too.
-        needs = self._running_needs(first, last - 1, self._units[last - 1].backward_base)
-        inside[np.arange(self._n)[None, :] < needs[:, None]] = INFINITE
+        base = self._units[self.places[last] - 1].backward_base
+        for costs, need in zip(inside, self._running_needs(first, last - 1, base), strict=True):
+            costs[:need] = INFINITE
         whole: Costs = inside.min(axis=0)
         return whole
 
-    def _keep_inner(self, first: int, last: int, held: bool) -> Costs:
-        stop = last_saving(self._units, first, last)
-        unit, out_held, added, need, top = self._keeping(first, held, self._units[last - 1].backward_base, stop)
-        cost = 0 if first > stop else unit.operations - (unit.tail_operations if first == stop else 0)
-        rest = np.zeros(self._n) if first + 1 == last else self._inner[first + 1, last, out_held]
-        return self._kept(rest, cost, added, need, top)
+    def _inside(self, first: int, last: int, slots: Any) -> Costs:
+        """Returns the costs of ranges from `first` to each place before `last`, run again and followed by the rest."""
+        start, _, table = self._ends[first]
+        row, column = first - start, last - start
+        inside = table[1, row, row + 1 : column, slots] + table[0, row + 1 : column, column, slots]
+        same = self._n_same(first, last)
+        if same:
+            held = table[1, row + 1 : row + 1 + same, column, slots]
+            inside[:same] = table[1, row, row + 1 : row + 1 + same, slots] + held
+        places = self.places
+        again = self._operations[places[first + 1 : last]] - self._operations[places[first]]
+        inside += again[:, None] if inside.ndim > 1 else again
+        found: Costs = inside
+        return found
 
-    def _least_outer(self, first: int, held: bool) -> Costs:
-        _, out_held, added, need, top = self._keeping(first, held, None)
-        best = self._kept(self._outer[first + 1, out_held], 0, added, need, top)
-        stops = self._outer_stops(first)
-        if stops:
-            rest_held = self._rest_held(first, stops[-1])
-            inside = np.stack([self._inner[first, at, True] for at in stops])
-            after = np.stack([self._outer[at, rest_held[at]] for at in stops])
-            needs = self._running_needs(first, stops[-1], None)
-            whole = np.where(np.arange(self._n)[None, :] >= needs[:, None], inside + after, INFINITE)
-            boundary = 0 if held else self._slots(self._sizes[first])
-            best = np.minimum(best, _shifted(whole.min(axis=0), boundary))
-        return best
+    def _solve_outer(self, first: int) -> None:
+        for held in (False, True):
+            one, need = self._cells[first, held], self._need_of(first, held)
+            best = self._outer[int(held), first]
+            best[:need] = INFINITE
+            if need < self._n:
+                best[need:] = self._outer[int(one.out_held), first + 1, need - one.added : self._n - one.added]
+        if first not in self._ends or not self._units[self.places[first]].may_start:
+            return
+        inside = self._outer_inside(first, slice(None))
+        for costs, need in zip(inside, self._running_needs(first, self._ends[first][1], None), strict=True):
+            costs[:need] = INFINITE
+        whole = inside.min(axis=0)
+        for held in (False, True):
+            shift = 0 if held else self._slots(self._sizes[self.places[first]])
+            if shift < self._n:
+                best = self._outer[int(held), first, shift:]
+                np.minimum(best, whole[: self._n - shift], out=best)
 
-    def _outer_stops(self, first: int) -> range:
-        unit = self._units[first]
-        if unit.chain is None or unit.pinned or not unit.may_start:
-            return range(0)
-        stop = first
-        while stop < len(self._units) and self._units[stop].chain == unit.chain and not self._units[stop].pinned:
-            stop += 1
-        return range(first + 1, stop + 1)
+    def _outer_inside(self, first: int, slots: Any) -> Costs:
+        """Returns the costs of ranges from `first` to each place of its row, followed by the rest of the step."""
+        start, end, table = self._ends[first]
+        inside = table[1, first - start, first + 1 - start :, slots] + self._outer[0, first + 1 : end + 1, slots]
+        same = self._n_same(first, end + 1)
+        held = self._outer[1, first + 1 : first + 1 + same, slots]
+        inside[:same] = table[1, first - start, first + 1 - start : first + 1 + same - start, slots] + held
+        found: Costs = inside
+        return found
 
     # --- entries of the tables
 
-    def _slots(self, n_bytes: int) -> int:
+    def _slots(self, n_bytes: float) -> int:
         return round(n_bytes / self._quantum)
 
-    def _need(self, n_bytes: int) -> int:
-        return max(round(n_bytes / self._quantum), 0)
-
-    def _keeping(
-        self, first: int, held: bool, base: int | None, stop: int | None = None
-    ) -> tuple[Unit, bool, int, int, int]:
-        unit = self._units[first]
-        added, out_held = after_keeping(unit, input_held=held, in_bytes=self._sizes[first])
-        missing = 0 if held else self._sizes[first]
-        # Running again stops in the last unit that keeps anything (`stop`), and does not reach those after it.
-        runs = unit.stopped_bytes if first == stop else unit.forward_bytes
-        need = self._need(missing + runs + (unit.forward_base if base is None else base))
-        if stop is not None and first > stop:
-            need = 0
-        top = 0 if unit.backward_peak is None else self._need(unit.backward_peak)
-        return unit, out_held, self._slots(added), need, top
-
-    def _kept(self, rest: Costs, cost: int, added: int, need: int, top: int) -> Costs:
-        out = _shifted(rest, added) + cost
-        out[: min(max(need, top + added), self._n)] = INFINITE
-        return out
-
-    def _running_needs(self, first: int, last: int, base: int | None) -> Any:
-        """Returns the memory that running forward needs, for ranges from `first` that end after each unit to `last`."""
-        needs = []
-        highest = 0
-        for at in range(first, last):
-            unit = self._units[at]
-            missing = 0 if at == first else self._sizes[at]
-            below = unit.forward_base if base is None else base
-            highest = max(highest, self._need(missing + below + unit.dropping_bytes))
-            needs.append(highest)
-        return np.array(needs)
-
-    def _rest_held(self, first: int, last: int) -> dict[int, bool]:
-        """Returns for each end of a range from `first` whether its output is the input that the range holds."""
-        same, found = True, {}
-        for at in range(first, last):
-            same = same and self._units[at].same_storage
-            found[at + 1] = same
+    def _needs(self, n_bytes: Costs) -> Costs:
+        found: Costs = np.maximum(np.rint(n_bytes / self._quantum), 0)
         return found
+
+    def _cell(self, cell: int, *, held: bool) -> _Kept:
+        before, running, top, total, kept = [], [], 0, 0, 0
+        for at in range(self.places[cell], self.places[cell + 1]):
+            unit = self._units[at]
+            added, out_held = after_keeping(unit, input_held=held, in_bytes=self._sizes[at])
+            before.append(total)
+            running.append(0 if held else self._sizes[at])
+            kept += added  # rounded once for all units: what is less than the quantum adds up
+            total = self._slots(kept)
+            if unit.backward_peak is not None:
+                top = max(top, total + max(self._slots(unit.backward_peak), 0))
+            top, held = max(top, total), out_held
+        return _Kept(held, total, np.array(before, dtype=float), np.array(running, dtype=float), top)
+
+    def _need_of(self, cell: int, held: bool) -> int:
+        """Returns the least memory for a cell outside of ranges."""
+        one, units = self._cells[cell, held], slice(self.places[cell], self.places[cell + 1])
+        running = one.running + self._forward_base[units] + [unit.forward_bytes for unit in self._units[units]]
+        return max(one.top, int((one.before + self._needs(running)).max()))
+
+    def _keep_inner(self, first: int, last: int, held: bool) -> tuple[int, int, float, bool]:
+        """Returns for a cell in a range that runs again: least memory, memory added, cost, if its output is held."""
+        one, start, stop = self._cells[first, held], self.places[first], self.places[first + 1]
+        units, end = self._units[start:stop], self.places[last]
+        # Running again stops in the last unit that keeps anything, and does not reach those after it.
+        saving = last_saving(self._units, start, end)
+        runs = [unit.stopped_bytes if at == saving else unit.forward_bytes for at, unit in enumerate(units, start)]
+        needs = self._needs(one.running + runs + self._units[end - 1].backward_base)
+        ran = max(min(saving + 1, stop), start)
+        needs[ran - start :] = 0
+        cost = self._operations[ran] - self._operations[start]
+        if start <= saving < stop:
+            cost -= self._units[saving].tail_operations
+        return max(one.top, int((one.before + needs).max())), one.added, float(cost), one.out_held
+
+    def _running_needs(self, first: int, last: int, base: int | None) -> list[int]:
+        """Returns the memory that running forward needs, for ranges from `first` that end at each place to `last`."""
+        start, stop = self.places[first], self.places[last]
+        needed = self._dropping[start:stop] + (self._forward_base[start:stop] if base is None else base)
+        needed[0] -= self._sizes[start]
+        highest = np.maximum.accumulate(self._needs(needed))
+        ends = np.asarray(self.places[first + 1 : last + 1]) - start - 1
+        return [int(one) for one in highest[ends]]
+
+    def _is_same(self, first: int, last: int) -> bool:
+        """Returns whether the output of a range is the input that it holds."""
+        return self.places[last] <= self._same_until[self.places[first]]
+
+    def _n_same(self, first: int, last: int) -> int:
+        """Returns for how many places between `first` and `last` a range that ends there has its input as output."""
+        at = first + 1
+        while at < last and self._is_same(first, at):
+            at += 1
+        return at - first - 1
 
     # --- back from costs to a plan
 
-    def _unwind_outer(self, slot: int) -> list[Range]:
-        found: list[Range] = []
-        first, held = 0, True
-        while first < len(self._units):
-            target = self._outer[first, held][slot]
-            _, out_held, added, need, top = self._keeping(first, held, None)
-            if self._kept(self._outer[first + 1, out_held], 0, added, need, top)[slot] == target:
-                first, held, slot = first + 1, out_held, slot - added
-                continue
-            slot -= 0 if held else self._slots(self._sizes[first])
-            stops = self._outer_stops(first)
-            rest_held, needs = self._rest_held(first, stops[-1]), self._running_needs(first, stops[-1], None)
-            at = next(
-                at
-                for at in stops
-                if needs[at - first - 1] <= slot
-                and self._inner[first, at, True][slot] + self._outer[at, rest_held[at]][slot] == target
-            )
-            found.append(Range(first, at, tuple(self._unwind_inner(first, at, slot))))
-            first, held = at, rest_held[at]
-        return found
+    def _outer_column(self, first: int, slot: int) -> Costs:
+        if slot < 0 or first not in self._ends or not self._units[self.places[first]].may_start:
+            return np.zeros(0)
+        costs = self._outer_inside(first, slot)
+        costs[np.array(self._running_needs(first, self._ends[first][1], None)) > slot] = INFINITE
+        return costs
 
-    def _unwind_inner(self, first: int, last: int, slot: int) -> list[Range]:
+    def _inner_plan(self, first: int, last: int, slot: int) -> Ranges:
         found: list[Range] = []
         held = True
+        start, _, table = self._ends[first]
         while first < last:
-            target = self._inner[first, last, held][slot]
-            base = self._units[last - 1].backward_base
-            if self._keep_inner(first, last, held)[slot] == target:
-                _, held, added, _, _ = self._keeping(first, held, base)
-                first, slot = first + 1, slot - added
+            need, added, cost, out_held = self._keep_inner(first, last, held)
+            kept = INFINITE if slot < need else cost
+            if first + 1 < last and slot >= need:
+                kept += table[int(out_held), first + 1 - start, last - start, slot - added]
+            boundary = 0 if held else self._slots(self._sizes[self.places[first]])
+            costs = np.zeros(0)
+            if last - first > 1 and slot >= boundary and self._units[self.places[first]].may_start:
+                costs = self._inside(first, last, slot - boundary)
+                base = self._units[self.places[last] - 1].backward_base
+                needs = np.array(self._running_needs(first, last - 1, base))
+                costs[needs > slot - boundary] = INFINITE
+            if kept <= costs.min(initial=INFINITE):
+                first, held, slot = first + 1, out_held, slot - added
                 continue
-            slot -= 0 if held else self._slots(self._sizes[first])
-            rest_held, needs = self._rest_held(first, last), self._running_needs(first, last - 1, base)
-            at = next(
-                at
-                for at in range(first + 1, last)
-                if needs[at - first - 1] <= slot
-                and self._inner[first, at, True][slot]
-                + self._inner[at, last, rest_held[at]][slot]
-                + (self._operations[at] - self._operations[first])
-                == target
-            )
-            found.append(Range(first, at, tuple(self._unwind_inner(first, at, slot))))
-            first, held = at, rest_held[at]
-        return found
+            slot -= boundary
+            at = first + 1 + int(costs.argmin())
+            found.append(Range(self.places[first], self.places[at], self._inner_plan(first, at, slot)))
+            first, held = at, self._is_same(first, at)
+        return tuple(found)
+
+
+def _same_until(units: Sequence[Unit]) -> list[int]:
+    """Returns for each unit the place up to which all storages are that of its input."""
+    found = [len(units)] * (len(units) + 1)
+    for at in range(len(units) - 1, -1, -1):
+        found[at] = found[at + 1] if units[at].same_storage else at
+    return found
 
 
 def _stretches(units: Sequence[Unit]) -> list[tuple[int, int]]:
@@ -251,14 +461,6 @@ def _stretches(units: Sequence[Unit]) -> list[tuple[int, int]]:
             found.append((start, stop))
         start = max(stop, start + 1)
     return found
-
-
-def _shifted(costs: Costs, slots: int) -> Costs:
-    """Returns the costs when this much of the memory is taken already."""
-    out = np.full_like(costs, INFINITE)
-    if slots < len(costs):
-        out[slots:] = costs[: len(costs) - slots]
-    return out
 
 
 def _most_common(sizes: Sequence[int], units: Sequence[Unit]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -90,11 +90,19 @@ class StepPlanner:
     Plans share a profile, and its trace of the plain step, unless `include` or `exclude` differ: a profile watches
     certain modules. Where chains lie within layers of other chains, each depth of nesting is profiled once. The step
     must not change between plans.
+
+    Attributes:
+        doing: What the planner is busy with, in words; a model of a thousand layers takes it several seconds.
     """
 
     def __init__(self, step: TracedStep) -> None:
+        self.doing = "looking for chains of layers"
         self._step = step
         self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
+
+    def note(self, doing: str) -> None:
+        """Note what the planner is busy with."""
+        self.doing = doing
 
     def plan(self, options: CheckpointOptions, *, nearest: bool = False) -> CheckpointPlan:
         """Returns the plan for these options; see `plan_checkpoints`.
@@ -163,7 +171,8 @@ class StepPlanner:
     def _group(self, chains: Sequence[Chain]) -> _PlanningGroup:
         key = tuple((chain.name, chain.layers, chain.forced, tuple(chain.outside)) for chain in chains)
         if key not in self._groups:
-            self._groups[key] = _PlanningGroup(self._step, profile_step(self._step, chains))
+            self.note(f"tracing a step layer by layer, {sum(len(chain.layers) for chain in chains)} of them")
+            self._groups[key] = _PlanningGroup(self._step, profile_step(self._step, chains), self.note)
         return self._groups[key]
 
     def _alternatives(self, options: CheckpointOptions) -> str:
@@ -185,10 +194,11 @@ class StepPlanner:
 class _PlanningGroup:
     """The profile of chains that are planned together, and everything that was computed from it."""
 
-    def __init__(self, step: TracedStep, profiled: StepProfile) -> None:
+    def __init__(self, step: TracedStep, profiled: StepProfile, note: Callable[[str], None]) -> None:
         self.profile = profiled
         self.resident_bytes = resident_bytes(step.model, profiled.plain)
         self._step = step
+        self._note = note
         self._solved: tuple[list[Unit], OptimalRanges] | None = None
         self._predicted: dict[tuple[tuple[str, Ranges], ...], StepCost] = {}
 
@@ -196,6 +206,7 @@ class _PlanningGroup:
         """Returns all optimal plans of these units. Only the last ones are kept: they can take 100 MB."""
         if self._solved is None or self._solved[0] != units:
             # A little above the plain peak, because sizes are rounded.
+            self._note(f"choosing what to recompute among {len(units)} layers")
             limit = int(1.02 * max(estimate(units, ()).peak_bytes, self.profile.plain.peak_bytes))
             self._solved = units, OptimalRanges(units, limit)
         return self._solved[1]
@@ -206,6 +217,7 @@ class _PlanningGroup:
         if not key:
             return self.profile.plain
         if key not in self._predicted:
+            self._note("tracing a step under the plan")
             self._predicted[key] = predict(self._step, plans)
         return self._predicted[key]
 
@@ -247,11 +259,14 @@ class _GroupPlan:
         """Returns the plan with the lowest product of memory and operations."""
         optimal = self._group.optimal(self._units)
         operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
-        points = [(peak, operations + extra) for peak, extra in optimal.frontier()]
-        affordable = [point for point in points if point[1] <= MOST_OPERATIONS * self._plain.operations] or points[:1]
         resident = self._group.resident_bytes
-        peak = min(affordable, key=lambda point: (max(point[0] - resident, 1) * point[1], point[0]))[0]
-        return optimal.best(peak) or ()
+        found: Ranges = ()
+        for _ in range(2):  # of a long chain, the first plan refines the frontier around it
+            points = [(peak, operations + extra) for peak, extra in optimal.frontier()]
+            allowed = [point for point in points if point[1] <= MOST_OPERATIONS * self._plain.operations] or points[:1]
+            peak = min(allowed, key=lambda point: (max(point[0] - resident, 1) * point[1], point[0]))[0]
+            found = optimal.best(peak) or ()
+        return found
 
     def _fitting(self, limit: int) -> CheckpointPlan:
         """Returns the plan with the least recomputation whose traced peak is within the limit."""

@@ -188,8 +188,8 @@ class _Recorder:
             record.operations_at_last_save = self._trace.counted.total
             record.peak_at_last_save = self._trace.peak_so_far()
             record.saved.update(self._keys(tensor))
-        # Not the tensor itself: an operator that keeps its own output would keep itself alive.
-        return tensor.detach() if tensor.requires_grad else tensor
+        # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
+        return tensor if tensor.is_leaf else tensor.detach()
 
     def _keys(self, value: Any) -> dict[int, int]:
         found: dict[int, int] = {}

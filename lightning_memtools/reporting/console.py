@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +31,32 @@ def print_on_console(*parts: Any, style: str | None = None, soft_wrap: bool = Fa
         _drop_what_is_left()
     except (AttributeError, OSError, ValueError):  # no stdout at all, no room for a file, a closed stream
         return
+
+
+@contextmanager
+def progress_printed(text: Callable[[], str], *, after_s: float = 2.0, every_s: float = 10.0) -> Iterator[None]:
+    """Print the text, with the seconds that have passed, while the code within takes longer than a moment.
+
+    Args:
+        text: Returns what is being done; called from another thread.
+        after_s: The seconds until the first line.
+        every_s: The seconds between lines.
+    """
+    begin, is_over = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        pause = after_s
+        while not is_over.wait(pause):
+            print_on_console(f"{text()} ({time.monotonic() - begin:.0f} s so far)", soft_wrap=True)
+            pause = every_s
+
+    thread = threading.Thread(target=tell, daemon=True, name="memtools-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _drop_what_is_left() -> None:

@@ -18,6 +18,9 @@ from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.loss_names import tags_of
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPoints
 
+# With a large log_every_n_steps, values are added up before their mean is taken.
+_MOST_KEPT = 256
+
 
 @dataclass(frozen=True, slots=True)
 class _PendingPoint:
@@ -154,10 +157,13 @@ class RunningMeans:
         return list(self._values)
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add one scalar; 512 bytes of the device are kept for each until the mean is taken."""
+        """Add one scalar; 512 bytes of the device are kept for each until the mean is taken, 128 kB at most."""
         # A copy: the tensor may be written again (in place, or as a CUDA graph's output), or keep a larger one alive.
         value = value.detach()
-        self._values.setdefault(name, []).append(value.clone() if weight == 1.0 else value * weight)
+        values = self._values.setdefault(name, [])
+        values.append(value.clone() if weight == 1.0 else value * weight)
+        if len(values) == _MOST_KEPT:
+            values[:] = [_sum(values, value.device)]
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def drop(self, name: str) -> None:
@@ -187,12 +193,14 @@ class RunningMeans:
         return torch.stack([sums / weights, weights])
 
     def _sum(self, name: str, device: torch.device) -> Tensor:
-        if name not in self._values:
-            return torch.zeros((), device=device)
-        # Not MeanMetric: in torchmetrics 1.9 it ignores weights with nan_strategy="disable", and any other strategy
-        # waits for the device to look for NaN. A NaN loss must show as NaN.
-        metric = SumMetric(nan_strategy="disable", sync_on_compute=False)
-        metric.sum_value = torch.zeros((), device=device)  # `metric.to` would copy a zero there and wait for it
-        metric.update(torch.stack([value.reshape(()).to(device).float() for value in self._values[name]]))
-        total: Tensor = metric.compute()
-        return total
+        return _sum(self._values[name], device) if name in self._values else torch.zeros((), device=device)
+
+
+def _sum(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    # Not MeanMetric: in torchmetrics 1.9 it ignores weights with nan_strategy="disable", and any other strategy
+    # waits for the device to look for NaN. A NaN loss must show as NaN.
+    metric = SumMetric(nan_strategy="disable", sync_on_compute=False)
+    metric.sum_value = torch.zeros((), device=device)  # `metric.to` would copy a zero there and wait for it
+    metric.update(torch.stack([value.reshape(()).to(device).float() for value in values]))
+    total: Tensor = metric.compute()
+    return total

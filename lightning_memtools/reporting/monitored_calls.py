@@ -58,6 +58,9 @@ class MonitoredCalls:
         self._n_batches: dict[Stage, int] = {}
         self._summary_step = -1
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_run": None, "_step_snapshot": None}  # they observe this process
+
     def charts(self, trainer: Trainer) -> Charts:
         """Return the charts of the call's curves."""
         return self._running().charts(validates=trainer.enable_validation)

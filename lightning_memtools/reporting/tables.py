@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,5 +47,21 @@ def console_table(table: Table) -> rich.table.Table:
     return drawn
 
 
+# A module may have any name without a dot. Underscores within words mean nothing in markdown.
+_SPECIAL = re.compile(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[*<]")
+
+
 def _escaped(cells: Sequence[str]) -> list[str]:
-    return [cell.replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return [_without_markup(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
+
+
+def _without_markup(cell: str) -> str:
+    """Return a cell whose text shows as it is; what stands between backticks does so already."""
+    parts = cell.split("`")
+    if len(parts) % 2 == 0:  # a backtick without a partner
+        return _SPECIAL.sub(_as_text, cell).replace("`", "\\`")
+    return "`".join(part if at % 2 else _SPECIAL.sub(_as_text, part) for at, part in enumerate(parts))
+
+
+def _as_text(found: re.Match[str]) -> str:
+    return "&lt;" if found[0] == "<" else f"\\{found[0]}"

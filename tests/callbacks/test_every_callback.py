@@ -22,6 +22,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import lightning_memtools
+from lightning_memtools import VirtualDevice
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 
 CALLBACKS: list[type[L.Callback]] = [
@@ -263,6 +264,40 @@ def test_two_of_a_kind_and_copies_and_pickles_work(callback, tmp_path):
     run = whole_run(tmp_path, *{id(c): c for c in (first, second)}.values())
     assert run.global_step == 4
     pickle.dumps(first)
+
+
+class Pickles(L.Callback):
+    """Pickles and copies the Trainer with its callbacks at the end of a batch and of a validation."""
+
+    takes_part_in_trials = False
+
+    def __init__(self) -> None:
+        self.copies: list[L.Trainer] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"copies": []}
+
+    def on_train_batch_end(self, trainer, *args):
+        self.copies += [pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)]  # noqa: S301, our own
+
+    def on_validation_end(self, trainer, pl_module):
+        self.on_train_batch_end(trainer)
+
+
+@every_callback
+def test_a_trainer_can_be_pickled_and_copied_while_it_trains(callback, tmp_path):
+    pickles = Pickles()
+    first = callback()
+    with VirtualDevice("64MiB"):
+        run = trainer(tmp_path, first, pickles, max_steps=2, logger=False)
+        run.fit(Regression(), loader(), loader(16))
+    assert run.global_step == (1 if isinstance(first, lightning_memtools.BatchSizeTuner) else 2)  # it takes all at once
+    assert len(pickles.copies) >= 4  # the sanity check's too
+    for made in pickles.copies:
+        (twin,) = (one for one in made.callbacks if type(one) is type(first))
+        assert twin is not first
+    twin.teardown(pickles.copies[-1], Regression(), "fit")  # what belongs to the run stays with the original
+    assert run.callbacks[0] is first
 
 
 @every_callback

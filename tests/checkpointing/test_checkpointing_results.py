@@ -64,6 +64,18 @@ def test_planning_takes_less_than_five_seconds():
     assert all(one["wall"] < 5 for one in RESULTS["planning_seconds"].values())
 
 
+def test_the_time_of_planning_grows_no_faster_than_the_number_of_layers():
+    found = RESULTS["planning_by_length"]
+    seconds = {int(n): one["processor_seconds"] for n, one in found.items()}
+    assert set(seconds) == {20, 200, 400, 2000}
+    assert seconds[2000] < 6 * seconds[400]
+    assert all(one["mib_more"] < 500 for one in found.values())
+    # The longer a chain of equal layers is, the smaller is the share of it that a plan needs.
+    shares = [found[str(n)]["peak_share"] for n in sorted(seconds)]
+    assert shares == sorted(shares, reverse=True)
+    assert all(one["extra_operations"] <= 0.33 for one in found.values())
+
+
 def test_the_batch_gained_on_real_models_is_reported():
     gained = RESULTS["gained_with_default_arguments"]
     assert set(gained) == {"ResNet-50", "ViT-S/16 (timm)", "VGG-16"}

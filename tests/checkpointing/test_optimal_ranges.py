@@ -107,3 +107,58 @@ def test_every_point_of_the_frontier_is_found_again_by_its_own_peak(units, resol
         plan = planner.best(peak)
         assert plan is not None
         assert estimate(units, plan).extra_operations == operations
+
+
+def long_chain(n: int) -> list[Unit]:
+    """Blocks of five layers with tensors of several sizes, after a first layer and before a loss."""
+    sizes_and_work = [(4096, 900), (4096, 40), (1024, 900), (1024, 30), (1024, 50)]
+    blocks = [
+        Unit(
+            out_bytes=size,
+            keeps_input=at != 3,
+            keeps_output=at == 1,
+            own_bytes=256 if at == 3 else 0,
+            chain=0,
+            operations=operations,
+            tail_operations=operations // 10,
+            forward_bytes=size,
+            stopped_bytes=size // 2,
+            dropping_bytes=size,
+            backward_base=512,
+            backward_peak=512 + 2 * size,
+        )
+        for at, (size, operations) in enumerate(sizes_and_work)
+    ]
+    return [Unit(out_bytes=1024, operations=100), *(blocks[at % 5] for at in range(n)), Unit(saves=False)]
+
+
+def test_a_long_chain_is_solved_coarsely_to_within_five_percent_of_the_exact_plan():
+    units = long_chain(80)
+    limit = estimate(units, ()).peak_bytes
+    exact = OptimalRanges(units, limit)
+    coarse = OptimalRanges(units, limit, most_transitions=60**3)
+    for share in (0.2, 0.3, 0.5, 0.8):
+        plan, best = coarse.best(share * limit), exact.best(share * limit)
+        assert plan is not None
+        assert best is not None
+        mine, least = estimate(units, plan), estimate(units, best)
+        assert mine.peak_bytes <= share * limit * 1.001
+        work = 3 * sum(unit.operations for unit in units) + least.extra_operations
+        # It can be lower by a little: sizes are rounded for each cell, here of two layers, and not for each layer.
+        assert mine.extra_operations <= least.extra_operations + 0.05 * work
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(chains(4, 12), st.integers(1, 60), st.floats(0.1, 1))
+def test_a_coarse_plan_keeps_to_its_memory_and_costs_what_the_frontier_says(units, transitions, share):
+    limit = estimate(units, ()).peak_bytes
+    planner = OptimalRanges(units, limit, resolution=max(limit, 1), most_transitions=transitions)
+    plan = planner.best(share * limit)
+    if plan is None:
+        return
+    mine = estimate(units, plan)
+    assert mine.peak_bytes <= share * limit + 1e-6
+    for one in plan:
+        assert may_be_range(units, one.start, one.stop)
+    cheapest = [extra for peak, extra in planner.frontier() if peak <= share * limit]
+    assert mine.extra_operations <= min(cheapest)

@@ -2,7 +2,8 @@
 
 python faults_run.py FOLDER FAULT ...
 
-Every rank is a fork of this process, which has imported everything: a run takes a second or two.
+Every rank is a fork of this process, which has imported everything: a run takes a second or two of a processor. Several
+runs go on at once, because most of them sleep or wait for each other.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ from torch.utils.data import DataLoader
 from lightning_memtools import VirtualDevice, default_callbacks
 from tests.lightning_models import Regression, loader, trainer
 
-LIMIT_S = 45
+LIMIT_S = 60
 """A rank that runs longer is ended, and counts as hanging."""
+
+AT_ONCE = 4
+"""Pairs of ranks that run at the same time."""
 
 SLOW_S = 7.0
 """Longer than our callbacks ever wait at the end of a run."""
@@ -49,11 +53,18 @@ class Faulty(Regression):
         if self.global_rank == 1:
             self.fault(moment, self.trainer)
 
+    def on_fit_start(self) -> None:
+        self.meet("fit_start")
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
             self.meet("step")
         self.log("batch_idx", float(batch_idx))  # so that the logger has something to write without us too
         return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 3:
+            self.meet("backward")
 
     def on_validation_epoch_end(self) -> None:
         self.meet("validation")
@@ -63,6 +74,11 @@ class Faulty(Regression):
 
     def on_fit_end(self) -> None:
         self.meet("fit_end")
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.meet("test_step")
+        return super().test_step(batch, batch_idx)
 
     def on_test_end(self) -> None:
         self.meet("test_end")
@@ -95,27 +111,33 @@ def nothing(moment: str, trainer: L.Trainer) -> None:
     """Meet no fault here; the data or the file system has it."""
 
 
+MOMENTS = ("fit_start", "step", "backward", "validation", "train_end", "fit_end", "test_step", "test_end")
+
+_ACTS: dict[str, Callable[[L.Trainer], object]] = {
+    "slow": lambda _: time.sleep(SLOW_S),
+    "raises": fail,
+    "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "sigterm": lambda _: os.kill(os.getpid(), signal.SIGTERM),
+    "ctrl_c": lambda _: os.kill(os.getpid(), signal.SIGINT),
+}
+
 FAULTS: dict[str, Fault] = {
     "none": nothing,
     "fewer_batches": nothing,
     "fewer_validation_batches": nothing,
-    "ends_early": at("step", stop),
-    "slow_in_validation": at("validation", lambda _: time.sleep(SLOW_S)),
-    "slow_at_train_end": at("train_end", lambda _: time.sleep(SLOW_S)),
-    "slow_at_fit_end": at("fit_end", lambda _: time.sleep(SLOW_S)),
-    "slow_at_test_end": at("test_end", lambda _: time.sleep(SLOW_S)),
-    "raises_in_step": at("step", fail),
-    "raises_in_validation": at("validation", fail),
-    "raises_at_train_end": at("train_end", fail),
-    "raises_at_fit_end": at("fit_end", fail),
-    "raises_at_test_end": at("test_end", fail),
-    "dies_in_step": at("step", lambda _: os.kill(os.getpid(), signal.SIGKILL)),
-    "dies_at_train_end": at("train_end", lambda _: os.kill(os.getpid(), signal.SIGKILL)),
-    "sigterm": at("step", lambda _: os.kill(os.getpid(), signal.SIGTERM)),
-    "ctrl_c": at("step", lambda _: os.kill(os.getpid(), signal.SIGINT)),
+    "stops_at_step": at("step", stop),
     "disk_full": nothing,
     "log_directory_gone": nothing,
-}
+} | {f"{name}_at_{moment}": at(moment, act) for name, act in _ACTS.items() for moment in MOMENTS}
+"""All of them; benchmarks/faults.py runs them."""
+
+IN_CI = (
+    *("none", "fewer_batches", "fewer_validation_batches", "stops_at_step", "disk_full", "log_directory_gone"),
+    *(f"slow_at_{moment}" for moment in ("validation", "train_end", "fit_end", "test_end")),
+    *(f"raises_at_{moment}" for moment in ("step", "validation", "train_end", "fit_end", "test_end")),
+    *("dies_at_step", "dies_at_train_end", "sigterm_at_step", "ctrl_c_at_step"),
+)
+"""Those of every run of the tests."""
 
 
 def batches(name: str, rank: int, n: int) -> DataLoader[Any]:
@@ -178,44 +200,54 @@ def rank_process(name: str, root: Path, rank: int, port: int, *, with_callbacks:
             os._exit(code)
 
 
-def both_ranks(name: str, root: Path, *, with_callbacks: bool) -> dict[str, Any]:
-    root.mkdir(parents=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pids: dict[int, int] = {}
-    for rank in (0, 1):
-        pid = os.fork()
-        if pid == 0:
-            rank_process(name, root, rank, port, with_callbacks=with_callbacks)
-        pids[pid] = rank
-    begin = time.monotonic()
-    seen: dict[str, Any] = {"exit": [None, None], "seconds": [LIMIT_S, LIMIT_S]}
-    while pids:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            rank = pids.pop(pid)
-            seen["exit"][rank] = os.waitstatus_to_exitcode(status)
-            seen["seconds"][rank] = round(time.monotonic() - begin, 1)
-        elif time.monotonic() - begin > LIMIT_S:
-            for late in pids:
-                os.kill(late, signal.SIGKILL)
-                os.waitpid(late, 0)
-            break
-        else:
-            time.sleep(0.02)
-    return seen
+class Run:
+    """Two ranks that run; `seen` is what is known of how they ended."""
+
+    def __init__(self, name: str, root: Path, *, with_callbacks: bool) -> None:
+        root.mkdir(parents=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.seen: dict[str, Any] = {"exit": [None, None], "seconds": [LIMIT_S, LIMIT_S]}
+        self._begin = time.monotonic()
+        self._pids: dict[int, int] = {}
+        for rank in (0, 1):
+            pid = os.fork()
+            if pid == 0:
+                rank_process(name, root, rank, port, with_callbacks=with_callbacks)
+            self._pids[pid] = rank
+
+    def is_over(self) -> bool:
+        """Note which ranks have ended; end those that take too long."""
+        seconds = round(time.monotonic() - self._begin, 1)
+        for pid, rank in list(self._pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._pids[pid]
+                self.seen["exit"][rank] = os.waitstatus_to_exitcode(status)
+                self.seen["seconds"][rank] = seconds
+            elif seconds > LIMIT_S:
+                del self._pids[pid]
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        return not self._pids
 
 
-def main(root: Path, names: list[str]) -> None:
+def main(root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
-    seen = {}
-    for name in names:
-        seen[name] = {
-            kind: both_ranks(name, root / name / kind, with_callbacks=kind == "with") for kind in ("without", "with")
-        }
-        print(name, seen[name], flush=True)  # noqa: T201, shown when the test fails
+    seen: dict[str, dict[str, Any]] = {name: {} for name in names}
+    waiting = [(name, kind) for name in names for kind in ("without", "with")]
+    running: dict[tuple[str, str], Run] = {}
+    while waiting or running:
+        if waiting and len(running) < AT_ONCE:
+            name, kind = waiting.pop(0)
+            running[name, kind] = Run(name, root / name / kind, with_callbacks=kind == "with")
+        for name, kind in [key for key, run in running.items() if run.is_over()]:
+            seen[name][kind] = running.pop((name, kind)).seen
+            print(name, kind, seen[name][kind], flush=True)  # noqa: T201, shown when the test fails
+        time.sleep(0.02)
     (root / "seen.json").write_text(json.dumps(seen))
+    return seen
 
 
 if __name__ == "__main__":

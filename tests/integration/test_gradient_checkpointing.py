@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
+import signal
+import time
 import warnings
 from pathlib import Path
 
@@ -17,8 +20,9 @@ from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpoi
 from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.checkpointing.models import encoder
+from tests.integration import long_planning_run
 from tests.lightning_models import Adversaries, Regression, loader, trainer
-from tests.two_processes import run_script
+from tests.two_processes import run_script, started_script
 
 
 class Deep(Regression):
@@ -266,3 +270,21 @@ def test_a_layer_that_does_not_repeat_itself_is_left_out_from_the_second_step_on
     assert "net.2" not in seen[1]
     text = (tmp_path / "x" / "memtools" / "checkpoint_plan.md").read_text()
     assert "it did not do the same when it ran again" in text
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_long_planning_says_so_and_is_ended_by_a_signal(sent, tmp_path):
+    with started_script(Path(long_planning_run.__file__), tmp_path) as process:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("GradientCheckpointing is "):
+                break
+        begin = time.monotonic()
+        process.send_signal(sent)
+        said += process.communicate(timeout=60)[0].splitlines()
+        seconds = time.monotonic() - begin
+    assert re.search(r"GradientCheckpointing is (tracing a step|choosing what).* \(\d+ s so far\)", "".join(said)), said
+    assert "fit is over" not in said
+    assert process.returncode == (0 if sent == signal.SIGTERM else 1), said  # as Lightning ends between two batches
+    assert seconds < 20

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import re
+from html import unescape
 
+import pytest
 from markdown import markdown
 from rich.console import Console
 
@@ -23,6 +26,17 @@ def test_a_table_as_markdown_survives_pipes_and_line_breaks():
     table = Table(["a|b", "n"], [["x\ny", "1"]])
     assert markdown_table(table) == "| a\\|b | n |\n| --- | ---: |\n| x y | 1 |"
     assert "<table>" in markdown(markdown_table(table), extensions=["tables"])
+
+
+@pytest.mark.parametrize("name", ["<script>", "a*b*c", "__init__", "_orig_mod.net", "plain_name", "a|b", "`", "x<y`z"])
+def test_any_name_of_a_module_shows_as_it_is(name):
+    html = markdown(markdown_table(Table(["module", "n"], [[name, "1"]])), extensions=["tables"])
+    (cell,) = re.findall("<td>(.*)</td>", html)
+    assert unescape(cell) == name
+
+
+def test_what_stands_between_backticks_is_left_alone():
+    assert "`a_*<b>`" in markdown_table(Table(["module", "n"], [["`a_*<b>`", "1"]]))
 
 
 def test_square_brackets_are_text_on_the_console():

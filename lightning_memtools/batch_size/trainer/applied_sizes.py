@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_memtools._lightning import forget_loaders, loop_of, prepared_loaders, source_of
+from lightning_memtools._lightning import EitherCallback, forget_loaders, loop_of, prepared_loaders, source_of
 from lightning_memtools._torch import SCHEDULER_PROGRESS, inner_schedulers
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes
 from lightning_memtools.memory.peaks import Stage
@@ -61,6 +61,9 @@ class OptimizerSetup:
     def __init__(self) -> None:
         self._before: StateSnapshot | None = None
         self._random_after: RandomState | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_before": None, "_random_after": None}  # of this process
 
     def observe(self, trainer: Trainer) -> None:
         """Record the random streams when the Trainer sets up its optimizers."""
@@ -168,7 +171,7 @@ def _attach(scheduler: Any, source: Optimizer, target: Optimizer) -> None:
         waiting += inner_schedulers(one)
 
 
-class CacheReleaser(Callback):
+class CacheReleaser(EitherCallback):
     """Empties the allocator's cache between training and validation, where both would not fit beside each other.
 
     Blocks that one stage has cached do not fit the other's tensors. Where both sizes were chosen to fill the device,

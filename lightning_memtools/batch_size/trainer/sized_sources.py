@@ -18,9 +18,10 @@ from lightning_memtools._lightning import (
     put_loader_classes_back,
     set_source,
     source_of,
+    twins,
 )
 from lightning_memtools._torch import tree_flatten, tree_unflatten
-from lightning_memtools.batch_size.resized_loaders import resize_loader
+from lightning_memtools.batch_size.resized_loaders import CannotResizeError, resize_loader
 from lightning_memtools.memory.peaks import STAGES, Stage
 
 
@@ -176,14 +177,23 @@ class SizedSource:
             with self._attributes.written(self._stage, size):
                 loaders = self.original.dataloader()
         else:
-            loaders = _map_loaders(self.original.dataloader(), lambda loader: resize_loader(loader, size))
+            try:
+                loaders = _map_loaders(self.original.dataloader(), lambda loader: resize_loader(loader, size))
+            except CannotResizeError as error:
+                raise CannotResizeError(f"{error}{hint_to_leave_out(self._stage)}") from None
         return loaders if self.alter is None else _map_loaders(loaders, self.alter)
+
+
+def hint_to_leave_out(stage: Stage) -> str:
+    """Returns the end of an error message: how to tune without a stage whose loader keeps its size."""
+    return ' Or tune training alone: BatchSizeTuner(stages=("train",)).' if stage == "val" else ""
 
 
 def _map_loaders(loaders: Any, change: Callable[[Any], Any]) -> Any:
     """Returns a collection of loaders of the same structure, each changed."""
-    if isinstance(loaders, CombinedLoader):
-        return CombinedLoader(_map_loaders(loaders.iterables, change), mode_of(loaders))
+    kind: Any = type(loaders)
+    if issubclass(kind, twins(CombinedLoader)):
+        return kind(_map_loaders(loaders.iterables, change), mode_of(loaders))
     flat, structure = tree_flatten(loaders)
     changed = [change(loader) for loader in flat]
     for before, after in zip(flat, changed, strict=True):

@@ -15,7 +15,12 @@ from lightning_memtools.batch_size.batch_size_result import SizeTrial, explain_t
 from lightning_memtools.batch_size.size_limits import SizeLimits, normalizes_batches, samples_per_rank
 from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits
 from lightning_memtools.batch_size.trainer.size_cache import SizeCache
-from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, unwrap_sources, wrap_sources
+from lightning_memtools.batch_size.trainer.sized_sources import (
+    BatchSizeAttributes,
+    hint_to_leave_out,
+    unwrap_sources,
+    wrap_sources,
+)
 from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner, quick_collections
 from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.peaks import Stage
@@ -164,6 +169,7 @@ class StageSearch:
             raise ValueError(
                 f"The {stage}_dataloader gives batches of {size} whatever {', '.join(names)} is (tried "
                 f"{sorted(reported)}). Let the hook read it, as in DataLoader(..., batch_size=self.{names[0]})."
+                + hint_to_leave_out(stage)
             )
         return chosen
 

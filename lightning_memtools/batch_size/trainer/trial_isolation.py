@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import distributed, nn
 
+from lightning_memtools._lightning import twins
 from lightning_memtools._torch import replaced_collectives
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.reporting.strategies import why_unsupported
@@ -62,7 +63,7 @@ def takes_part(callback: Callback) -> bool:
 
     A callback stays out of trials with a class attribute `takes_part_in_trials = False`.
     """
-    return getattr(callback, "takes_part_in_trials", True) and not isinstance(callback, _LIGHTNINGS_WATCHERS)
+    return getattr(callback, "takes_part_in_trials", True) and not isinstance(callback, twins(*_LIGHTNINGS_WATCHERS))
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import gradient_scaler
+from lightning_memtools._lightning import EitherCallback, gradient_scaler
 from lightning_memtools.batch_size.batch_size_result import RankReading
 from lightning_memtools.batch_size.trainer.trial_isolation import CollectiveInTrialError
 from lightning_memtools.memory.nested_tensors import tensors_in
@@ -42,7 +42,7 @@ class TrialOver(BaseException):
     """Ends a trial from inside the loops. Not an Exception, so that a user's `except Exception` does not catch it."""
 
 
-class TrialProbe(Callback):
+class TrialProbe(EitherCallback):
     """Measures the memory of a trial, and ends it when enough was measured. It comes after all other callbacks.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import lightning as L
 import pytest
@@ -138,6 +139,21 @@ def test_a_loader_that_does_not_follow_the_attribute(tmp_path):
 
     with pytest.raises(ValueError, match="train_dataloader gives batches of 8 whatever batch_size is"):
         fit(tmp_path, Tuner(), Stubborn())
+
+
+def test_a_validation_loader_that_keeps_its_size_can_be_left_out(tmp_path):
+    class FixedValidation(Small):
+        def val_dataloader(self):
+            return DataLoader(Data(), 8)
+
+    way_out = re.escape('Or tune training alone: BatchSizeTuner(stages=("train",)).')
+    with pytest.raises(ValueError, match=f"val_dataloader gives batches of 8 whatever batch_size is.*{way_out}"):
+        fit(tmp_path, Tuner(), FixedValidation())
+    with pytest.raises(ValueError, match=f"it has batch_size=None.*{way_out}"):
+        fit(tmp_path, Tuner(), val_loaders=DataLoader(Data(), batch_size=None))
+    tuner = Tuner(stages=("train",))
+    fit(tmp_path, tuner, FixedValidation())
+    assert tuner.result.sizes["train"] > 4
 
 
 def test_a_passed_loader_that_cannot_be_resized(tmp_path):

@@ -1,0 +1,131 @@
+"""Runs Lightning's own tests with `default_callbacks()` in every Trainer and without, and lists what newly fails.
+
+python lightning_tests.py GIT_DIRECTORY [FILE ...]
+
+GIT_DIRECTORY is a clone of github.com/Lightning-AI/pytorch-lightning; its tag nearest below the installed version is
+read, and nothing of it is kept. Files are named as in the clone, below tests/tests_pytorch; without any, all of the
+loops, trainer, callbacks, checkpointing and tuner tests run, which takes half an hour. The results of other files stay
+in results/lightning_tests.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import lightning
+from machine import RESULTS, save
+
+FOLDERS = ("loops", "trainer", "callbacks", "checkpointing", "tuner")
+LIMIT_S = 300
+"""For one file, with or without our callbacks."""
+
+PLUGIN = """
+import lightning.pytorch as pl
+from lightning_memtools import default_callbacks
+plain = pl.Trainer.__init__
+def with_ours(self, *args, **kwargs):
+    given = kwargs.get("callbacks") or []
+    kwargs["callbacks"] = [*(given if isinstance(given, (list, tuple)) else [given]), *default_callbacks()]
+    plain(self, *args, **kwargs)
+with_ours.__wrapped__ = plain
+pl.Trainer.__init__ = with_ours
+"""
+
+INHERENT = {
+    "counts, lists or compares the Trainer's callbacks": r"callbacks|Callback",
+    "counts or lists what a logger gets": r"log_metrics|logged|metrics|logger|add_scalar",
+    "counts or lists files": r"\.ckpt|listdir|PosixPath|\.csv|events",
+    "counts calls of hooks or of functions": r"call_count|called|Expected '|hook|mock_calls|assert_called",
+    "counts warnings or output": r"warn|Warning|stdout|capsys",
+}
+"""Why a test fails that is no defect: what it asserts is the absence of other callbacks. By patterns of its message."""
+
+
+def tag_of(git: Path) -> str:
+    tags = subprocess.run(["git", "-C", git, "tag"], capture_output=True, text=True, check=True).stdout.split()  # noqa: S607
+    numbers = [tuple(map(int, tag.split("."))) for tag in tags if re.fullmatch(r"\d+\.\d+\.\d+", tag)]
+    installed = tuple(map(int, lightning.__version__.split(".")[:3]))
+    return ".".join(map(str, max(one for one in numbers if one <= installed)))
+
+
+def outcomes(sources: Path, file: str, *, ours: bool) -> dict[str, str]:
+    """Return for each test "" if it passed or was skipped, else the first line of its message."""
+    plugin, report = sources / "memtools_everywhere.py", sources / "report.xml"
+    plugin.write_text(PLUGIN)
+    report.unlink(missing_ok=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(sources / "tests"), str(sources)]),
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        sources,
+    ]
+    command += ["-p", "memtools_everywhere"] if ours else []
+    command += [f"--junitxml={report}", sources / "tests" / "tests_pytorch" / file]
+    try:
+        subprocess.run(
+            command, env=environment, cwd=sources / "tests", timeout=LIMIT_S, check=False, capture_output=True
+        )
+    except subprocess.TimeoutExpired:
+        return {"the file as a whole": f"took longer than {LIMIT_S} s"}
+    if not report.exists():
+        return {"the file as a whole": "pytest ended without a report"}
+    found = {}
+    for case in ET.parse(report).iter("testcase"):  # noqa: S314, written by the run above
+        bad = [one for one in case if one.tag in {"failure", "error"}]
+        said = (bad[0].get("message") or "no message").splitlines()[0][:200] if bad else ""
+        found[case.get("name", "")] = said.replace(str(sources), "")
+    return found
+
+
+def compared(sources: Path, file: str) -> dict[str, Any]:
+    without, ours = (outcomes(sources, file, ours=one) for one in (False, True))
+    newly = {name: said for name, said in ours.items() if said and not without.get(name)}
+    return {
+        "tests": len(without),
+        "fail_without": sum(map(bool, without.values())),
+        "newly_fail": {name: {"message": said, "why": why_inherent(said)} for name, said in newly.items()},
+    }
+
+
+def why_inherent(said: str) -> str:
+    return next((why for why, pattern in INHERENT.items() if re.search(pattern, said)), "not sorted")
+
+
+def main() -> None:
+    git, files = Path(sys.argv[1]), sys.argv[2:]
+    tag = tag_of(git)
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(folder)
+        archive = subprocess.run(["git", "-C", git, "archive", tag, "tests"], capture_output=True, check=True)  # noqa: S607
+        subprocess.run(["tar", "-x", "-C", sources], input=archive.stdout, check=True)  # noqa: S607
+        root = sources / "tests" / "tests_pytorch"
+        known = [str(one.relative_to(root)) for name in FOLDERS for one in sorted((root / name).rglob("test_*.py"))]
+        for file in files or known:
+            measured = compared(sources, file)
+            print(file, measured, flush=True)
+            path = RESULTS / "lightning_tests.json"
+            earlier: dict[str, Any] = json.loads(path.read_text())["files"] if path.exists() else {}
+            save("lightning_tests", {"tag": tag, "files": dict(sorted((earlier | {file: measured}).items()))})
+
+
+if __name__ == "__main__":
+    main()
