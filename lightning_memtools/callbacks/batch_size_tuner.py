@@ -57,6 +57,7 @@ class BatchSizeTuner(EitherCallback):
     worst_case: WorstCase | None = None
     """A function (data set, n) -> indices of the n samples that take the most memory; trials use these samples."""
 
+    stages: Sequence[str]
     takes_part_in_trials = False
     """Trials leave out every callback with this attribute."""
 
@@ -77,12 +78,13 @@ class BatchSizeTuner(EitherCallback):
         at_epochs: Sequence[int] = (),
         cache: str | None = None,
     ) -> None:
-        self._settings = TunerSettings.parse(
-            type(self), batch_arg_name=batch_arg_name, margin=margin, init_val=init_val, max_val=max_val,
-            multiple_of=multiple_of, effective_batch_size=effective_batch_size, stages=stages, max_trials=max_trials,
-            at_epochs=at_epochs, cache=cache,
-        )  # fmt: skip
-        self.stages = stages
+        given: dict[str, Any] = {
+            "batch_arg_name": batch_arg_name, "margin": margin, "init_val": init_val, "max_val": max_val,
+            "multiple_of": multiple_of, "effective_batch_size": effective_batch_size, "stages": stages,
+            "max_trials": max_trials, "at_epochs": at_epochs, "cache": cache,
+        }  # fmt: skip
+        self._settings = TunerSettings.parse(type(self), **given)
+        vars(self).update(given)
         self.result: BatchSizeResult | None = None
         self._tuning = SizeTuning()
         self._carried = CarriedDevice()

@@ -72,10 +72,10 @@ class EmptyCache(EitherCallback):
         ledger: bool = True,
         warn_after: int = 3,
     ) -> None:
-        self._options = ReleaseOptions(
-            stages=stages, collect_garbage=collect_garbage, min_reclaimable=min_reclaimable, always=always,
-            ledger=ledger, warn_after=warn_after,
-        )  # fmt: skip
+        given: dict[str, Any] = {"stages": stages, "collect_garbage": collect_garbage, "always": always, "ledger": ledger,
+                                 "min_reclaimable": min_reclaimable, "warn_after": warn_after}  # fmt: skip
+        self._options = ReleaseOptions(**given)
+        vars(self).update(given)
         self._carried = CarriedDevice()
         self._releases = EvaluationReleases(self._options)
         self._said: set[str] = set()
