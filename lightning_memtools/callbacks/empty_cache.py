@@ -72,8 +72,8 @@ class EmptyCache(EitherCallback):
         ledger: bool = True,
         warn_after: int = 3,
     ) -> None:
-        given: dict[str, Any] = {"stages": stages, "collect_garbage": collect_garbage, "always": always, "ledger": ledger,
-                                 "min_reclaimable": min_reclaimable, "warn_after": warn_after}  # fmt: skip
+        given: Any = {"stages": stages, "collect_garbage": collect_garbage, "always": always,
+                      "ledger": ledger, "min_reclaimable": min_reclaimable, "warn_after": warn_after}  # fmt: skip
         self._options = ReleaseOptions(**given)
         vars(self).update(given)
         self._carried = CarriedDevice()
