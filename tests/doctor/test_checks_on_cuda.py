@@ -89,11 +89,10 @@ def test_module_cuda_moves_in_place_and_tensor_cuda_returns_a_copy():
     model, scale = network(), torch.ones(4)
 
     def step(model: nn.Module, batch: Any) -> Any:
-        model.cuda()
         scale.cuda()
         return squared(model, [batch[0] * scale.to(batch[0].device), batch[1]])
 
-    model.cuda()
+    model.cuda()  # not assigned, and rightly so
     finding = only(found(model, rows(), step), "devices")
     assert "`scale.cuda()` moves a tensor and throws the moved copy away" in finding.evidence
     assert finding.fix == "Assign the result: x = scale.cuda()"
