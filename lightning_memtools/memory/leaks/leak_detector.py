@@ -303,7 +303,9 @@ class LeakDetector:
         findings = []
         for signature in _largest_signatures(survivors):
             pile = [survivor for survivor in survivors if survivor.signature == signature]
-            if self._is_growing(pile) and len(pile) > self._warn_after:
+            # Where the holder is not known, it may be Lightning's bookkeeping too.
+            is_much = _bytes_of(pile) > _MAX_BOOKKEEPING_BYTES and len(pile) > self._warn_after
+            if is_much and self._is_growing(pile):
                 makers = dict.fromkeys(maker for one in pile if (maker := self._makers.maker_of(one.tensor)))
                 findings.append(replace(_finding(None, pile), made_by=tuple(makers)))
         return findings

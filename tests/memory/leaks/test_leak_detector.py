@@ -475,7 +475,7 @@ def test_without_a_holder_the_tensors_and_their_makers_are_told(device):
     model.identity = Identity()
 
     def grow():
-        hidden.append(hide(model.identity(new())))
+        hidden.append(hide(model.identity(new(2**18))))
 
     hidden: list[int] = []
     try:
@@ -485,7 +485,7 @@ def test_without_a_holder_the_tensors_and_their_makers_are_told(device):
             reveal(one)
     assert "in 6 epochs in a row (" in text
     assert "Holder not found" in text
-    assert "of shape (128,) float32" in text
+    assert "of shape (262144,) float32" in text
     assert "made by Model.identity in step 0" in text
 
 
@@ -519,7 +519,7 @@ def test_modules_are_watched_only_while_a_holder_is_looked_for(device):
 
     def grow():
         seen.append(len(global_forward_hooks()) - before)
-        hidden.append(hide(new()))
+        hidden.append(hide(new(2**18)))
 
     assert epochs(device, model, *[grow] * 8)
     for one in hidden:
