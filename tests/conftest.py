@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 # The models are small: a second thread would only wait, and slow down what runs beside it.
 torch.set_num_threads(1)
+
+# An example that takes longer on a busy machine is no failure: times belong in benchmarks/.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
