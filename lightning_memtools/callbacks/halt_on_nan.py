@@ -106,7 +106,9 @@ class HaltOnNaN(EitherCallback):
             directory=directory,
             undo_updates=undo_updates,
         )
-        self._state_key = state_key_of(self, **asdict(self.options))
+        arguments = asdict(self.options)
+        vars(self).update(arguments)  # each under its own name, as every callback keeps them
+        self._state_key = state_key_of(self, **arguments)
         self._run: HaltRun | None = None
 
     @property

@@ -59,6 +59,8 @@ class OOMRecovery(EitherCallback):
     takes_part_in_trials = False
     """BatchSizeTuner's trials leave this callback out."""
 
+    parts_of_a_run = ("_undo", "_recovery")  # what is replaced stays with the original: it is undone once
+
     def __init__(
         self,
         *,
@@ -79,7 +81,7 @@ class OOMRecovery(EitherCallback):
         self.loss = loss
         self.allow_batch_norm = allow_batch_norm
         self.on_recover = on_recover
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] | None = None
         self._recovery: StepRecovery | None = None
         self._told = (0, 0)
 
@@ -92,9 +94,9 @@ class OOMRecovery(EitherCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the steps."""
-        self._begin(trainer, pl_module)
+        undo = self._begin(trainer, pl_module)
         if pl_module.automatic_optimization:
-            self._undo.append(replace_closures(trainer, partial(self._run_training, trainer)))
+            undo.append(replace_closures(trainer, partial(self._run_training, trainer)))
         elif trainer.is_global_zero:
             print_on_console(
                 "OOMRecovery leaves training_step alone: in manual optimization it steps optimizers itself, and that "
@@ -128,7 +130,7 @@ class OOMRecovery(EitherCallback):
         """Give the steps back."""
         self._stop()
 
-    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> list[Callable[[], None]]:
         self._told = (0, 0)
         self._recovery = StepRecovery(
             pl_module,
@@ -138,8 +140,9 @@ class OOMRecovery(EitherCallback):
             loss=self.loss,
             allow_batch_norm=self.allow_batch_norm,
         )
-        for name in _EVALUATION_STEPS:
-            self._undo.append(replace_step(pl_module, name, partial(self._run_evaluation, trainer)))
+        run = partial(self._run_evaluation, trainer)
+        self._undo = [replace_step(pl_module, name, run) for name in _EVALUATION_STEPS]
+        return self._undo
 
     def _run_training(self, trainer: Trainer, step: StepClosure) -> Any:
         assert self._recovery is not None
@@ -165,6 +168,6 @@ class OOMRecovery(EitherCallback):
         log_scalars(trainer, scalars | {"memory/oom_skipped_batches": float(found.n_skipped)}, step)
 
     def _stop(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        self._recovery = None
+        for undo in reversed(self._undo or []):
+            undo()
+        self._undo = self._recovery = None
