@@ -221,7 +221,7 @@ class GradientCheckpointing(EitherCallback):
         )
         planner = StepPlanner(step)
         try:
-            with ended_by_sigterm(), progress_printed(lambda: f"GradientCheckpointing is {planner.doing}"):
+            with ended_by_sigterm(), progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}"):
                 return planner.plan(self._options, nearest=self.is_in_trial)
         except BudgetTooSmallError as error:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.

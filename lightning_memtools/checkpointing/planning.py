@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -84,6 +84,13 @@ def plan_checkpoints(
     return StepPlanner(step).plan(options)
 
 
+@dataclass(slots=True)
+class PlanningProgress:
+    """The words for what a planner is busy with. It knows no planner: a cycle would keep the step's batch alive."""
+
+    doing: str = "looking for chains of layers"
+
+
 class StepPlanner:
     """Plans one training step under any number of options, and profiles it only once for all of them.
 
@@ -92,17 +99,13 @@ class StepPlanner:
     must not change between plans.
 
     Attributes:
-        doing: What the planner is busy with, in words; a model of a thousand layers takes it several seconds.
+        progress: What the planner is busy with; a model of a thousand layers takes it several seconds.
     """
 
     def __init__(self, step: TracedStep) -> None:
-        self.doing = "looking for chains of layers"
+        self.progress = PlanningProgress()
         self._step = step
         self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
-
-    def note(self, doing: str) -> None:
-        """Note what the planner is busy with."""
-        self.doing = doing
 
     def plan(self, options: CheckpointOptions, *, nearest: bool = False) -> CheckpointPlan:
         """Returns the plan for these options; see `plan_checkpoints`.
@@ -171,8 +174,9 @@ class StepPlanner:
     def _group(self, chains: Sequence[Chain]) -> _PlanningGroup:
         key = tuple((chain.name, chain.layers, chain.forced, tuple(chain.outside)) for chain in chains)
         if key not in self._groups:
-            self.note(f"tracing a step layer by layer, {sum(len(chain.layers) for chain in chains)} of them")
-            self._groups[key] = _PlanningGroup(self._step, profile_step(self._step, chains), self.note)
+            n_layers = sum(len(chain.layers) for chain in chains)
+            self.progress.doing = f"tracing a step layer by layer, {n_layers} of them"
+            self._groups[key] = _PlanningGroup(self._step, profile_step(self._step, chains), self.progress)
         return self._groups[key]
 
     def _alternatives(self, options: CheckpointOptions) -> str:
@@ -194,11 +198,11 @@ class StepPlanner:
 class _PlanningGroup:
     """The profile of chains that are planned together, and everything that was computed from it."""
 
-    def __init__(self, step: TracedStep, profiled: StepProfile, note: Callable[[str], None]) -> None:
+    def __init__(self, step: TracedStep, profiled: StepProfile, progress: PlanningProgress) -> None:
         self.profile = profiled
         self.resident_bytes = resident_bytes(step.model, profiled.plain)
         self._step = step
-        self._note = note
+        self._progress = progress
         self._solved: tuple[list[Unit], OptimalRanges] | None = None
         self._predicted: dict[tuple[tuple[str, Ranges], ...], StepCost] = {}
 
@@ -206,7 +210,7 @@ class _PlanningGroup:
         """Returns all optimal plans of these units. Only the last ones are kept: they can take 100 MB."""
         if self._solved is None or self._solved[0] != units:
             # A little above the plain peak, because sizes are rounded.
-            self._note(f"choosing what to recompute among {len(units)} layers")
+            self._progress.doing = f"choosing what to recompute among {len(units)} layers"
             limit = int(1.02 * max(estimate(units, ()).peak_bytes, self.profile.plain.peak_bytes))
             self._solved = units, OptimalRanges(units, limit)
         return self._solved[1]
@@ -217,7 +221,7 @@ class _PlanningGroup:
         if not key:
             return self.profile.plain
         if key not in self._predicted:
-            self._note("tracing a step under the plan")
+            self._progress.doing = "tracing a step under the plan"
             self._predicted[key] = predict(self._step, plans)
         return self._predicted[key]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import pickle
+import weakref
 from collections import Counter
 
 import pytest
@@ -74,6 +76,18 @@ def test_planning_touches_neither_the_model_nor_random_numbers():
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all("forward" not in vars(one) for one in model.modules())
+
+
+def test_planning_keeps_the_batch_no_longer_than_it_takes():
+    sample = torch.empty(4, 3, 32, 32)
+    alive = weakref.ref(sample)
+    gc.disable()
+    try:
+        plan_checkpoints(conv_bn_relu(16, 8), sample, bn_dropout="recompute")
+        del sample
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_skip_is_refused_where_only_recompute_saves_memory_and_the_refusal_says_so():
