@@ -46,7 +46,8 @@ class CheckpointKeys:
                 # Objects other than tensors are refused, and are no mistake: loading them would run their code.
                 "info" if is_refused else "error",
                 path,
-                f"It could not be read: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}",
+                f"It could not be read: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+                + ("" if is_zipfile(path) else ". It is no zip file, as torch.save writes them"),
                 "Its keys were not compared with the model's.",
                 "Save the state_dict alone, or compare by hand: model.load_state_dict(state, strict=False)."
                 if is_refused

@@ -87,7 +87,8 @@ def test_a_checkpoint_that_is_no_checkpoint_is_found(tmp_path):
     path.write_text("half of a download")
     finding = only(found(network(), rows(), checkpoint=str(path), steps=1), "checkpoint_keys")
     assert (finding.severity, finding.place) == ("error", str(path))
-    assert "It could not be read: UnpicklingError" in finding.evidence
+    # What torch raises depends on the first bytes: "ha" asks for entry 97 of an empty memo.
+    assert finding.evidence == "It could not be read: KeyError: 97. It is no zip file, as torch.save writes them"
 
 
 def test_a_checkpoint_with_objects_that_would_run_code_is_no_mistake(tmp_path):
