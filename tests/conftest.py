@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+from torch.nn.modules import module as module_hooks
 from torch.utils.data import BatchSampler, DataLoader
 
 # The models are small: a second thread would only wait, and slow down what runs beside it.
 torch.set_num_threads(1)
+
+# A shell that starts the suite in the background lets it ignore Ctrl-C, and so would every process that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example that takes longer on a busy machine is no failure: times belong in benchmarks/.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -34,3 +39,14 @@ def _loaders_are_made_as_before() -> Iterator[None]:
     before = {cls: cls.__init__ for cls in (DataLoader, BatchSampler)}
     yield
     assert before == {cls: cls.__init__ for cls in (DataLoader, BatchSampler)}
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_on_all_modules_is_left() -> Iterator[None]:
+    """Fail the test that leaves a hook on all modules behind: with one, torch.compile warns in every test after it."""
+    yield
+    hooks = (module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks)
+    left = [hook for each in hooks for hook in each.values()]
+    for each in hooks:
+        each.clear()
+    assert not left

@@ -18,11 +18,13 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_memtools
 from lightning_memtools import VirtualDevice
+from lightning_memtools.reporting.strategies import why_unsupported
 from tests.batch_size_models import Samples
 from tests.lightning_models import trainer
 
@@ -33,8 +35,13 @@ _TUNER = "BatchSizeTuner"
 
 
 def callbacks() -> dict[str, type[L.Callback]]:
+    """Every callback but those that refuse DDP, which test_strategies.py holds them to."""
     found = {name: getattr(lightning_memtools, name) for name in lightning_memtools.__all__}
-    return {name: c for name, c in found.items() if inspect.isclass(c) and issubclass(c, L.Callback)}
+    return {
+        name: c
+        for name, c in found.items()
+        if inspect.isclass(c) and issubclass(c, L.Callback) and why_unsupported(name, DDPStrategy) is None
+    }
 
 
 def pairs() -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import weakref
 from collections import deque
+from contextlib import closing
 
 import pytest
 import torch
@@ -39,12 +40,13 @@ def epochs(device, model, *steps, warn_after=3):
     scope = SearchScope([model], names_of_modules(model))
     detector = LeakDetector(device.holds, warn_after=warn_after, find_scope=lambda: scope)
     reports = []
-    for i, step in enumerate([lambda: None, *steps]):
-        step()
-        owned = owned_by(model, [], device.holds)
-        report = detector.read(device.stats().allocated - owned.total_bytes, owned)
-        if report is not None:
-            reports.append((i, report))
+    with closing(detector):
+        for i, step in enumerate([lambda: None, *steps]):
+            step()
+            owned = owned_by(model, [], device.holds)
+            report = detector.read(device.stats().allocated - owned.total_bytes, owned)
+            if report is not None:
+                reports.append((i, report))
     return reports
 
 
@@ -305,6 +307,7 @@ def test_the_detector_keeps_nothing_alive(device):
     watched = [weakref.ref(tensor) for tensor in model.kept]
     model.kept.clear()
     assert [reference() for reference in watched] == [None, None, None]
+    detector.close()
 
 
 def test_a_census_knows_which_tensors_were_there_before(device):
