@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ class EndsItself(Dataset[list[torch.Tensor]]):
 
     def __getitem__(self, index: int) -> list[torch.Tensor]:
         if index == 20:
+            time.sleep(2)  # until its first batch has been received: torch says "connection reset" for one on its way
             os.kill(os.getpid(), self.number)
         return [torch.zeros(4), torch.zeros(1)]
 
