@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -39,6 +40,20 @@ def _loaders_are_made_as_before() -> Iterator[None]:
     before = {cls: cls.__init__ for cls in (DataLoader, BatchSampler)}
     yield
     assert before == {cls: cls.__init__ for cls in (DataLoader, BatchSampler)}
+
+
+@pytest.fixture(autouse=True)
+def _the_process_is_as_before() -> Iterator[None]:
+    """Restore what a Trainer with strategy="ddp" changes for good, from which processes of later tests would start.
+
+    With LOCAL_RANK in the environment, Lightning takes a script for one that a cluster started, and waits for a second
+    rank that nobody starts. With a second thread, a forked child waits for a thread that it does not have.
+    """
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
