@@ -61,7 +61,7 @@ def test_every_kind_of_tensor_can_be_kept_and_written(name):
 
 
 # Computing with memory that was freed crashes torch itself.
-@pytest.mark.parametrize("name", KINDS.keys() - {"freed storage"})
+@pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "freed storage"])
 def test_operations_on_every_kind_of_tensor_can_be_traced(name):
     tensor, trace = KINDS[name][0](), OperationTrace(nn.Linear(1, 1))
     with warnings.catch_warnings(), trace.watching():
