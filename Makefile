@@ -1,4 +1,4 @@
-# make demo   train on real data and say how to look at it; make test   run the whole suite.
+# make demo   shows in a minute what the callbacks are for; make test   runs the whole suite.
 # Both make .venv first, which needs Python 3.11 or newer and nothing else.
 PYTHON ?= python3.11
 BIN := .venv/bin
@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 
 .PHONY: demo test test-fast test-cuda lint format types docs check clean
 demo: .venv/installed
-	$(BIN)/python examples/digits.py
+	$(BIN)/python examples/demo.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest

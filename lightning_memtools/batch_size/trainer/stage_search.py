@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_memtools._lightning import loop_of, source_of
 from lightning_memtools.batch_size.batch_size_result import SizeTrial, explain_that_nothing_fits
 from lightning_memtools.batch_size.size_limits import SizeLimits, normalizes_batches, samples_per_rank
-from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits
+from lightning_memtools.batch_size.size_search import find_largest, largest_that_fits, next_size
 from lightning_memtools.batch_size.trainer.size_cache import SizeCache
 from lightning_memtools.batch_size.trainer.sized_sources import (
     BatchSizeAttributes,
@@ -118,7 +118,8 @@ class StageSearch:
                     of_stage = self._search(runner, stage, limits, cached.get(stage))
                     trials += of_stage
                     found[stage] = self._choose(stage, of_stage, runner)
-                    notes += [*self._note_on_limits(stage, limits), *_notes_on_varying_data(stage, runner)]
+                    notes += self._note_on_limits(stage, limits) + self._note_on_trials(stage, limits, of_stage)
+                    notes += _notes_on_varying_data(stage, runner)
         cache.store({stage: trial.size for stage, trial in found.items()})
         is_set = self._per_rank is not None and "train" in found
         accumulate = self._accumulate_for(found["train"].size) if is_set else None
@@ -177,6 +178,13 @@ class StageSearch:
         """Returns a sentence if something else than memory and `max_val` forbids the next larger size."""
         reasons = limits.reasons_against((self._sizes[stage] or 0) + self._settings.multiple_of)
         return [f"The size for {stage} is limited by {' and '.join(reasons)}."] if reasons else []
+
+    def _note_on_trials(self, stage: Stage, limits: SizeLimits, trials: Sequence[SizeTrial]) -> list[str]:
+        """Returns a sentence if the search would have gone on but for `max_trials`."""
+        following = next_size(trials, round_down=limits.round_down, smallest=limits.smallest(), left=1)
+        if len(trials) < self._settings.max_trials or following is None:
+            return []
+        return [f"The search for {stage} ended with max_trials={len(trials)}; the next size to try was {following}."]
 
     def _limits(self, stage: Stage) -> SizeLimits:
         trainer, settings = self._trainer, self._settings

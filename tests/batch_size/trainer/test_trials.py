@@ -194,6 +194,17 @@ def test_a_trial_runs_what_a_fit_runs(tmp_path):
     assert seen == expected
 
 
+def test_a_search_that_max_trials_ended_says_so(tmp_path):
+    stopped, ended = (Tuner(stages=("train",), max_trials=most) for most in (2, 8))
+    fit(tmp_path, stopped)
+    fit(tmp_path, ended)
+    (note,) = [note for note in stopped.result.notes if "max_trials" in note]
+    assert note.startswith("The search for train ended with max_trials=2; the next size to try was ")
+    following = int(note.rstrip(".").split()[-1])
+    assert stopped.result.sizes["train"] < following <= 1.02 * ended.result.sizes["train"]
+    assert not any("max_trials" in note for note in ended.result.notes)
+
+
 def test_an_allocation_retry_is_a_failure(tmp_path):
     class Thrashes(Constant):
         def loss(self, x):
