@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -21,12 +18,17 @@ from lightning_memtools._lightning import (
     EvaluationBatchEnd,
     training_step,
     values_logged_in_evaluation,
-    values_logged_in_step,
 )
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, write_layout
-from lightning_memtools.reporting.loss_names import likely_losses, scalars_of
+from lightning_memtools.reporting.loss_names import likely_losses
 from lightning_memtools.reporting.mean_curves import MeanCurves
 from lightning_memtools.reporting.ranks import PATIENCE_S
+from lightning_memtools.reporting.step_losses import (
+    checked_names,
+    loader_suffixes,
+    returned_losses,
+    training_losses,
+)
 
 
 class LossCurves(EitherCallback):
@@ -73,9 +75,9 @@ class LossCurves(EitherCallback):
         self.val = val
         self.every_n_steps = checked_interval(every_n_steps)
         self.grad_norm = grad_norm
-        self._train = MeanCurves("loss/train", _names("train", train))
+        self._train = MeanCurves("loss/train", checked_names("train", train))
         self._val = MeanCurves("loss/val", None)
-        self._val_names = _names("val", val)
+        self._val_names = checked_names("val", val)
         self._norms = MeanCurves("grad/norm", None)
         self._last_step = -1
         self._other_names: set[str] = set()  # the scalars that exist besides the names asked for, for the warning
@@ -117,7 +119,11 @@ class LossCurves(EitherCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the batch's loss to the next point, and log the point if it is due."""
-        for name, loss in self._training_losses(trainer, pl_module, outputs).items():
+        losses, names = training_losses(
+            trainer, pl_module, outputs, self._train.names, was_asked=self.train is not None
+        )
+        self._other_names |= names
+        for name, loss in losses.items():
             self._train.add(name, loss)
         self._train.write_arrived()
         self._norms.write_arrived()
@@ -149,20 +155,15 @@ class LossCurves(EitherCallback):
         """Begin a validation run."""
         self._val.clear()
         if self._val_names is not None:
-            self._val.expect([name + suffix for name in self._val_names for suffix in _loader_suffixes(trainer)])
+            self._val.expect([name + suffix for name in self._val_names for suffix in loader_suffixes(trainer)])
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Add the losses that the step returns; on_validation_end knows if a logged metric takes their place."""
         end = EvaluationBatchEnd(*args, **kwargs)
         if end.trainer.sanity_checking:
             return
-        returned = scalars_of(end.outputs)
-        names = likely_losses(returned) if self._val_names is None else self._val_names
-        suffix = _loader_suffixes(end.trainer)[end.dataloader_idx]
-        weight = _batch_size(end.batch) if returned else 1
-        for name in names:
-            if name in returned:
-                self._val.add(name + suffix, returned[name], weight)
+        for name, loss, weight in returned_losses(end, self._val_names):
+            self._val.add(name, loss, weight)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the run's loss."""
@@ -196,22 +197,6 @@ class LossCurves(EitherCallback):
         if self.grad_norm:
             self._norms.log(trainer, step)
 
-    def _training_losses(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> Mapping[str, Tensor]:
-        candidates = scalars_of(outputs)
-        accumulated = trainer.accumulate_grad_batches
-        if pl_module.automatic_optimization:
-            if accumulated > 1 and "loss" in candidates:
-                candidates["loss"] = candidates["loss"] * accumulated  # Lightning divided it
-            if self.train is None:
-                return {"loss": candidates["loss"]} if "loss" in candidates else {}
-        names = self._train.names
-        if names is None or any(name not in candidates for name in names):
-            candidates = values_logged_in_step(trainer) | candidates
-        if names is None:
-            return {name: candidates[name] for name in likely_losses(candidates)}
-        self._other_names.update(candidates)
-        return {name: candidates[name] for name in names if name in candidates}
-
     def _all_curves(self) -> tuple[MeanCurves, ...]:
         return self._train, self._val, self._norms
 
@@ -219,28 +204,3 @@ class LossCurves(EitherCallback):
         end = time.monotonic() + patience_s
         for curves in self._all_curves():
             curves.finish(patience_s=max(end - time.monotonic(), 0.0))
-
-
-def _names(argument: str, value: str | Sequence[str] | None) -> list[str] | None:
-    if value is None:
-        return None
-    names = [value] if isinstance(value, str) else list(value)
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(
-            f'{argument}={value!r} names no loss. Give a name such as {argument}="my_loss", several names, or None to '
-            "find it."
-        )
-    return names
-
-
-def _loader_suffixes(trainer: Trainer) -> list[str]:
-    """Return what Lightning adds to a metric's name for each validation loader: nothing if there is only one."""
-    n_loaders = len(trainer.num_val_batches)
-    return [f"/dataloader_idx_{i}" for i in range(n_loaders)] if n_loaders > 1 else [""]
-
-
-def _batch_size(batch: Any) -> int:
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException:  # a batch without tensors: all batches have the same weight
-        return 1
