@@ -8,8 +8,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
+# A process for each core, four at most; a file's tests stay in one process, since they share runs.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 test-fast: .venv/installed
 	$(BIN)/python -m pytest tests/test_package.py tests/memory tests/state tests/reporting tests/nonfinite/test_detect.py \

@@ -1,8 +1,8 @@
 """The main job: add callbacks to a Trainer, train a real model on real data, look at TensorBoard.
 
 scikit-learn's 1,797 handwritten digits and a convolutional network of Sequential blocks with BatchNorm and Dropout.
-Without a GPU it trains inside a VirtualDevice, which shows the memory that the same run would take on a GPU. It is as small
-as the network, so that the charts show something.
+Without a GPU it trains inside a VirtualDevice, which shows the memory that the same run would take on a GPU. This
+one is as small as the network, so that the charts show something.
 
     python examples/digits.py [--epochs 8] [--logs logs]
 """
