@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from operator import attrgetter
 from types import CodeType
 from typing import Any
@@ -517,15 +518,17 @@ def worker_exit_codes(error: BaseException) -> list[int]:
     """Returns the exit codes of the ended workers of the DataLoader that an error comes from; below 0 for signals.
 
     When a worker's end is noticed late, the error has no more than its number, and the iterator alone knows the rest.
+    A worker that is about to end is waited for, half a second at most.
     """
-    codes: list[int] = []
     traceback = error.__traceback__
     while traceback is not None:
         iterator = traceback.tb_frame.f_locals.get("self")
         if isinstance(iterator, WorkerLoaderIterator):
-            codes = [worker.exitcode for worker in iterator._workers if worker.exitcode is not None]
+            with suppress(RuntimeError):  # torch's signal handler tells of the worker's end by this error
+                wait([worker.sentinel for worker in iterator._workers], timeout=0.5)
+            return [worker.exitcode for worker in iterator._workers if worker.exitcode is not None]
         traceback = traceback.tb_next
-    return codes
+    return []
 
 
 # --- the path that CUDA tensors take

@@ -46,6 +46,8 @@ _UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal|exited unexpectedly)")
 
 _STARVING_SIGNALS: dict[int, str] = {signal.SIGKILL: "Killed", signal.SIGBUS: "Bus error"} if os.name == "posix" else {}
+# The worker's socket is closed before its parent is told that it ended, and its name is deleted by another process.
+_CLOSED_CONNECTION = (ConnectionError, EOFError, FileNotFoundError)
 _STARVED_WORKER = re.compile(r"DataLoader worker \(pid.*?\) is killed by signal: (?:Killed|Bus error)")
 
 
@@ -62,16 +64,19 @@ def is_killed_worker(error: BaseException) -> bool:
 def worker_out_of_memory(error: BaseException) -> str:
     """Return the text that tells of a data-loader worker that died as for want of memory: by SIGKILL, or by SIGBUS.
 
-    It is "" where nothing says so.
+    It is "" where nothing says so. Of a worker that died while a batch of its was on the way, the loader says no more
+    than that a connection was closed.
     """
     for one in error_chain(error):
-        if not isinstance(one, RuntimeError) or not _KILLED_WORKER.search(str(one)):
+        said = str(one)
+        is_closed_connection = isinstance(one, _CLOSED_CONNECTION)
+        if not is_closed_connection and not (isinstance(one, RuntimeError) and _KILLED_WORKER.search(said)):
             continue
-        if _STARVED_WORKER.search(str(one)):
-            return str(one)
+        if _STARVED_WORKER.search(said):
+            return said
         signals = [_STARVING_SIGNALS[-code] for code in worker_exit_codes(one) if -code in _STARVING_SIGNALS]
         if signals:
-            return f"{one} ({signals[0]})"
+            return f"{type(one).__name__}: {said} ({signals[0]})" if is_closed_connection else f"{said} ({signals[0]})"
     return ""
 
 

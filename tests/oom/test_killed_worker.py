@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import signal
 import time
+from multiprocessing import resource_sharer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,37 @@ class EndsItself(Dataset[list[torch.Tensor]]):
             time.sleep(2)  # until its first batch has been received: torch says "connection reset" for one on its way
             os.kill(os.getpid(), self.number)
         return [torch.zeros(4), torch.zeros(1)]
+
+
+class EndsWithABatchOnItsWay(EndsItself):
+    """Ends the worker when its first batch is asked for: its connections are closed before its parent is told."""
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        sharer: Any = resource_sharer._resource_sharer  # type: ignore[attr-defined]
+        sharer._serve = self.end
+        return [torch.zeros(4), torch.zeros(1)]
+
+    def end(self) -> None:
+        resource_sharer._resource_sharer._listener.accept().close()  # type: ignore[attr-defined]
+        time.sleep(0.1)
+        os.kill(os.getpid(), self.number)
+
+
+def test_a_worker_killed_with_a_batch_on_its_way_gets_the_same_page(tmp_path):
+    loader = DataLoader(EndsWithABatchOnItsWay(signal.SIGKILL), 8, num_workers=1, multiprocessing_context="fork")
+    run = trainer(tmp_path, OOMReport())
+    with pytest.raises((OSError, EOFError)) as raised:
+        run.fit(Regression(), loader)
+    assert "A loader worker died: host memory ran out" in raised.value.__notes__[-1]
+    (page,) = (Path(run.log_dir) / "memtools").glob("oom-worker-train-step*.md")
+    text = page.read_text()
+    assert f"{type(raised.value).__name__}: " in text
+    assert "(Killed)" in text
+
+
+def test_an_error_of_the_users_files_is_no_dead_worker():
+    for error in (FileNotFoundError("data.bin"), ConnectionResetError(104, "Connection reset by peer")):
+        assert not worker_out_of_memory(error)
 
 
 @pytest.mark.parametrize(
