@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import platform
 import time
 import warnings
 from collections import deque
@@ -11,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from torch import distributed
 
 from lightning_memtools._torch import default_process_group_store
@@ -24,6 +28,10 @@ PATIENCE_S = 5.0
 
 # The points of a rank that stay in the store. Ranks that train together are at most one logged step apart.
 _KEPT = 16
+
+_LONGEST_PAUSE_S = 0.05
+# A process that was killed cannot say that it ends; nobody need wait for it.
+_PROCESS = "lightning_memtools/process of rank {}"
 
 
 def with_store(use: Callable[[Any], T]) -> T | None:
@@ -44,8 +52,29 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 def _key_of(name: str, rank: int) -> str | None:
     """Return a key that the ranks' n-th call with this name has in common, or None where there is no store."""
+    with_store(lambda store: store.set(_PROCESS.format(rank), json.dumps([_process_table(), os.getpid()])))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
+
+
+def _process_table() -> str:
+    """Return a text that processes have in common whose numbers mean the same: the machine's, in one container."""
+    try:
+        return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # no Linux
+        return platform.node()
+
+
+def has_died(rank: int) -> bool:
+    """Return whether a rank's process has ended; False where that is not known, as for ranks on other machines."""
+    text = with_store(partial(_value_of, _PROCESS.format(rank)))
+    table, pid = json.loads(text) if text else ("", 0)
+    if table != _process_table():
+        return False
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error as error:
+        return isinstance(error, psutil.NoSuchProcess)
 
 
 class RankPosts:
@@ -181,7 +210,9 @@ class RankPoints:
         if self._posts.rank > 0:
             return [extra]
         end = time.monotonic() + patience_s
-        while not all(theirs.has_ended for theirs in self._posts.read()) and time.monotonic() < end:
+        while time.monotonic() < end:
+            if all(theirs.has_ended or has_died(rank) for rank, theirs in enumerate(self._posts.read())):
+                break
             time.sleep(0.005)
         posted = self._posts.read()
         while self._waiting:
@@ -298,6 +329,7 @@ def _through_the_store(calls: _StoreCalls, mine: Any, rank: int, world_size: int
         for other in [other for other in keys if other not in received]:
             # In this order: a rank leaves its value before it says that it has left.
             has_left = with_store(partial(_has_key, f"{calls.key}/left/{other}"))
+            has_left = has_left or (pause_s == _LONGEST_PAUSE_S and has_died(other))
             value = with_store(partial(_value_of, keys[other]))
             if value:
                 received[other] = pickle.loads(value)  # noqa: S301, written by this program's other ranks
@@ -310,7 +342,7 @@ def _through_the_store(calls: _StoreCalls, mine: Any, rank: int, world_size: int
             calls.lost.update(keys.keys() - received.keys())
             break
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return [received[other] for other in sorted(received)]
 
 

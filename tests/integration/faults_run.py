@@ -135,7 +135,7 @@ IN_CI = (
     *("none", "fewer_batches", "fewer_validation_batches", "stops_at_step", "disk_full", "log_directory_gone"),
     *(f"slow_at_{moment}" for moment in ("validation", "train_end", "fit_end", "test_end")),
     *(f"raises_at_{moment}" for moment in ("step", "validation", "train_end", "fit_end", "test_end")),
-    *("dies_at_step", "dies_at_train_end", "sigterm_at_step", "ctrl_c_at_step"),
+    *("dies_at_step", "dies_at_train_end", "dies_at_test_step", "sigterm_at_step", "ctrl_c_at_step"),
 )
 """Those of every run of the tests."""
 
