@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
 
 from torch import distributed
 
-from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.ranks import RankGather, RankPoints
 
 
 def main(store: str) -> None:
@@ -34,5 +35,21 @@ def main(store: str) -> None:
     impatient.close()
 
 
+def rank_1_dies(store: str) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    gather, points = RankGather(timedelta(seconds=60)), RankPoints("the test")
+    distributed.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    assert gather.objects("alone") == ["alone"]
+    assert points.finish(patience_s=60.0, extra={"mine": 1}) == [{"mine": 1}, None]
+    assert time.monotonic() - begin < 30
+    sys.stdout.write("did not wait\n")
+    sys.stdout.flush()
+    os._exit(0)  # past gloo, which misses its other rank
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    (rank_1_dies if "dies" in sys.argv else main)(sys.argv[1])
