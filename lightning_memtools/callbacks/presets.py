@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import Callback
 
 from lightning_memtools.callbacks.empty_cache import EmptyCache
@@ -11,10 +13,30 @@ from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
 from lightning_memtools.callbacks.oom_report import OOMReport
 from lightning_memtools.callbacks.training_doctor import TrainingDoctor
 
+_DEFAULT = {cls.__name__: cls for cls in (MemoryMonitor, LossCurves, EmptyCache, OOMReport, HaltOnNaN, TrainingDoctor)}
 
-def default_callbacks() -> list[Callback]:
+
+def default_callbacks(**options: dict[str, Any] | bool) -> list[Callback]:
     """Return the callbacks that only watch and protect: `Trainer(callbacks=default_callbacks())`.
 
     Callbacks that change how training runs (gradient checkpointing, batch size) are added by name.
+
+    Args:
+        options: By a callback's name its arguments, or False to leave it out:
+            `default_callbacks(HaltOnNaN={"max_skips": 3}, TrainingDoctor=False)`. A YAML file can hold these plain
+            values.
+
+    Raises:
+        TypeError: A name is none of theirs, a value is neither a dict nor a bool, or a callback has no such argument.
     """
-    return [MemoryMonitor(), LossCurves(), EmptyCache(), OOMReport(), HaltOnNaN(), TrainingDoctor()]
+    for name, given in options.items():
+        if name not in _DEFAULT:
+            raise TypeError(f"default_callbacks() has no {name}; it returns {', '.join(_DEFAULT)}. Add others by name.")
+        if not isinstance(given, dict | bool):
+            raise TypeError(f"{name}={given!r} is neither a dict of its arguments nor a bool.")
+    chosen = {name: options.get(name, True) for name in _DEFAULT}
+    return [
+        _DEFAULT[name](**(given if isinstance(given, dict) else {}))
+        for name, given in chosen.items()
+        if given is not False
+    ]

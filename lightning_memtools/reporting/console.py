@@ -19,7 +19,7 @@ def print_on_console(*parts: Any, style: str | None = None, soft_wrap: bool = Fa
     Write files before: this is for the eye, and may show nothing.
     """
     try:
-        console = Console()
+        console = Console(force_jupyter=False)  # a notebook would show an empty page beside the text
         # Printed by the stream itself: Console ends the program with SystemExit where a pipe is broken.
         with console.capture() as captured:
             for part in parts:

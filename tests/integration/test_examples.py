@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -30,3 +32,23 @@ def test_an_example_prints_what_the_page_shows(name, tmp_path):
     for shown in SHOWN[name].splitlines():
         if shown != "...":
             assert re.sub(r"\s+", " ", shown).strip() in printed, shown
+
+
+def test_the_notebook_runs_and_gets_its_memory_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path))
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert {output.output_type for output in outputs} == {"stream"}  # no empty page beside what is printed
+    printed = [
+        "".join(output.text for output in cell.outputs if output.name == "stdout")
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+    estimated, failed, left, plan, fits = (printed[i] for i in (1, 2, 3, 4, 5))
+    assert estimated == "82 MiB reserved at the peak\n"
+    assert "CUDA out of memory." in failed
+    assert "It held 31.0 MiB of activations, 4.02 MiB of parameters" in failed
+    assert left == "0 MiB allocated\n"
+    assert "| recomputed |" in plan
+    assert re.search(r"^fits, with a peak of (3[0-9]|4[0-7]) MiB reserved$", fits, re.MULTILINE)
