@@ -17,9 +17,12 @@ test-fast: .venv/installed
 		tests/checkpointing/test_chains.py tests/batch_size/test_size_search.py --deselect tests/reporting/test_ranks.py
 
 # On PyTorch's CUDA build over stubs of NVIDIA's libraries: the real allocator and CUDA code, no GPU, nothing computed.
-# Four GiB: tests that look for the most that fits stay small.
+# Four GiB: tests that look for the most that fits stay small. Only files that hold such tests are collected; two processes
+# share them.
+CUDA_TESTS = $(shell grep -rl cuda_memory tests --include='test_*.py')
 test-cuda: .venv-cuda/installed
-	PYTHONPATH=$(CURDIR) .venv-cuda/bin/python -m lightning_memtools.null_cuda --capacity 4GiB -m pytest -m cuda_memory
+	PYTHONPATH=$(CURDIR) .venv-cuda/bin/python -m lightning_memtools.null_cuda --capacity 4GiB \
+		-m pytest -m cuda_memory -n 2 --dist loadfile $(CUDA_TESTS)
 
 lint: .venv/installed
 	$(BIN)/ruff check

@@ -401,12 +401,9 @@ def compared(case: TruthCase, real: dict[str, int]) -> dict[str, Any]:
 # Why cases of these models differ, or why they cannot be compared.
 REASONS = {
     "bilinear": "fake tensors do not show the products within aten::_trilinear",
-    "cdist": "fake tensors do not show the operators within aten::_cdist_forward",
     "topk": "the buffers of topk over several blocks, which depend on occupancy, are not simulated",
     "sort": "the indices of a segmented sort, 32 KB, are not simulated",
-    "lstm": "the null device has no cuDNN that knows the sizes of recurrent layers",
-    "gru": "the null device has no cuDNN that knows the sizes of recurrent layers",
-    "rfft": "the Fourier transform is not there in bfloat16, or needs NVRTC, which the null device lacks",
+    "rfft": "PyTorch has no Fourier transform in bfloat16",
     "pvt_v2_b0": "in backward one gradient has other strides on fake tensors, and is copied twice more",
     "gmlp_s16_224": "the padding of one gradient is freed a moment earlier",
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_memtools.memory.sizes import context_bytes, format_size
-from lightning_memtools.null_cuda.launch import USERS, environment, null_devices
+from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS, environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.tables import Table, console_table
 
@@ -80,6 +80,9 @@ class DryRunResult:
         error: The error's message, if there was one.
         report: The file of the out-of-memory report, if one was written.
         stages: The peaks of each stage.
+        convolution_workspaces: By how much the highest peak of reserved memory grows where cuDNN gets the workspaces
+            that its heuristics ask for. It is in no other figure and not counted in whether the run fits: where memory
+            is short, torch gives cached blocks back, or takes another engine.
         layers: The modules whose outputs and saved tensors keep most, in bytes, largest first.
         smallest_fitting: The names of the GPUs at the boundary: the largest known one that does not fit (or None) and
             the smallest that does (or None).
@@ -95,6 +98,7 @@ class DryRunResult:
     error: str | None = None
     report: str | None = None
     stages: list[DryRunStage] = field(default_factory=list)
+    convolution_workspaces: int = 0
     layers: list[tuple[str, int]] = field(default_factory=list)
     smallest_fitting: tuple[str | None, str | None] = (None, None)
     notes: list[str] = field(default_factory=list)
@@ -108,19 +112,20 @@ class DryRunResult:
         return self.status == FITS
 
     def table(self) -> Table:
-        """Returns one row for each stage."""
-        return Table(
-            ("stage", "peak allocated", "peak reserved", "at the peak"),
-            [
-                (
-                    one.stage + (f" ({one.phase})" if one.phase else ""),
-                    format_size(one.peak_allocated),
-                    format_size(one.peak_reserved),
-                    ", ".join(f"{name} {format_size(size)}" for name, size in one.by_category.items() if size),
-                )
-                for one in self.stages
-            ],
-        )
+        """Returns one row for each stage, and one for the workspaces of convolutions, which no stage counts."""
+        rows = [
+            (
+                one.stage + (f" ({one.phase})" if one.phase else ""),
+                format_size(one.peak_allocated),
+                format_size(one.peak_reserved),
+                ", ".join(f"{name} {format_size(size)}" for name, size in one.by_category.items() if size),
+            )
+            for one in self.stages
+        ]
+        if self.convolution_workspaces:
+            more = f"+ {format_size(self.convolution_workspaces)}"
+            rows.append(("convolution workspaces, up to", "", more, "in no other figure, and not needed to fit"))
+        return Table(("stage", "peak allocated", "peak reserved", "at the peak"), rows)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> DryRunResult:
@@ -198,11 +203,13 @@ def dry_run(
     wanted.write_text(json.dumps(asdict(spec)), encoding="utf-8")
     result = place / "dry_run.json"
     result.unlink(missing_ok=True)
-    (place / "processes.txt").unlink(missing_ok=True)
+    users, convolutions = place / "processes.txt", place / "convolutions.txt"
+    for record in (users, convolutions):
+        record.unlink(missing_ok=True)
     # A session of its own: whatever the script starts ends with it.
     child = subprocess.Popen(  # noqa: S603, the user's own script
         [sys.executable, "-m", _CHILD, str(wanted)],
-        env=environment(found, cache=cache) | {USERS: str(place / "processes.txt")},
+        env=environment(found, cache=cache) | {USERS: str(users), CONVOLUTIONS: str(convolutions)},
         start_new_session=True,
         stdout=output,
     )

@@ -25,12 +25,14 @@ from lightning_memtools.cli.dry_run import (
     DryRunSpec,
     DryRunStage,
 )
+from lightning_memtools.cli.dry_run_convolutions import convolutions_in, growth_with_workspaces
 from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported
-from lightning_memtools.memory.allocator import AllocatorConfig, replay
-from lightning_memtools.memory.allocator.memory_snapshot import trace_until
+from lightning_memtools.memory.allocator import replay
+from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
+from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.sizes import context_bytes, known_gpus
-from lightning_memtools.null_cuda.launch import USERS
+from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS
 from lightning_memtools.null_cuda.stubs import DryRunError
 
 _HISTORY_ENTRIES = 2_000_000
@@ -90,9 +92,7 @@ def _smallest_gpus(snapshot: dict[str, Any], device: int) -> tuple[str | None, s
     if not entries:
         return None, None
     end = entries[-1]["time_us"] + 1
-    config = AllocatorConfig.parse(
-        os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    )
+    config = config_of(snapshot)
     gpus = sorted(known_gpus(), key=lambda gpu: (gpu.usable_bytes, gpu.name))
     context = context_bytes(gpus[0].name)
     trace = trace_until(snapshot, config, capacity=None, used_by_others=context, until=end, device=device)
@@ -184,6 +184,12 @@ def main(path: str) -> None:
         error=message,
         report=str(reports[-1]) if reports else None,
         stages=list(observer.stages.values()),
+        convolution_workspaces=growth_with_workspaces(
+            snapshot,
+            spec.rank,
+            convolutions_in(Path(os.environ[CONVOLUTIONS]), spec.rank),
+            ConvolutionGpu((properties.major, properties.minor), properties.multi_processor_count),
+        ),
         layers=sorted(((name, size) for name, size in observer.layers.items() if size > 0), key=lambda one: -one[1])[
             :20
         ],

@@ -20,6 +20,8 @@ _NO_LIMIT_BYTES = 2**40
 _DRY_RUN = " (dry run)"
 # The variable that names a file in which each process that takes memory of the devices writes its number.
 USERS = "NULL_CUDA_USERS"
+# The variable that names a file in which each convolution that runs is written.
+CONVOLUTIONS = "NULL_CUDA_CONVOLUTIONS"
 
 
 def computes_nothing(device: torch.device) -> bool:
@@ -106,11 +108,14 @@ def environment(
     Raises:
         DryRunError: The stubs cannot be built here.
     """
-    stubs = ":".join(str(path) for path in stub_libraries(installed_torch(), cache))
+    libraries = stub_libraries(installed_torch(), cache)
+    stubs = ":".join(map(str, libraries))
     others = inherited.get("LD_PRELOAD")
     return {
         **inherited,
         "LD_PRELOAD": f"{stubs}:{others}" if others else stubs,
+        # Where Triton looks for libcuda.so.1 to link its launcher with.
+        "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
         # The interface of cuDNN 7 is small enough to stand in for; what torch allocates is the same.
         "TORCH_CUDNN_V8_API_DISABLED": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices.count))),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_memtools import estimate_memory
 from lightning_memtools.cli.dry_run import dry_run
+from lightning_memtools.memory.sizes import format_size
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -161,6 +166,67 @@ def test_the_smallest_gpu_it_fits_really_fits_and_the_next_smaller_does_not(scri
     assert too_small is not None
     assert dry_run(path, gpu=enough).fits
     assert dry_run(path, gpu=too_small).status == 3
+
+
+CONVOLUTIONS = """
+    import torch
+    from torch import nn
+
+    def network():
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 7, stride=2, padding=3), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(64, 64, 3, groups=4), nn.ConvTranspose2d(64, 16, 2, stride=2), nn.Flatten(), nn.LazyLinear(10),
+        ).eval()
+
+    def step(model, batch):
+        return model(batch).square().mean()
+
+    if __name__ == "__main__":
+        model = network()
+        model(torch.zeros(1, 3, 96, 96))
+        model.cuda().train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            batch = torch.zeros(32, 3, 96, 96).cuda()
+            loss = step(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            loss = loss.detach()
+            del batch
+            optimizer.step()
+"""
+
+
+def test_workspaces_of_convolutions_are_a_row_of_their_own_and_those_of_the_estimate(script):
+    path = script(CONVOLUTIONS)
+    made = runpy.run_path(str(path))
+    model = made["network"]()
+    model(torch.zeros(1, 3, 96, 96))
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    estimate = estimate_memory(
+        model, torch.zeros(32, 3, 96, 96), step=made["step"], optimizer=optimizer, capacity="RTX 3060"
+    )
+    result = dry_run(path, gpu="RTX 3060")
+    (stage,) = result.stages
+    assert (stage.peak_allocated, stage.peak_reserved) == (estimate.peak_allocated, estimate.peak_reserved)
+    assert result.convolution_workspaces == estimate.convolution_workspaces
+    assert result.convolution_workspaces >= 2 * MIB
+    row = result.table().rows[-1]
+    assert (row[0], row[2]) == ("convolution workspaces, up to", f"+ {format_size(result.convolution_workspaces)}")
+
+
+def test_workspaces_of_convolutions_do_not_decide_whether_a_run_fits(script):
+    path = script(CONVOLUTIONS)
+    (stage,) = dry_run(path).stages
+    result = dry_run(path, capacity=stage.peak_reserved)
+    assert result.fits
+    assert result.convolution_workspaces > 0
+
+
+def test_without_convolutions_there_is_no_row_of_their_workspaces(script):
+    result = dry_run(script("import torch\nx = torch.ones(3, device='cuda')\n"))
+    assert result.convolution_workspaces == 0
+    assert [row[0] for row in result.table().rows] == ["script"]
 
 
 def test_an_error_of_the_script_is_shown_without_our_frames(script):

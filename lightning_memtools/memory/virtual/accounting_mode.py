@@ -99,11 +99,17 @@ class AccountingMode(OperatorMode):
         if kind is not OperatorKind.FRESH or self.silent:
             return self._run_rare(kind, func, args, kwargs)
         out = self._run_or_refuse(func, args, kwargs)
+        workspaces = (
+            workspaces_of(func, args, out, self._convolution_gpu)
+            if self._cuda_like and func in CONVOLUTIONS
+            else iter(())
+        )
         for tensor in (out,) if isinstance(out, torch.Tensor) else flat(out):
             self._enter(tensor, args, kwargs)
-        if self._cuda_like:
-            self._note_workspaces(func, args, out)
-        elif self._cublas_workspace and is_matmul(func):
+            # Each gradient is computed, with its workspace, before the next one is allocated.
+            if n_bytes := next(workspaces, 0):
+                self._ledger.note_library_workspace(n_bytes)
+        if self._cublas_workspace and is_matmul(func):
             self._hold_workspace()
         return out
 
@@ -326,13 +332,6 @@ class AccountingMode(OperatorMode):
                 key = storage_key(part)
                 if is_new or not is_among(key, args, kwargs):
                     self._made_silently.add(key)
-
-    def _note_workspaces(self, func: Any, args: Any, out: Any) -> None:
-        if self._cublas_workspace and is_matmul(func):
-            self._hold_workspace()
-        elif func in CONVOLUTIONS:
-            for n_bytes in workspaces_of(func, args, out, self._convolution_gpu):
-                self._ledger.note_library_workspace(n_bytes)
 
     def _hold_workspace(self) -> None:
         backward = in_backward()

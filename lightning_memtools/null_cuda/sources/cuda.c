@@ -1,4 +1,5 @@
-// The few functions of the CUDA driver that torch calls: devices, and virtual memory for expandable segments.
+// The few functions of the CUDA driver that torch and Triton call: devices, virtual memory for expandable segments, and kernels
+// that were compiled while the program runs, which are launched and do nothing.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -42,6 +43,18 @@ int cuMemRelease(Address handle) {
 }
 int cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int option) { *bytes = 2 * MIB; return 0; }
 
+int cuCtxSetCurrent(void *context) { return 0; }
+int cuCtxGetLimit(size_t *value, int limit) { *value = 0; return 0; }
+int cuCtxSetLimit(int limit, size_t value) { return 0; }
+int cuModuleLoadData(void **module, const void *image) { *module = null_handle(); return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { *function = null_handle(); return 0; }
+enum { MAX_THREADS_PER_BLOCK = 0, REGISTERS = 4 };  // of CUfunction_attribute
+int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = attribute == MAX_THREADS_PER_BLOCK ? 1024 : attribute == REGISTERS ? 32 : 0; return 0; }
+int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
+int cuFuncSetCacheConfig(void *function, int config) { return 0; }
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream, void **arguments, void **extra) { null_forget_copy(); return 0; }
+int cuLaunchKernelEx(const void *config, void *function, void **arguments, void **extra) { null_forget_copy(); return 0; }
+
 static int does_nothing(void) { return 0; }
 void *null_driver_function(const char *name) {
   static const struct { const char *name; void *function; } known[] = {
@@ -50,6 +63,8 @@ void *null_driver_function(const char *name) {
     KNOWN(cuDeviceGetName), KNOWN(cuCtxGetCurrent), KNOWN(cuCtxGetDevice), KNOWN(cuDevicePrimaryCtxGetState),
     KNOWN(cuDevicePrimaryCtxRetain), KNOWN(cuGetErrorString), KNOWN(cuPointerGetAttribute), KNOWN(cuMemAddressReserve),
     KNOWN(cuMemAddressFree), KNOWN(cuMemCreate), KNOWN(cuMemRelease), KNOWN(cuMemGetAllocationGranularity),
+    KNOWN(cuModuleLoadData), KNOWN(cuModuleGetFunction), KNOWN(cuFuncGetAttribute), KNOWN(cuLaunchKernel),
+    KNOWN(cuLaunchKernelEx),
   };
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)
     if (!strcmp(known[i].name, name)) return known[i].function;

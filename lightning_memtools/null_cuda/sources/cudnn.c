@@ -3,18 +3,14 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <stdio.h>
+#include "null_device.h"
 static char descriptor[256];
 #define CREATES(name) int name(void **made) { *made = descriptor; return 0; }
 CREATES(cudnnCreateActivationDescriptor)
 CREATES(cudnnCreateCTCLossDescriptor)
-CREATES(cudnnCreateConvolutionDescriptor)
-CREATES(cudnnCreateDropoutDescriptor)
-CREATES(cudnnCreateFilterDescriptor)
 CREATES(cudnnCreatePoolingDescriptor)
-CREATES(cudnnCreateRNNDataDescriptor)
-CREATES(cudnnCreateRNNDescriptor)
 CREATES(cudnnCreateSpatialTransformerDescriptor)
-CREATES(cudnnCreateTensorDescriptor)
 int cudnnCreate(void **handle) { *handle = malloc(16); return 0; }
 int cudnnDestroy(void *handle) { free(handle); return 0; }
 size_t cudnnGetVersion(void) { return 92000; }
@@ -42,3 +38,108 @@ int cudnnGetConvolutionBackwardFilterWorkspaceSize(void *h, void *x, void *dy, v
 int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int m, int o, void *x, void *z, void *y, void *b, void *a, size_t *bytes) { *bytes = 0; return 0; }
 int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *h, int m, int o, void *x, void *y, void *dy, void *dz, void *dx, void *b, void *a, size_t *bytes) { *bytes = 0; return 0; }
 int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int m, int o, void *a, void *x, size_t *bytes) { *bytes = 0; return 0; }
+
+// Each convolution that runs is written to the file NULL_CUDA_CONVOLUTIONS, if there is one: the device, the operation, the
+// address of its result, the bytes of an element, whether it runs channels last, the number of groups, and the sizes of
+// input, weight and output. From these the workspaces are told that a real cuDNN takes.
+#define MAX_DIMENSIONS 8
+typedef struct { int type, is_last, count, sizes[MAX_DIMENSIONS], groups; } Descriptor;
+static int create(Descriptor **made) { *made = calloc(1, sizeof **made); (*made)->groups = 1; return 0; }
+static int destroy(Descriptor *made) { free(made); return 0; }
+int cudnnCreateTensorDescriptor(Descriptor **made) { return create(made); }
+int cudnnCreateFilterDescriptor(Descriptor **made) { return create(made); }
+int cudnnCreateConvolutionDescriptor(Descriptor **made) { return create(made); }
+int cudnnDestroyTensorDescriptor(Descriptor *made) { return destroy(made); }
+int cudnnDestroyFilterDescriptor(Descriptor *made) { return destroy(made); }
+int cudnnDestroyConvolutionDescriptor(Descriptor *made) { return destroy(made); }
+static int set(Descriptor *made, int type, int is_last, int count, const int *sizes) {
+  made->type = type, made->is_last = is_last, made->count = count < MAX_DIMENSIONS ? count : MAX_DIMENSIONS;
+  memcpy(made->sizes, sizes, made->count * sizeof *sizes);
+  return 0;
+}
+int cudnnSetTensorNdDescriptor(Descriptor *made, int type, int count, const int *sizes, const int *strides) { return set(made, type, 0, count, sizes); }
+enum { NHWC = 1 };  // of cudnnTensorFormat_t
+int cudnnSetFilterNdDescriptor(Descriptor *made, int type, int format, int count, const int *sizes) { return set(made, type, format == NHWC, count, sizes); }
+int cudnnSetConvolutionGroupCount(Descriptor *made, int groups) { made->groups = groups; return 0; }
+
+static size_t element_bytes(int type) {
+  static const char bytes[] = {4, 8, 2, 1, 4, 4, 1, 4, 32, 2};  // by cudnnDataType_t
+  return type < (int)sizeof bytes ? bytes[type] : 1;
+}
+static void write_sizes(FILE *file, const Descriptor *one) {
+  for (int i = 0; i < one->count; i++) fprintf(file, "%c%d", i ? ',' : ' ', one->sizes[i]);
+}
+static int ran(const char *operation, const void *result, Descriptor *in, Descriptor *weight, Descriptor *out, Descriptor *convolution) {
+  const char *path = getenv("NULL_CUDA_CONVOLUTIONS");
+  FILE *file = path ? fopen(path, "a") : NULL;
+  if (!file) return 0;
+  fprintf(file, "%d %s %llu %d %d %d", null_current_device(), operation, (unsigned long long)result, (int)element_bytes(in->type), weight->is_last, convolution->groups);
+  write_sizes(file, in), write_sizes(file, weight), write_sizes(file, out);
+  fprintf(file, "\n");
+  fclose(file);
+  return 0;
+}
+int cudnnConvolutionForward(void *h, void *alpha, Descriptor *in, void *x, Descriptor *weight, void *w, Descriptor *convolution, int algorithm, void *workspace, size_t bytes, void *beta, Descriptor *out, void *y) { return ran("forward", y, in, weight, out, convolution); }
+int cudnnConvolutionBackwardData(void *h, void *alpha, Descriptor *weight, void *w, Descriptor *out, void *dy, Descriptor *convolution, int algorithm, void *workspace, size_t bytes, void *beta, Descriptor *in, void *dx) { return ran("input-gradient", dx, in, weight, out, convolution); }
+int cudnnConvolutionBackwardFilter(void *h, void *alpha, Descriptor *in, void *x, Descriptor *out, void *dy, Descriptor *convolution, int algorithm, void *workspace, size_t bytes, void *beta, Descriptor *weight, void *dw) { return ran("weight-gradient", dw, in, weight, out, convolution); }
+
+// Recurrent layers. The weights lie in one buffer, layer after layer: all gates of the input, all of the state, a projection,
+// then the biases. Only a real cuDNN knows its reserve space; here it is what the estimate assumes (cuda_ops/recurrent.py).
+enum { LSTM = 2, GRU = 3 };  // of cudnnRNNMode_t; 0 and 1 have one gate
+typedef struct { float share; } Dropout;
+typedef struct { size_t places; } Sequences;
+typedef struct { int mode, biased, directions, type; size_t input, hidden, out, layers; Dropout *dropout; } Layers;
+int cudnnCreateDropoutDescriptor(Dropout **made) { *made = calloc(1, sizeof **made); return 0; }
+int cudnnCreateRNNDataDescriptor(Sequences **made) { *made = calloc(1, sizeof **made); return 0; }
+int cudnnCreateRNNDescriptor(Layers **made) { *made = calloc(1, sizeof **made); return 0; }
+int cudnnDestroyDropoutDescriptor(Dropout *made) { free(made); return 0; }
+int cudnnDestroyRNNDataDescriptor(Sequences *made) { free(made); return 0; }
+int cudnnDestroyRNNDescriptor(Layers *made) { free(made); return 0; }
+int cudnnSetDropoutDescriptor(Dropout *made, void *h, float share, void *states, size_t bytes, unsigned long long seed) { made->share = share; return 0; }
+int cudnnRestoreDropoutDescriptor(Dropout *made, void *h, float share, void *states, size_t bytes, unsigned long long seed) { made->share = share; return 0; }
+int cudnnSetRNNDataDescriptor(Sequences *made, int type, int layout, int longest, int batch, int width, const int *lengths, void *padding) {
+  made->places = 0;
+  for (int i = 0; i < batch; i++) made->places += lengths[i];
+  return 0;
+}
+int cudnnSetRNNDescriptor_v8(Layers *made, int algorithm, int mode, int bias, int direction, int input_mode, int type, int precision, int math, int input, int hidden, int projection, int layers, Dropout *dropout, unsigned flags) {
+  *made = (Layers){mode, bias != 0, direction ? 2 : 1, type, input, hidden, projection ? projection : hidden, layers, dropout};
+  return 0;
+}
+static size_t gates(const Layers *of) { return of->mode == LSTM ? 4 : of->mode == GRU ? 3 : 1; }
+static size_t layer_input(const Layers *of, size_t layer) { return layer < (size_t)of->directions ? of->input : of->out * of->directions; }
+static size_t projection_size(const Layers *of) { return of->out == of->hidden ? 0 : of->out * of->hidden; }
+static size_t layer_weights(const Layers *of, size_t layer) { return gates(of) * of->hidden * (layer_input(of, layer) + of->out) + projection_size(of); }
+static size_t first_weight(const Layers *of, size_t layer) {
+  size_t at = 0;
+  for (size_t i = 0; i < layer; i++) at += layer_weights(of, i);
+  return at;
+}
+int cudnnGetRNNWeightSpaceSize(void *h, Layers *of, size_t *bytes) {
+  size_t count = of->layers * of->directions;
+  *bytes = (first_weight(of, count) + (of->biased ? 2 * count * gates(of) * of->hidden : 0)) * element_bytes(of->type);
+  return 0;
+}
+int cudnnGetRNNTempSpaceSizes(void *h, Layers *of, int training, Sequences *x, size_t *work, size_t *reserve) {
+  size_t kept = (of->mode == LSTM ? 6 : of->mode == GRU ? 4 : 1) * of->hidden * of->directions * of->layers;
+  size_t between = of->out * of->directions * (of->layers - 1) * (of->dropout && of->dropout->share > 0 ? 2 : 1);
+  if (work) *work = 0;
+  if (reserve) *reserve = training ? x->places * (kept + between) * element_bytes(of->type) : 0;
+  return 0;
+}
+int cudnnGetRNNWeightParams(void *h, Layers *of, int layer, size_t bytes, char *weights, int linear, Descriptor *matrix, char **matrix_at, Descriptor *bias, char **bias_at) {
+  size_t n = gates(of), in = layer_input(of, layer), at = first_weight(of, layer), count = of->layers * of->directions;
+  int is_state = linear >= (int)n, is_projection = linear >= (int)(2 * n);
+  at += is_projection ? n * of->hidden * (in + of->out) : is_state ? n * of->hidden * in + (linear - n) * of->hidden * of->out : linear * of->hidden * in;
+  if (matrix) set(matrix, of->type, 0, 3, (int[]){1, is_projection ? of->out : of->hidden, is_projection ? of->hidden : is_state ? of->out : in});
+  if (matrix_at) *matrix_at = weights + at * element_bytes(of->type);
+  if (bias) set(bias, of->type, 0, 3, (int[]){1, of->hidden, 1});
+  at = first_weight(of, count) + (2 * n * layer + linear) * of->hidden;
+  if (bias_at) *bias_at = of->biased && !is_projection ? weights + at * element_bytes(of->type) : NULL;
+  return 0;
+}
+int cudnnGetTensorNdDescriptor(Descriptor *of, int wanted, int *type, int *count, int *sizes, int *strides) {
+  *type = of->type, *count = of->count;
+  for (int i = of->count - 1, stride = 1; i >= 0; stride *= of->sizes[i--]) sizes[i] = of->sizes[i], strides[i] = stride;
+  return 0;
+}

@@ -206,3 +206,20 @@ def pool_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...],
     out = run(func, *args, **kwargs)
     ledger.work_with(copy_bytes(args[0], memory_format_of(args[1])))
     return out
+
+
+@instead_of(aten._euclidean_dist.default)
+def euclidean_distance(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The product of two matrices, each with two columns more (_euclidean_dist of Distance.cpp)."""
+    del ledger, func, kwargs
+    one, other = args
+    (squares, ones), (other_squares, other_ones) = (_squares_and_ones(run, each) for each in (one, other))
+    left = run(aten.cat.default, [run(aten.mul.Tensor, one, -2), squares, ones], -1)
+    right = run(aten.cat.default, [other, other_ones, other_squares], -1)
+    flat = [each.reshape(-1, *each.shape[-2:]) for each in (left, right.mT)]
+    return run(aten.bmm.default, *flat).view(*one.shape[:-1], other.shape[-2])
+
+
+def _squares_and_ones(run: Run, tensor: torch.Tensor) -> tuple[Any, Any]:
+    squares = run(aten.sum.dim_IntList, run(aten.pow.Tensor_Scalar, tensor, 2), [-1], True)  # noqa: FBT003, keepdim
+    return squares, run(aten.ones_like.default, squares)

@@ -2,7 +2,7 @@
 
 Only cuDNN knows the size of that space (cudnnGetRNNTempSpaceSizes). Here it is the size of the values that an LSTM, a
 GRU or a plain layer needs for its gradients at each time step: the activated gates and the states. This was not checked
-on a GPU.
+on a GPU; the null device assumes the same (null_cuda/sources/cudnn.c), so all else is checked against PyTorch's code.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 # For an LSTM four gates, the cell and its tanh; for a GRU three gates, and the hidden part of the last one.
 _KEPT_PER_UNIT = {"lstm": 6, "gru": 4, "rnn": 1}
+_GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
 class _CudnnRnn(torch.autograd.Function):
@@ -26,6 +27,7 @@ class _CudnnRnn(torch.autograd.Function):
         layout: tuple[int, int, bool, bool],
         dropout: float,
         train: bool,
+        n_biases: int,
         source: torch.Tensor,
         hx: torch.Tensor,
         cx: torch.Tensor | None,
@@ -34,35 +36,48 @@ class _CudnnRnn(torch.autograd.Function):
         hidden, n_layers, both_ways, batch_first = layout
         directions = 2 if both_ways else 1
         n_out = hx.shape[-1] * directions
+        in_time_order = torch.empty_like(source) if batch_first else None
         out = source.new_empty((*source.shape[:-1], n_out))
         n_places = source.numel() // source.shape[-1]
         states = [torch.empty_like(hx), *([] if cx is None else [torch.empty_like(cx)])]
+        # torch.backends.cudnn.is_acceptable knows no bfloat16, so its weights are not flattened once for all.
+        n_flat = n_biases + sum(weight.numel() for weight in weights)
+        flat = source.new_empty(n_flat) if source.dtype is torch.bfloat16 else None
         if train:
             kept = _KEPT_PER_UNIT[kind] * hidden * directions * n_layers
             between = n_out * (n_layers - 1) * (2 if dropout else 1)
             reserve = source.new_empty(n_places * (kept + between))
             ctx.save_for_backward(source, hx, *([] if cx is None else [cx]), *weights, out, reserve)
+            ctx.flat = flat
             ctx.shapes = (source, hx, cx)
-        ctx.n_weights = len(weights)
-        del batch_first
+        ctx.n_weights, ctx.n_flat = len(weights), n_flat
+        ctx.batch_first = batch_first
+        del in_time_order
         return out, *states
 
     @staticmethod
-    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         saved = ctx.saved_tensors
         source, hx, cx = ctx.shapes
         weights = saved[len(saved) - 2 - ctx.n_weights : -2]
-        # cuDNN writes the gradients of all weights into one tensor, of which they are views.
-        flat = source.new_empty(sum(weight.numel() for weight in weights))
+        # Time steps come first in cuDNN: without batch_first, input and gradient lie so already.
+        in_time_order = [torch.empty_like(one) for one in (source, gradients[0])] if ctx.batch_first else []
+        # cuDNN computes these gradients on its way to those of the weights, wanted or not.
+        of_source, of_hx = torch.empty_like(source), torch.empty_like(hx)
+        of_cx = None if cx is None else torch.empty_like(cx)
+        del in_time_order
+        in_time_order = [torch.empty_like(source)] if ctx.batch_first else []
+        # It writes the gradients of all weights into one tensor, of which they are views.
+        flat = source.new_empty(ctx.n_flat)
         parts, offset = [], 0
         for weight in weights:
             parts.append(flat[offset : offset + weight.numel()].view(weight.shape))
             offset += weight.numel()
         return (
-            *[None] * 4,
-            torch.empty_like(source) if ctx.needs_input_grad[4] else None,
-            torch.empty_like(hx) if ctx.needs_input_grad[5] else None,
-            torch.empty_like(cx) if cx is not None and ctx.needs_input_grad[6] else None,
+            *[None] * 5,
+            of_source if ctx.needs_input_grad[5] else None,
+            of_hx if ctx.needs_input_grad[6] else None,
+            of_cx if ctx.needs_input_grad[7] else None,
             *parts,
         )
 
@@ -103,17 +118,18 @@ def _run(  # noqa: PLR0917, as torch's
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    del has_biases
     if torch.is_autocast_enabled("cpu"):
         # CUDA's autocast casts inputs, states and weights of cuDNN's recurrent layers.
         dtype = torch.get_autocast_dtype("cpu")
         source, hx = source.to(dtype), hx.to(dtype)
         cx = None if cx is None else cx.to(dtype)
         weights = [weight.to(dtype) for weight in weights]
-    hidden = weights[1].shape[1]
+    hidden = weights[1].shape[0] // _GATES[kind]
     layout = (hidden, num_layers, bidirectional, batch_first)
+    # The buffer that cuDNN has for the weights holds biases, wanted or not.
+    n_biases = 0 if has_biases else 2 * _GATES[kind] * hidden * num_layers * (1 + bidirectional)
     return _CudnnRnn.apply(  # type: ignore[no-untyped-call]
-        kind, layout, dropout, train, source, hx, cx, *weights
+        kind, layout, dropout, train, n_biases, source, hx, cx, *weights
     )
 
 
