@@ -69,6 +69,7 @@ class _CudnnRnn(torch.autograd.Function):
         in_time_order = [torch.empty_like(source)] if ctx.batch_first else []
         # It writes the gradients of all weights into one tensor, of which they are views.
         flat = source.new_empty(ctx.n_flat)
+        del in_time_order
         parts, offset = [], 0
         for weight in weights:
             parts.append(flat[offset : offset + weight.numel()].view(weight.shape))
