@@ -23,8 +23,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from machine import interleaved, save, spread
 
 from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
-from lightning_memtools.callbacks import memory_monitor
 from lightning_memtools.memory.readers import CudaReader
+from lightning_memtools.reporting import monitored_calls
 from lightning_memtools.reporting.loggers import log_scalars
 
 GIB = 2**30
@@ -161,7 +161,7 @@ def main() -> None:
     reader = FakeCudaReader()
     with (
         tempfile.TemporaryDirectory() as root,
-        mock.patch.object(memory_monitor, "reader_for", return_value=reader),
+        mock.patch.object(monitored_calls, "reader_for", return_value=reader),
         mock.patch("torch.cuda.mem_get_info", return_value=(2 * GIB, 8 * GIB)),
         mock.patch("torch.cuda.memory_stats_as_nested_dict", side_effect=lambda _index: nested_statistics()),
         mock.patch.object(CPUAccelerator, "get_device_stats", side_effect=lambda *_: flat_statistics()),

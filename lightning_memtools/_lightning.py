@@ -49,11 +49,20 @@ class EitherCallback(Callback):
     """
 
     parts_of_a_run: ClassVar[tuple[str, ...]] = ()
+    _given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
-    def __new__(cls, *_arguments: Any, **_options: Any) -> Self:
-        """Inherit from what was imported since, too."""
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Inherit from what was imported since, too, and keep what was given for `repr`."""
         _inherit_from_twin()
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        if arguments or options:
+            made._given = (arguments, options)
+        return made
+
+    def __repr__(self) -> str:
+        arguments, options = self._given
+        given = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | dict.fromkeys(self.parts_of_a_run)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 OUT_OF_MEMORY = "out of memory"
@@ -138,6 +139,8 @@ class BatchSizeResult:
     def markdown(self) -> str:
         """Returns the whole report."""
         return "\n\n".join(["# Batch size", self.summary(), self.table(), *self.notes]) + "\n"
+
+    _repr_html_ = shown_as(markdown)
 
 
 def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:

@@ -21,6 +21,7 @@ from lightning_memtools.checkpointing.memory_model import (
 )
 from lightning_memtools.checkpointing.step_profile import StepProfile
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.tables import Table, markdown_table
 from lightning_memtools.simulation.step_trace import StepCost
 
@@ -119,6 +120,8 @@ class CheckpointPlan:
 
     def __str__(self) -> str:
         return self.table()
+
+    _repr_html_ = shown_as(__str__)
 
 
 def units_under(profile: StepProfile, chains: Sequence[Chain]) -> list[Unit]:

@@ -18,7 +18,8 @@ from typing import IO, Any
 from lightning_memtools.memory.sizes import context_bytes, format_size
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS, environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
-from lightning_memtools.reporting.tables import Table, console_table
+from lightning_memtools.reporting.notebooks import shown_as
+from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 
 _CHILD = "lightning_memtools.cli.dry_run_child"
 FITS, FAILED, OUT_OF_MEMORY = 0, 1, 3
@@ -126,6 +127,12 @@ class DryRunResult:
             more = f"+ {format_size(self.convolution_workspaces)}"
             rows.append(("convolution workspaces, up to", "", more, "in no other figure, and not needed to fit"))
         return Table(("stage", "peak allocated", "peak reserved", "at the peak"), rows)
+
+    def __str__(self) -> str:
+        verdict = "fits" if self.fits else f"does not end within its memory or fails: {self.error}"
+        return f"The run {verdict} ({self.device}, {format_size(self.capacity)}).\n\n{markdown_table(self.table())}"
+
+    _repr_html_ = shown_as(__str__)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> DryRunResult:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 Severity = Literal["info", "warning", "error"]
@@ -94,6 +95,8 @@ class DoctorReport:
         """Return the report as markdown."""
         table = f"\n{markdown_table(self.table())}\n" if self.findings else ""
         return f"# TrainingDoctor\n\n{self.summary()}\n{table}"
+
+    _repr_html_ = shown_as(markdown)
 
     def as_json(self) -> str:
         """Return the report as JSON, for programs."""

@@ -11,6 +11,7 @@ from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, draw
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
 from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, known_gpus, parse_capacity
+from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 # Compute capabilities 9, 10 and 12, for which torch gives cuBLAS 32 MiB (see memory/allocator).
@@ -239,6 +240,8 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         return self.to_markdown()
+
+    _repr_html_ = shown_as(__str__)
 
     def word_on_capacity(self) -> str:
         """Say whether the steps fit in the given capacity, and if not by how much; "" where none was given."""

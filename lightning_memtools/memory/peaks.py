@@ -189,6 +189,11 @@ class StageWatch:
         if self._running:
             self._windows[self._running[-1]].resume()
 
+    @property
+    def running(self) -> Stage | None:
+        """The stage that is running now; an evaluation inside training comes before it."""
+        return self._running[-1] if self._running else None
+
     def point(self, stage: Stage, owned: Owned | None = None) -> MemoryPoint:
         """Return the figures of a running stage: the device now, and the peaks since the stage's last point.
 
@@ -200,7 +205,9 @@ class StageWatch:
         window = self._windows[stage]
         composition = window.composition
         if composition is None and owned is not None and window.allocated is not None:
-            composition = composition_of(owned, window.allocated)
+            # What has no owner and outlives the step is no activation: libraries' workspaces, buffers of a strategy.
+            older = max(0, (stats.allocated or 0) - owned.total_bytes)
+            composition = composition_of(owned, window.allocated, older=older)
         point = MemoryPoint(stats, window.allocated, window.reserved, composition)
         window.restart()
         self.peaks.setdefault(stage, StagePeak()).take_in(point)

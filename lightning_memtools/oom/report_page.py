@@ -210,7 +210,7 @@ class ReportPage:
         rows += [(name, size if isinstance(size, str) else _size(size)) for name, size in sizes if size is not None]
         if stats.alloc_retries:
             rows.append(("allocation retries before", str(stats.alloc_retries)))
-        parts = ["## What happened", markdown_table(Table(("", ""), [row for row in rows if row[1]]))]
+        parts = ["## What happened", markdown_table(Table(("", ""), [row for row in rows if row[1]], align="ll"))]
         if facts.problem:
             parts.append(f"Some facts could not be read when memory ran out: {facts.problem}.")
         if self.error:
@@ -297,7 +297,8 @@ class ReportPage:
         parts = []
         if isinstance(self.snapshot, Path):
             parts.append(
-                f"Memory snapshot: `{self.snapshot}`. Drop it on https://pytorch.org/memory_viz to see every block."
+                f"Memory snapshot: `{self.snapshot}`. `memtools snapshot` makes a page of it that shows every block; "
+                "https://pytorch.org/memory_viz shows it too."
             )
         elif self.snapshot:
             parts.append(f"No memory snapshot: {self.snapshot}.")

@@ -213,6 +213,14 @@ class MemoryRun:
             extra |= phase_scalars(self._phase_watch.point())
         return self.add_point("train", step, write, owned, extra)
 
+    def last_scalars(self) -> dict[str, float]:
+        """Return the scalars of this rank for the time since the last point; empty where no stage is running."""
+        stage = self._stage_watch.running if self._stage_watch is not None else None
+        if self._stage_watch is None or stage is None:
+            return {}
+        point = self._stage_watch.point(stage)
+        return device_scalars(stage, point, since=self._since) | composition_scalars(point)
+
     def add_point(
         self,
         stage: Stage,
@@ -282,6 +290,7 @@ class MemoryRun:
         now = self._reader.stats() if self._reader is not None else MemoryStats()
         return MemorySummary(
             device=self.device,
+            call=self.call,
             simulated=self._reader is not None and self._reader.simulated,
             peaks=peaks,
             capacity=now.capacity,

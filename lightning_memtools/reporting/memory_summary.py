@@ -18,6 +18,7 @@ class MemorySummary:
 
     Attributes:
         device: The device's name.
+        call: The Trainer's call, such as "fit"; empty where it is not known.
         simulated: Whether the figures are simulated. The device's name then says so and contains the capacity.
         peaks: The highest peak of each stage; with several ranks, the highest of any rank.
         capacity: Bytes of the device, where known.
@@ -30,6 +31,7 @@ class MemorySummary:
     """
 
     device: str
+    call: str = ""
     simulated: bool = False
     peaks: Mapping[Stage, StagePeak] = field(default_factory=dict)
     capacity: int | None = None
@@ -45,7 +47,7 @@ class MemorySummary:
         capacity = f", {format_size(self.capacity)}" if self.capacity is not None and not self.simulated else ""
         ranks = f", highest of {self.ranks} ranks" if self.ranks > 1 else ""
         subject = "Memory peaks" if self.peaks else "Memory"
-        return f"{subject} on {self.device}{capacity}{ranks}"
+        return f"{subject} on {self.device}{capacity}{ranks}{f', during {self.call}' if self.call else ''}"
 
     def stage_table(self) -> Table:
         """Return a table with one row per stage, in the order train, val, test, predict."""

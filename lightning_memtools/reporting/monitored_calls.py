@@ -178,7 +178,11 @@ class MonitoredCalls:
     def end(self, trainer: Trainer, *, waits_for_ranks: bool) -> None:
         """Write the summary and stop watching. Does nothing when called again."""
         if self._run is not None:
+            # Where the call has failed, memory may have run out since the last point.
+            last = {} if waits_for_ranks else self._run.last_scalars()
             summary = self._run.summary(waits_for_ranks=waits_for_ranks)
+            if last:
+                log_scalars(trainer, last, training_step(trainer))
             if trainer.is_global_zero:
                 text, name = summary.markdown(), f"memory_summary_{self._run.call}.md"
                 write_report_or_warn(self._directory, name, text)

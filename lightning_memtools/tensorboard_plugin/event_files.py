@@ -24,6 +24,8 @@ _HEADER = struct.Struct("<QI")
 # A record is its length (8 bytes), a checksum of the length (4), the event, and a checksum of the event (4).
 _FOOTER_BYTES = 4
 _CHUNK_BYTES = 1 << 24
+_PEEK_BYTES = 1 << 20
+_PEEK_FILES = 20
 # A curve that grows beyond this many points is thinned to half of it; of each pair the higher point stays.
 MAX_POINTS = 400_000
 # TensorBoard puts this behind the tag of a text.
@@ -205,6 +207,16 @@ class EventFile:
         except Exception as error:  # noqa: BLE001, protobuf raises different classes; a damaged file must do no harm
             self.broken = f"{self.path.name} is damaged ({type(error).__name__}): what follows is not shown."
 
+    def starts_with_points(self) -> bool:
+        """Return True if this library's points are among the first events. Reads a short piece of the file only."""
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(_PEEK_BYTES)
+        except OSError:
+            return False
+        run = LoggedRun("")
+        return any(run.add_point(record) and bool(run.curves) for record, _ in self._records(data))
+
     def _records(self, data: bytes) -> Iterator[tuple[bytes, int]]:
         at, end = 0, len(data)
         while at + _HEADER.size <= end:
@@ -245,6 +257,11 @@ class EventDirectory:
                 if file.broken and not was_broken:
                     run.notes.append(file.broken)
 
+    def starts_with_points(self) -> bool:
+        """Return True if one of the newest event files begins with points of this library; takes milliseconds."""
+        newest = sorted(_event_files(self.log_dir), key=_changed, reverse=True)[:_PEEK_FILES]
+        return any(EventFile(path).starts_with_points() for path in newest)
+
     @property
     def has_runs(self) -> bool:
         """True once something of this library was found; does not wait for a thread that is reading."""
@@ -266,6 +283,13 @@ def _event_files(directory: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         yield from (Path(folder, name) for name in names if "tfevents" in name)
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it was removed
+        return 0.0
 
 
 def _without_logger_prefix(tag: str) -> str | None:

@@ -19,15 +19,13 @@ from lightning_memtools.tensorboard_plugin.event_files import (
     LoggedRun,
     LoggedText,
 )
-from lightning_memtools.tensorboard_plugin.run_views import DEFAULT_BUCKETS, reports_of, run_view, summary_of
+from lightning_memtools.tensorboard_plugin.run_views import DEFAULT_BUCKETS, reports_of, run_view, runs_view
 from lightning_memtools.tensorboard_plugin.step_view import step_view
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 # As many as TensorBoard keeps by default; only asked for where the event files cannot be read.
 _SAMPLE = 1000
-_MAX_COMPARED = 200
-_PATIENCE_S = 0.5
 
 Application = Callable[[Any, Any], Iterable[bytes]]
 
@@ -51,6 +49,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         local = log_dir and "://" not in log_dir and Path(log_dir).expanduser().is_dir()
         self._directory = EventDirectory(Path(log_dir).expanduser()) if local else None
         self._first_read: threading.Thread | None = None
+        self._first_look = threading.Event()
         self._start = threading.Lock()
 
     def get_plugin_apps(self) -> dict[str, Application]:
@@ -64,10 +63,10 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         }
 
     def is_active(self) -> bool:
-        """Return True where a run has points or texts of this library. Waits for the event files once, and not long."""
+        """Return True where a run has points or texts of this library. Never waits until all is read."""
         if self._directory is not None:
             self._read_in_background()
-            if self._directory.has_runs:
+            if self._directory.has_runs or self._first_look.is_set():
                 return True
         try:
             listed = self._provider.list_scalars(experiment_id="", plugin_name="scalars")
@@ -82,11 +81,11 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
     def _read_in_background(self) -> None:
         with self._start:
             if self._first_read is None and self._directory is not None:
+                if self._directory.starts_with_points():
+                    self._first_look.set()
                 # So that the curves are there when the tab is opened.
                 self._first_read = threading.Thread(target=self._directory.refresh, daemon=True)
                 self._first_read.start()
-                # Small log directories are read by then, so that the tab is there at once.
-                self._first_read.join(_PATIENCE_S)
 
     def _all_runs(self, request: wrappers.Request) -> Mapping[str, LoggedRun]:
         if self._directory is not None:
@@ -95,8 +94,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         return _sampled_runs(self._provider, request)
 
     def _runs(self, request: wrappers.Request) -> Any:
-        runs = self._all_runs(request)
-        return {"runs": [summary_of(run) for run in list(runs.values())[:_MAX_COMPARED]], "n_runs": len(runs)}
+        return runs_view(self._all_runs(request))
 
     def _run(self, request: wrappers.Request) -> Any:
         return run_view(

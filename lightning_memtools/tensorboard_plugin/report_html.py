@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memtools.tensorboard_plugin.event_files import LoggedRun
-from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, summary_of
+from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, runs_view
 from lightning_memtools.tensorboard_plugin.step_view import step_view
 
 _STATIC = Path(__file__).parent / "static"
@@ -27,7 +27,7 @@ import { start } from "memtools/app.js";
 const held = JSON.parse(document.getElementById("held").textContent);
 const source = {
   grows: false,
-  runs: async () => ({ runs: held.runs }),
+  runs: async () => held.runs,
   run: async (run) => held.views[run],
   reports: async (run) => held.reports[run],
   step: async (run) => held.steps[run] ?? { names: [] },
@@ -49,7 +49,7 @@ def report_html(runs: Mapping[str, LoggedRun], title: str, *, log_dir: Path | No
         log_dir: The log directory, for the snapshots beside the event files; None to leave them out.
     """
     held = {
-        "runs": [summary_of(run) for run in runs.values()],
+        "runs": runs_view(runs),
         "views": {name: run_view(run, buckets=_BUCKETS) for name, run in runs.items()},
         "reports": {name: reports_of(run) for name, run in runs.items()},
         "steps": {} if log_dir is None else {name: step_view(log_dir / name) for name in runs},

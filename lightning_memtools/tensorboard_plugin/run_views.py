@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -18,12 +19,13 @@ MAX_BUCKETS = 4000
 
 # A figure that never changes needs no curve, and the counts are shown as marks.
 _COUNTS = {
-    "memory/alloc_retries": ("retry", "allocation retries"),
-    "memory/ooms": ("oom", "out-of-memory errors"),
-    "memory/oom_recoveries": ("oom", "recoveries from running out of memory"),
-    "nonfinite/skipped": ("nonfinite", "steps skipped because of NaN or Inf"),
+    "memory/alloc_retries": ("retry", "allocation retry", "allocation retries"),
+    "memory/ooms": ("oom", "out-of-memory error", "out-of-memory errors"),
+    "memory/oom_recoveries": ("oom", "recovery from running out of memory", "recoveries from running out of memory"),
+    "nonfinite/skipped": ("nonfinite", "step skipped because of NaN or Inf", "steps skipped because of NaN or Inf"),
 }
 _MAX_MARKS = 500
+_MAX_RUNS = 200
 _DIGITS = 7
 
 
@@ -145,12 +147,14 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
     for step, gib in zip(freed.steps, freed.values, strict=True):
         if gib > 0:
             marks.append({"step": step, "kind": "cache", "gib": _json(gib), "ms": _json(ms_at.get(step, math.nan))})
-    for tag, (kind, words) in _COUNTS.items():
+    for tag, (kind, one, several) in _COUNTS.items():
         before = 0.0
         curve = run.curves.get(tag, Curve())
         for step, count in zip(curve.steps, curve.values, strict=True):
             if count > before:
-                marks.append({"step": step, "kind": kind, "count": int(count - before), "words": words})
+                n = int(count - before)
+                mark = {"step": step, "kind": kind, "count": n, "words": one if n == 1 else several}
+                marks.append(mark | _reserved_around(run, step, kind))
             before = count
     for tag, curve in run.curves.items():
         if tag.startswith("loss/") and not _is_finite(curve.values):
@@ -159,6 +163,15 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
                 {"step": step, "kind": "nonfinite", "count": 1, "words": f"value of {tag} is no number"} for step in bad
             )
     return sorted(marks, key=lambda mark: mark["step"])[:_MAX_MARKS]
+
+
+def _reserved_around(run: LoggedRun, step: int, kind: str) -> dict[str, Any]:
+    """Return reserved memory at the point before an event and at its own: a retry returns the cache to the device."""
+    curve = run.curves.get("memory/train/reserved_gib", Curve())
+    at = bisect_left(curve.steps, step)
+    if kind == "nonfinite" or not 0 < at < len(curve.steps) or curve.steps[at] != step:
+        return {}
+    return {"reserved_gib": [_json(curve.values[at - 1]), _json(curve.values[at])]}
 
 
 def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
@@ -194,6 +207,7 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
         "stages": stages,
         "capacity_gib": _last(capacity),
         "host_gib": _highest_value(_first_curve(run, "memory/host_rss_gib")),
+        "host_used_gib": _highest_value(_first_curve(run, "memory/host/used_gib")),
         "host_limit_gib": _last(_first_curve(run, "memory/host/limit_gib")),
         "step_ms": _median(_first_curve(run, "time/step_ms")),
         "loss_train": _last(next(iter(_with_prefix(run, "loss/train")), None)),
@@ -204,6 +218,22 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
         "batch_size": _headline(run, "memtools/batch_size"),
         "checkpoint_plan": _headline(run, "memtools/checkpoint_plan"),
     }
+
+
+def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:
+    """Return the figures of the newest runs, numbers in their names in order, and the name of the newest."""
+    newest = sorted(runs.values(), key=_end, reverse=True)[:_MAX_RUNS]
+    shown = {"runs": [summary_of(run) for run in sorted(newest, key=_natural_name)], "n_runs": len(runs)}
+    return shown | ({"newest": newest[0].name} if newest else {})
+
+
+def _end(run: LoggedRun) -> float:
+    return max([*(curve.times[-1] for curve in run.curves.values()), *(text.time for text in run.texts)])
+
+
+def _natural_name(run: LoggedRun) -> list[tuple[str, int]]:
+    """Return a key by which version_10 comes after version_9."""
+    return [(words, int(digits or 0)) for words, digits in re.findall(r"(\D*)(\d*)", run.name)]
 
 
 def _with_prefix(run: LoggedRun, prefix: str) -> Iterable[Curve]:
@@ -241,9 +271,9 @@ def _headline(run: LoggedRun, tag: str) -> str | None:
     """Return the first sentence of the latest report of a kind."""
     texts = [text.text for text in run.texts if text.tag == tag]
     lines = [line for line in (texts[-1].splitlines() if texts else []) if line.strip("#* ")]
-    # The first sentence; the heading only repeats the kind of report.
-    lines.sort(key=lambda line: line.startswith("#"))
-    return lines[0].strip("#* ")[:200] if lines else None
+    # The first sentence; a heading only repeats the kind of report, and a row of a table says nothing alone.
+    lines.sort(key=lambda line: line.startswith(("#", "|")))
+    return lines[0].strip("#*- ")[:200] if lines else None
 
 
 def reports_of(run: LoggedRun) -> list[dict[str, Any]]:

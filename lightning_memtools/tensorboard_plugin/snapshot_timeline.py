@@ -80,10 +80,11 @@ def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> di
     shown = range(first, len(entries) + 1)
     peak = max(shown, key=total.__getitem__)
     names = _names(blocks, peak)
+    kept = [block for block in blocks if block.died is None or block.died > first]
+    top = _top(kept, peak, is_marked=bool(owned))
     for block in blocks:
         block.part = block.part if block.part in names else _REST
     columns = _columns(shown, total)
-    kept = [block for block in blocks if block.died is None or block.died > first]
     return {
         "title": f"step {marks['step']}" if marks["step"] is not None else "",
         "rank": marks["rank"],
@@ -96,7 +97,9 @@ def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> di
         "parts": {name: _values(kept, name, len(entries), columns) for name in names},
         "phases": [[event - first, name] for event, name in phases],
         "peak": {"at": peak - first, "bytes": total[peak], "phase": _phase_at(phases, peak)},
-        "top": _top(kept, peak, is_marked=bool(owned)),
+        "top": top,
+        # A VirtualDevice's only frame is a module, which has no line.
+        "holders": "lines" if any(":" in name for one in top for name in one["names"]) else "modules",
         **(_block_table(kept, first) if with_blocks else {}),
     }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import lightning as L
@@ -10,7 +11,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from lightning_memtools import MemoryMonitor, VirtualDevice
+from lightning_memtools.memory.peaks import PHASES
 from lightning_memtools.memory.readers import AcceleratorReader, CudaReader, reader_for, stats_from_nested
+from lightning_memtools.memory.scalars import CATEGORIES, possible_tags
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.reporting.memory_run import MemoryRun
 from lightning_memtools.reporting.monitored_calls import _say_that_there_is_no_gpu
@@ -295,3 +298,21 @@ def test_no_step_waits_for_cuda(tmp_path):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert run.global_step == 32
+
+
+def test_the_last_point_of_a_run_that_fails_shows_why(tmp_path):
+    with VirtualDevice("64MiB"):
+        run = trainer(tmp_path, MemoryMonitor(every_n_steps=2))
+        with pytest.raises(torch.OutOfMemoryError):
+            run.fit(Wide({"train": [1, 1, 2, 100]}), loader(48, 8))
+    logged = scalars(run.log_dir)
+    assert logged["memory/ooms"] == [(1, 0.0), (3, 1.0)]
+    assert dict(logged["memory/train/peak_allocated_gib"])[3] >= gib(3)  # the step that was not due for a point counts
+
+
+def test_the_docstring_lists_every_tag():
+    text = MemoryMonitor.__doc__ or ""
+    named = set(re.findall(r"`([a-z]+/[^`]+)`", text))
+    stages = {tag.replace("<stage>", "train") for tag in named}
+    every = {tag.replace("<category>", one).replace("<phase>", one) for tag in stages for one in (*CATEGORIES, *PHASES)}
+    assert set(possible_tags("train")) <= every

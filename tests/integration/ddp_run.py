@@ -59,7 +59,7 @@ def main(root: Path, strategy: str) -> None:
     model = Uneven()
     run = trainer(
         root,
-        MemoryMonitor(per_rank=True),
+        MemoryMonitor(per_rank=True, snapshot_at_step=2),
         WriteLosses(root),
         LossCurves(every_n_steps=2, grad_norm=True),
         logger=[TensorBoardLogger(root, name="", version="board"), CSVLogger(root, name="", version="table")],

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_memtools.memory.sizes import MIB
+from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from
 from tests.event_files import scalars
 from tests.two_processes import run_script
 
@@ -94,3 +96,13 @@ def test_the_other_logger_holds_the_same(root):
     rows = [*csv.DictReader(file.read_text().splitlines())]
     table = [(int(row["step"]), float(row["loss/train"])) for row in rows if row.get("loss/train")]
     assert table == [(step, pytest.approx(value, rel=1e-5)) for step, value in scalars(root / "board")["loss/train"]]
+
+
+def test_each_rank_writes_a_snapshot_of_its_own_step(root):
+    peaks = []
+    for rank in (0, 1):
+        view = timeline_from(root / "board" / "memtools" / f"memory_snapshot_step2_rank{rank}.pickle")
+        assert (view["title"], view["rank"]) == ("step 2", rank)
+        assert [name for _, name in view["phases"]] == ["forward", "backward", "optimizer"]
+        peaks.append(view["peak"]["bytes"])
+    assert peaks[0] < 40 * MIB <= peaks[1]  # a step of rank 1 takes 40 MiB, one of rank 0 takes 1 MiB

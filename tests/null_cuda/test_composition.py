@@ -83,3 +83,26 @@ def test_categories_add_up_to_torchs_peak_and_what_has_an_owner_is_exact(name, t
         assert sum(logged.values()) == pytest.approx(peak, rel=0.01)
         assert {part: logged[part] for part in parts} == parts
         assert logged["activations"] > 0
+
+
+class Keeps(L.Callback):
+    """Holds 24 MiB that are no part of the model, as a library's workspace does."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.kept = torch.zeros(24 * 2**20, dtype=torch.uint8, device="cuda")
+
+
+def test_what_outlives_the_step_and_has_no_owner_is_no_activation(tmp_path):
+    data = TensorDataset(torch.zeros(12, 3, 64, 64), torch.zeros(12, dtype=torch.long))
+    parts = {}
+    for name, callbacks in (("without", []), ("with", [Keeps()])):
+        logger = ListLogger()
+        run = L.Trainer(
+            accelerator="gpu", devices=1, max_epochs=1, log_every_n_steps=1, logger=logger, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+            callbacks=[*callbacks, MemoryMonitor()],
+        )  # fmt: skip
+        run.fit(Classifier(torchvision_models().resnet18()), DataLoader(data, batch_size=4))
+        parts[name] = {part: logger.curves[f"memory/composition/{part}_gib"][-1][1] * GIB for part in CATEGORIES}
+    assert parts["with"]["other"] - parts["without"]["other"] == pytest.approx(24 * 2**20, rel=0.01)
+    assert parts["with"]["activations"] == pytest.approx(parts["without"]["activations"], rel=0.01)

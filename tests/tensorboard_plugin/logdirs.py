@@ -24,6 +24,23 @@ def write_long_run(directory: Path, n_points: int = N_LONG) -> None:
         writer.add_scalar("memory/capacity_gib", 8.0, 0)
 
 
+def write_failed_run(directory: Path) -> None:
+    """A run that logged one point, at the step in which memory ran out, with a report."""
+    with SummaryWriter(str(directory)) as writer:
+        writer.add_scalar("memory/train/peak_allocated_gib", 3.5, 0)
+        writer.add_scalar("memory/train/peak_reserved_gib", 3.75, 0)
+        writer.add_scalar("memory/train/allocated_gib", 3.0, 0)
+        writer.add_scalar("memory/train/reserved_gib", 3.25, 0)
+        writer.add_scalar("memory/composition/parameters_gib", 1.0, 0)
+        writer.add_scalar("memory/composition/activations_gib", 2.5, 0)
+        writer.add_scalar("memory/capacity_gib", 4.0, 0)
+        writer.add_scalar("memory/ooms", 1.0, 0)
+        facts = "|  |  |\n|---|---|\n| when | step 0 |"
+        writer.add_text("memtools/oom_report", f"## What happened\n\n{facts}\n\n> No memory\n> left.", 0)
+        plan = "| module |\n|---|\n| net |"
+        writer.add_text("memtools/checkpoint_plan", f"### Plan\n\n{plan}\n\n- activations: 5.20 MiB", 0)
+
+
 def write_small_run(directory: Path, *, text: str = "", tag: str = "memtools/memory_summary") -> None:
     """A run of ten points with one validation run."""
     with SummaryWriter(str(directory)) as writer:
@@ -34,6 +51,7 @@ def write_small_run(directory: Path, *, text: str = "", tag: str = "memtools/mem
             writer.add_scalar("memory/train/reserved_gib", 2.0, step)
             writer.add_scalar("memory/capacity_gib", 4.0, step)
             writer.add_scalar("memory/alloc_retries", 0.0 if step < 6 else 2.0, step)
+            writer.add_scalar("memory/host_rss_gib", 0.5, step)
             writer.add_scalar("time/step_ms", 500.0 if step == 0 else 20.0, step)
             writer.add_scalar("loss/train", 1.0 - 0.05 * step, step)
         writer.add_scalar("memory/val/peak_allocated_gib", 1.25, 9)

@@ -8,7 +8,14 @@ import math
 import pytest
 
 from lightning_memtools.tensorboard_plugin.event_files import Curve, LoggedRun, LoggedText
-from lightning_memtools.tensorboard_plugin.run_views import evaluations_of, marks_of, reports_of, run_view, summary_of
+from lightning_memtools.tensorboard_plugin.run_views import (
+    evaluations_of,
+    marks_of,
+    reports_of,
+    run_view,
+    runs_view,
+    summary_of,
+)
 
 
 def run_with(**curves):
@@ -79,6 +86,45 @@ def test_marks_say_what_happened():
     })  # fmt: skip
     found = [(mark["step"], mark["kind"], mark.get("count"), mark.get("gib")) for mark in marks_of(run)]
     assert found == [(5, "retry", 2, None), (7, "retry", 1, None), (9, "oom", 1, None), (10, "cache", None, 1.5)]
+
+
+def test_a_retry_says_what_it_did_to_reserved_memory():
+    run = run_with(**{
+        "memory/train/reserved_gib": [(4, 8.0), (5, 6.0)],
+        "memory/alloc_retries": [(4, 0.0), (5, 1.0)],
+        "memory/ooms": [(4, 0.0), (5, 2.0)],
+    })  # fmt: skip
+    retry, oom = marks_of(run)
+    assert retry == {"step": 5, "kind": "retry", "count": 1, "words": "allocation retry", "reserved_gib": [8.0, 6.0]}
+    assert (oom["words"], oom["count"]) == ("out-of-memory errors", 2)
+
+
+def test_runs_come_in_the_order_of_their_numbers_and_the_newest_is_named():
+    curves = {f"version_{n}": Curve() for n in (10, 9, 2)}
+    for (_, curve), time in zip(curves.items(), (5.0, 9.0, 7.0), strict=True):
+        curve.add(0, time, 1.0)
+    runs = {name: LoggedRun(name, curves={"loss/train": curve}) for name, curve in curves.items()}
+    view = runs_view(runs)
+    assert [run["run"] for run in view["runs"]] == ["version_2", "version_9", "version_10"]
+    assert (view["newest"], view["n_runs"]) == ("version_9", 3)
+
+
+def test_the_newest_of_very_many_runs_are_listed():
+    runs = {}
+    for n in range(250):
+        curve = Curve()
+        curve.add(0, 1000.0 - n, 1.0)  # the later the name, the older
+        runs[f"run{n}"] = LoggedRun(f"run{n}", curves={"loss/train": curve})
+    view = runs_view(runs)
+    assert [run["run"] for run in view["runs"]] == [f"run{n}" for n in range(200)]
+    assert (view["newest"], view["n_runs"]) == ("run0", 250)
+
+
+def test_the_headline_of_a_plan_is_no_row_of_its_table():
+    text = "### Checkpointing\n\n| module | extra |\n| --- | ---: |\n| net | 3% |\n\n- activation memory: 8 MiB\n"
+    run = run_with(**{"loss/train": [(0, 1.0)]})
+    run.texts.append(LoggedText("memtools/checkpoint_plan", 0, 1.0, text))
+    assert summary_of(run)["checkpoint_plan"] == "activation memory: 8 MiB"
 
 
 def test_evaluations_are_found_at_their_training_step():

@@ -29,6 +29,7 @@ from lightning_memtools.nonfinite.micro_batches import BatchStart, MicroBatch, s
 from lightning_memtools.nonfinite.step_outcome import TRAINER_FACTS, StepConditions, mismatches
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 from lightning_memtools.nonfinite.tensor_names import plain_name
+from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.simulation.trainer_stand_in import configured_optimizers, is_lightning_module
 from lightning_memtools.state.random_state import RandomState
 
@@ -101,6 +102,8 @@ class Replay:
                 lines.append(f"Tried: {self.explanation.confirmed}.")
             lines.append(f"Next: {self.explanation.advice}")
         return "\n".join(lines)
+
+    _repr_html_ = shown_as(summary)
 
 
 def replay(path: str | Path, *, model: Any = None, trust: bool | Callable[[str, str], bool] = False) -> Replay:

@@ -22,9 +22,10 @@ export async function start(root, source) {
   const picker = h("select", { id: "run", onchange: () => choose(picker.value) });
   const tabs = VIEWS.map(([name, label]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "view", onclick: () => open(name), onkeydown: (event) => step(event, name) }, label));
   const place = h("main", { id: "view", role: "tabpanel", tabindex: "-1" });
+  const left = h("span", { class: "remark" });
   const problem = h("p", { class: "problem", role: "alert" });
   const pages = { run: new RunPage(source, place, "run"), composition: new RunPage(source, place, "composition"), compare: new ComparePage(place) };
-  const bar = h("header", { class: "top" }, h("h1", {}, "Memory"), h("label", { for: "run", class: "picker" }, h("span", {}, "Run"), picker), h("div", { class: "tabs", role: "tablist", "aria-label": "Views" }, tabs));
+  const bar = h("header", { class: "top" }, h("h1", {}, "Memory"), h("label", { for: "run", class: "picker" }, h("span", {}, "Run"), picker), left, h("div", { class: "tabs", role: "tablist", "aria-label": "Views" }, tabs));
   root.replaceChildren(bar, problem, place);
 
   function step(event, name) {
@@ -83,12 +84,13 @@ export async function start(root, source) {
     state.ready = true;
     state.runs = found.runs;
     bar.hidden = !found.runs.length;
+    left.textContent = found.n_runs > found.runs.length ? `the newest ${found.runs.length} of ${found.n_runs} runs` : "";
     if (!found.runs.length) {
       clear(place, emptyState());
       return;
     }
     const names = found.runs.map((run) => run.run);
-    if (!names.includes(state.run)) state.run = names.at(-1);
+    if (!names.includes(state.run)) state.run = found.newest;
     picker.replaceChildren(...names.map((name) => h("option", { value: name, selected: name === state.run }, name === "." ? ". (the log directory itself)" : name)));
     await show();
   }

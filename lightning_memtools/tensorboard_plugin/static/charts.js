@@ -2,9 +2,11 @@
 
 import uPlot from "./uPlot.esm.js";
 import { h } from "./dom.js";
-import { incrementsFor, unitFor, whole } from "./format.js";
+import { incrementsFor, tick, unitFor, whole } from "./format.js";
 import { colours } from "./theme.js";
 
+const STEPPED = ["peak", "faint", "area"];
+const NEAR_PX = 6;
 const KEYS = "Arrow keys move the cursor, plus and minus zoom, Escape shows all steps.";
 
 // The charts of one page. `zoomed` is called with the shown steps, or null for all of them.
@@ -57,6 +59,13 @@ export class LinkedCharts {
   }
 }
 
+// A line through a single point would not be seen: it becomes as wide as the step.
+function widened([steps, values]) {
+  if (steps.length !== 1) return [steps, values];
+  const [step, value] = [steps[0], values[0]];
+  return [[step - 0.4, step, step + 0.4], [value, value, value]];
+}
+
 // Points at equal steps become one, the highest: a chart has one value per step.
 export function column(group, tag, change = (value) => value) {
   const steps = [];
@@ -74,7 +83,8 @@ export function column(group, tag, change = (value) => value) {
 }
 
 export class StepChart {
-  // `series`: {label, colour, data: [steps, values], style: "line" | "peak" | "points" | "limit" | "area", fill, hidden}.
+  // `series`: {label, colour, data: [steps, values], style: "line" | "faint" | "peak" | "points" | "limit" | "area", fill, hidden}.
+  // `marks`: {step, kind, words}, said when the cursor is near.
   constructor(linked, { title, describe, series, height = 220, bands = [], format, isSize = false, shading = [], marks = [], note = null, top = null, unit = "step", phases = [] }) {
     this.linked = linked;
     this.series = series;
@@ -108,7 +118,7 @@ export class StepChart {
   }
 
   joined() {
-    const tables = this.series.map((one) => one.data);
+    const tables = this.series.map((one) => (STEPPED.includes(one.style) ? widened(one.data) : one.data));
     return tables.length ? uPlot.join(tables) : [[]];
   }
 
@@ -143,13 +153,13 @@ export class StepChart {
         y: { range: (u, min, max) => [0, this.top ?? (max > 0 ? max * 1.08 : 1)] },
       },
       axes: [
-        { ...axis, size: 30, space: 70, incrs: incrementsFor(1).filter((x) => x >= 1), values: (u, splits) => splits.map(whole) },
+        { ...axis, size: 30, space: 70, label: this.unit === "step" ? "training step" : this.unit, labelFont: font, labelSize: 16, labelGap: 0, incrs: incrementsFor(1).filter((x) => x >= 1), values: (u, splits) => splits.map(whole) },
         {
           ...axis, size: 78, gap: 6,
           ...(this.isSize ? {
             incrs: (u, index, min, max) => incrementsFor(unitFor(max)[1]),
             values: (u, splits) => splits.map((value) => (value === 0 ? "0" : `${+(value / unit()[1]).toPrecision(4)} ${unit()[0]}`)),
-          } : { values: (u, splits) => splits.map((value) => this.format(value)) }),
+          } : { values: (u, splits) => splits.map((value) => tick(this.format(value))) }),
         },
       ],
       series: [{}, ...this.series.map((one) => drawn(one))],
@@ -235,7 +245,8 @@ export class StepChart {
   show(u) {
     const { idx } = u.cursor;
     const on = idx !== null && idx !== undefined && u.cursor.left >= 0;
-    this.at.textContent = on ? `${this.unit} ${whole(u.data[0][idx])}` : "";
+    const near = on ? this.marks.filter(({ step }) => Math.abs(u.valToPos(step, "x") - u.cursor.left) < NEAR_PX).map(({ words }) => words) : [];
+    this.at.textContent = on ? [`${this.unit} ${whole(u.data[0][idx])}`, ...near].join(" · ") : "";
     this.series.forEach((one, i) => {
       const values = u.data[i + 1];
       let at = idx;
@@ -288,7 +299,7 @@ function drawn(one) {
     case "points": return { ...base, width: 0, paths: () => null, points: { show: true, size: 9, width: 2, fill: one.colour, stroke: one.edge ?? one.colour } };
     case "limit": return { ...base, dash: [7, 5] };
     case "area": return { ...base, width: 1, fill: one.fill, paths: uPlot.paths.stepped({ align: -1 }) };
-    case "faint": return { ...base, width: 1, points: { show: false } };
+    case "faint": return { ...base, width: 1, paths: uPlot.paths.stepped({ align: -1 }) };
     default: return { ...base, width: 2, points: dot };
   }
 }

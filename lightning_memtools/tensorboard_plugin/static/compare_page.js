@@ -1,6 +1,6 @@
 // The figures of several runs side by side, with the difference to the first in percent.
 
-import { h } from "./dom.js";
+import { breakable, h } from "./dom.js";
 import { bytesOf, difference, milliseconds, number, size, whole } from "./format.js";
 
 const STAGES = ["train", "val", "test", "predict"];
@@ -26,7 +26,7 @@ function figures() {
 export function comparison(runs) {
   const rows = figures().filter(([, of]) => runs.some((run) => of(run) !== null && of(run) !== 0));
   const [reference] = runs;
-  const head = h("tr", {}, h("th", { scope: "col" }, "figure"), runs.map((run, i) => h("th", { scope: "col", class: "right name" }, run.run, i ? null : h("span", { class: "remark" }, runs.length > 1 ? " (compared with)" : ""))));
+  const head = h("tr", {}, h("th", { scope: "col" }, "figure"), runs.map((run, i) => h("th", { scope: "col", class: "right name" }, breakable(run.run), i ? null : h("span", { class: "remark" }, runs.length > 1 ? " (compared with)" : ""))));
   const body = rows.map(([label, of, format, plain]) => h("tr", {}, h("th", { scope: "row" }, label), runs.map((run, i) => {
     const value = of(run);
     const change = i && !plain ? difference(value, of(reference)) : "";

@@ -11,6 +11,9 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+// A path that may be broken after its slashes, and not within a name.
+export const breakable = (path) => path.split(/(?<=\/)/).flatMap((part) => [part, h("wbr")]);
+
 export function clear(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
 }

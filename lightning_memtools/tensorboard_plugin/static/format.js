@@ -30,7 +30,10 @@ export function milliseconds(ms) {
 }
 
 export const number = (value) => (value === null || value === undefined ? "–" : threeDigits(value));
-export const whole = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US"));
+export const whole = (value) => (value === null || value === undefined ? "–" : (Math.round(value) + 0).toLocaleString("en-US")); // + 0: no "-0"
+
+// For an axis: without zeros at the end, "0.5" and not "0.500".
+export const tick = (text) => text.replace(/(\.\d*?)0+(?=\s|$)/, "$1").replace(/\.(?=\s|$)/, "");
 
 export function percent(share) {
   const value = 100 * share;
@@ -41,7 +44,7 @@ export function difference(value, reference) {
   if (value === null || value === undefined || !reference) return "";
   const change = (100 * (value - reference)) / reference;
   if (Math.abs(change) < 0.05) return "±0%";
-  return `${change > 0 ? "+" : "−"}${Math.abs(change).toFixed(Math.abs(change) < 10 ? 1 : 0)}%`;
+  return `${change > 0 ? "+" : "−"}${Math.abs(change) < 10 ? Math.abs(change).toFixed(1) : whole(Math.abs(change))}%`;
 }
 
 // Distances between the lines of a grid that are round in the unit, not in bytes.

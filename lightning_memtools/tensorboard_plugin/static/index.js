@@ -54,7 +54,7 @@ function link(rel, path) {
 
 const styled = Promise.all(STYLES.map((path) => link("stylesheet", path)));
 MODULES.forEach((name) => link("modulepreload", `./${name}.js`));
-begin(urlOf("./runs", {})).then(({ runs }) => { if (runs.length) begin(urlOf("./run", ofRun(runs.at(-1).run))); }, () => {});
+begin(urlOf("./runs", {})).then(({ newest }) => { if (newest !== undefined) begin(urlOf("./run", ofRun(newest))); }, () => {});
 
 export async function render() {
   document.documentElement.lang = "en";

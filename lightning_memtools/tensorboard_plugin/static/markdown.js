@@ -1,4 +1,4 @@
-// The markdown that reports use, as elements: headings, tables, lists, code, bold, links as text. Anything else, HTML
+// The markdown that reports use, as elements: headings, tables, lists, quotations, code, bold, links as text. Anything else, HTML
 // and scripts among it, is shown as the text that it is.
 
 import { h } from "./dom.js";
@@ -25,17 +25,18 @@ const isRule = (line) => line !== undefined && /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\
 
 function table(lines) {
   const alignments = cellsOf(lines[1]).map((rule) => (rule.endsWith(":") ? "right" : "left"));
+  const heads = cellsOf(lines[0]).some((cell) => cell !== "");
   const row = (line, tag) => h("tr", {}, cellsOf(line).map((cell, i) =>
     h(tag, { class: alignments[i] ?? "left", scope: tag === "th" ? "col" : null }, inline(cell))));
   return h("div", { class: "scroll" }, h("table", {},
-    h("thead", {}, row(lines[0], "th")), h("tbody", {}, lines.slice(2).map((line) => row(line, "td")))));
+    heads ? h("thead", {}, row(lines[0], "th")) : null, h("tbody", {}, lines.slice(2).map((line) => row(line, "td")))));
 }
 
 export function markdown(text) {
   const lines = text.replaceAll("\r\n", "\n").split("\n");
   const blocks = [];
   let at = 0;
-  const isStart = (line, next) => /^\s*(#{1,6}\s|[-*]\s|\d+\.\s|```|$)/.test(line) || (line.includes("|") && isRule(next));
+  const isStart = (line, next) => /^\s*(#{1,6}\s|[-*]\s|\d+\.\s|```|>|$)/.test(line) || (line.includes("|") && isRule(next));
   while (at < lines.length) {
     const line = lines[at];
     const heading = /^\s*(#{1,6})\s+(.*)$/.exec(line);
@@ -49,6 +50,10 @@ export function markdown(text) {
       const stop = end < 0 ? lines.length : end;
       blocks.push(h("pre", { tabindex: "0" }, lines.slice(at + 1, stop).join("\n")));
       at = stop + 1;
+    } else if (/^\s*>/.test(line)) {
+      const quoted = [];
+      while (at < lines.length && /^\s*>/.test(lines[at])) quoted.push(lines[at++].replace(/^\s*> ?/, ""));
+      blocks.push(h("blockquote", {}, inline(quoted.join(" "))));
     } else if (line.includes("|") && isRule(lines[at + 1])) {
       let stop = at + 2;
       while (stop < lines.length && lines[stop].includes("|")) stop += 1;

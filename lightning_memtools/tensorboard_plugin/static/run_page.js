@@ -19,6 +19,7 @@ const data = (view, tag, change) => {
   return group ? column(group, tag, change) : [[], []];
 };
 const has = (view, tag) => groupWith(view, tag) !== undefined;
+const counted = (n, one, several) => `${whole(n)} ${n === 1 ? one : several}`;
 const highest = (values) => values.reduce((top, value) => (value !== null && value > top ? value : top), 0);
 
 export function cards(summary) {
@@ -39,9 +40,10 @@ export function cards(summary) {
     if (capacity) card("Left on the device", size(Math.max(0, capacity - bytes)), `of ${size(capacity)}`);
   }
   if (!allocated && summary.host_gib !== null) card("Host memory", size(bytesOf(summary.host_gib)), "of this process, at most");
+  if (!allocated && summary.host_limit_gib !== null) card("Left on the host", size(Math.max(0, bytesOf(summary.host_limit_gib - summary.host_used_gib))), `of ${size(bytesOf(summary.host_limit_gib))}, at least`);
   if (summary.step_ms !== null) card("Time per step", milliseconds(summary.step_ms), "median");
   if (summary.loss_train !== null) card("Training loss", threeDigits(summary.loss_train), summary.loss_val === null ? "last" : `last; validation ${threeDigits(summary.loss_val)}`);
-  if (summary.retries || summary.ooms) card("Memory pressure", `${whole(summary.retries)} retries`, `${whole(summary.ooms)} out-of-memory errors`);
+  if (summary.retries || summary.ooms) card("Memory pressure", counted(summary.retries ?? 0, "retry", "retries"), counted(summary.ooms ?? 0, "out-of-memory error", "out-of-memory errors"));
   return h("div", { class: "figures" }, found);
 }
 
@@ -61,7 +63,7 @@ function memoryChart(linked, view) {
     stages.map((stage) => h("span", { class: "shade", style: `--c:${paint.stages[stage]}` }, STAGE_NAMES[stage])),
     limit && top < SHOW_CAPACITY_FROM * capacity ? h("span", {}, `The device has ${size(capacity)}: the peak is ${percent(top / capacity)} of it. Choose “capacity” to see the line.`) : null);
   return new StepChart(linked, {
-    title: "Memory", height: 320, series, bands, format: size, isSize: true, shading: view.evaluations, marks: view.marks, note,
+    title: "Memory", height: 336, series, bands, format: size, isSize: true, shading: view.evaluations, marks: view.marks, note,
     describe: `Highest value ${size(top)}${capacity ? ` of ${size(capacity)}` : ""}. Peaks are the highest since the point before.`,
   });
 }
@@ -69,7 +71,7 @@ function memoryChart(linked, view) {
 function capacityData(view, capacity) {
   const steps = view.groups.flatMap((group) => (group.steps.length ? [group.steps[0], group.steps.at(-1)] : []));
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
-  return first === last ? [[first], [capacity]] : [[first, last], [capacity, capacity]];
+  return first === last ? [[first - 0.5, first + 0.5], [capacity, capacity]] : [[first, last + 1], [capacity, capacity]];
 }
 
 function memorySeries(view) {
@@ -86,24 +88,30 @@ function memorySeries(view) {
   return series;
 }
 
-// Host memory; before its parts were logged, only what is resident is known.
+// Host memory. What is resident is logged at every point, its parts now and then: reading them takes longer.
 function hostSeries(view) {
   const paint = colours();
   const series = [];
-  const add = (tag, label, colour, style = "line") => {
+  const add = (tag, label, colour, style = "line", hidden = false) => {
     const [steps, values] = data(view, tag, bytesOf);
-    if (steps.length && values.some((value) => value > 0)) series.push({ label, colour, style, data: [steps, values] });
+    if (steps.length && values.some((value) => value > 0)) series.push({ label, colour, style, hidden, data: [steps, values] });
   };
-  add("memory/host/used_gib", "used by everyone", paint.capacity, "faint");
-  if (has(view, "memory/host/process_gib")) add("memory/host/process_gib", "this process", paint.allocated);
-  else add("memory/host_rss_gib", "this process (resident)", paint.allocated);
+  add("memory/host_rss_gib", "this process", paint.allocated);
   add("memory/host/workers_gib", "loader workers", paint.val);
   add("memory/host/pinned_gib", "pinned", paint.reserved);
   add("memory/host/shared_gib", "shared memory (/dev/shm)", paint.norm);
   const limit = bytesOf(view.summary.host_limit_gib);
-  const top = highest(series.flatMap((one) => one.data[1]));
-  if (limit) series.push({ label: "limit", colour: paint.capacity, style: "limit", data: capacityData(view, limit), hidden: top < SHOW_CAPACITY_FROM * limit });
+  const isSmall = highest(series.flatMap((one) => one.data[1])) < SHOW_CAPACITY_FROM * limit;
+  add("memory/host/process_gib", "this process, shared pages divided (PSS)", paint.parts.optimizer, "line", true);
+  add("memory/host/unique_gib", "this process, unshared pages (USS)", paint.parts.activations, "line", true);
+  add("memory/host/used_gib", "used by everyone", paint.capacity, "faint", isSmall);
+  if (limit) series.push({ label: "limit", colour: paint.capacity, style: "limit", data: capacityData(view, limit), hidden: isSmall });
   return series;
+}
+
+function hostNote(view) {
+  const limit = bytesOf(view.summary.host_limit_gib);
+  return limit ? h("div", { class: "note" }, h("span", {}, `At most ${size(bytesOf(view.summary.host_used_gib))} of ${size(limit)} were used by everyone on this machine or in this container.`)) : null;
 }
 
 function matching(view, prefix) {
@@ -133,13 +141,15 @@ function compositionSeries(view) {
   return stacked.reverse(); // the highest stack first: each area is filled down to the floor and covered by the next
 }
 
+function wordsOf(mark) {
+  if (mark.kind === "cache") return `Cache emptied: ${size(bytesOf(mark.gib))} released${mark.ms === null ? "" : ` in ${milliseconds(mark.ms)}`}.`;
+  const [before, now] = (mark.reserved_gib ?? []).map((gib) => size(bytesOf(gib)));
+  return `${whole(mark.count)} ${mark.words}${before ? `; reserved memory was ${before} at the point before and is ${now} at this one` : ""}.`;
+}
+
 function eventsTable(view) {
   if (!view.marks.length) return null;
-  const words = (mark) => {
-    if (mark.kind === "cache") return `Cache emptied: ${size(bytesOf(mark.gib))} released${mark.ms === null ? "" : ` in ${milliseconds(mark.ms)}`}.`;
-    return `${mark.count} ${mark.words}.`;
-  };
-  const rows = view.marks.map((mark) => h("tr", {}, h("td", { class: "right" }, whole(mark.step)), h("td", {}, h("span", { class: "dot", style: `--c:${colours().marks[mark.kind]}`, "aria-hidden": "true" }), words(mark))));
+  const rows = view.marks.map((mark) => h("tr", {}, h("td", { class: "right" }, whole(mark.step)), h("td", {}, h("span", { class: "dot", style: `--c:${colours().marks[mark.kind]}`, "aria-hidden": "true" }), mark.words)));
   return h("details", { class: "card events" }, h("summary", {}, `Events (${view.marks.length})`),
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "right" }, "step"), h("th", { scope: "col" }, "what happened"))), h("tbody", {}, rows))));
 }
@@ -161,12 +171,15 @@ export class RunPage {
     this.container = container;
   }
 
-  show(view) {
+  show(found) {
+    const view = { ...found, marks: found.marks.map((mark) => ({ ...mark, words: wordsOf(mark) })) };
     this.linked?.destroy();
     const range = this.linked?.range ?? null;
     this.linked = new LinkedCharts((shown) => this.refine(shown));
     const steps = view.groups.flatMap((group) => [group.steps[0], group.steps.at(-1)]);
-    if (steps.length) this.linked.setFull(Math.min(...steps), Math.max(...steps));
+    // An evaluation is shaded from its step to the next, also at the end.
+    const ends = view.evaluations.map(({ step }) => step + 1);
+    if (steps.length) this.linked.setFull(steps.reduce((a, b) => Math.min(a, b)), [...steps, ...ends].reduce((a, b) => Math.max(a, b)));
     this.run = view.run;
     this.merged = view.merged;
     this.linked.range = range && this.shownRun === view.run ? range : null;
@@ -213,13 +226,13 @@ export class RunPage {
     }
     const add = (title, describe, series, format, more = {}) => {
       const found = series(view);
-      if (found.length) parts.push({ chart: new StepChart(this.linked, { title, describe, series: found, height: 190, format, shading: view.evaluations, marks: [], ...more }), series });
+      if (found.length) parts.push({ chart: new StepChart(this.linked, { title, describe, series: found, height: 206, format, shading: view.evaluations, marks: [], ...more }), series });
     };
-    if (!memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true, height: 320 });
+    if (!memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true, height: 330, note: hostNote(view) });
     add("Loss", "Training and validation loss.", lossSeries, number);
     add("Step time", "Host time per training step.", timeSeries, milliseconds);
     add("Gradient norm", "Before clipping.", normSeries, number);
-    if (memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true });
+    if (memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true, note: hostNote(view) });
     return parts;
   }
 

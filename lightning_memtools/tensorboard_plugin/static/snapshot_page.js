@@ -13,9 +13,11 @@ function rowsAt(view, event) {
 
 function blockRow(view, [born, died, bytes, address, part, label, stack]) {
   const frames = view.stacks[stack];
+  const own = frames.find((frame) => !frame.includes("/torch/") && !frame.startsWith("<")) ?? frames[0];
+  const where = own?.replace(/^.*\/([^/]+\/[^/]+:)/, "$1");
   const life = `event ${whole(born)} to ${died === null ? "the end" : whole(died)}`;
   return h("details", { class: "block" },
-    h("summary", {}, h("span", { class: "right amount" }, size(bytes)), h("span", {}, part), h("span", { class: "remark" }, [view.labels[label], frames[0], life].filter(Boolean).join(" · "))),
+    h("summary", {}, h("span", { class: "right amount" }, size(bytes)), h("span", {}, part), h("span", { class: "remark" }, [view.labels[label], where, life].filter(Boolean).join(" · "))),
     h("pre", {}, [`address ${address}, ${whole(bytes)} bytes, ${life}`, ...(frames.length ? frames : ["(no stack was recorded)"])].join("\n")));
 }
 

@@ -11,7 +11,7 @@ const SHOWN_NAMES = 3;
 // Parts without a colour of their own, such as lines of a program, take the colours in turn.
 export function colourOf(name, i) {
   const { parts } = colours();
-  return parts[name] ?? Object.values(parts)[i % Object.keys(parts).length];
+  return parts[name] ?? (name === "everything else" ? parts.other : Object.values(parts)[i % (Object.keys(parts).length - 1)]);
 }
 
 function stacked(view) {
@@ -31,7 +31,7 @@ function stacked(view) {
 
 function holders(view) {
   const names = ({ names }) => (names.length === 1 ? names[0] : `${names.slice(0, SHOWN_NAMES).join(", ")}${names.length > SHOWN_NAMES ? ", …" : ""}`);
-  const amount = ({ names, bytes }) => (names.length === 1 ? size(bytes) : `${whole(names.length)} ${view.title ? "modules" : "lines"} of ${size(bytes)}`);
+  const amount = ({ names, bytes }) => (names.length === 1 ? size(bytes) : `${whole(names.length)} ${view.holders} of ${size(bytes)}`);
   const rows = view.top.map((one) => h("tr", {}, h("td", { class: "right" }, amount(one)), h("td", { class: "right" }, percent((one.bytes * one.names.length) / view.peak.bytes)), h("td", { class: "name" }, names(one))));
   return h("div", { class: "scroll" }, h("table", { class: "holders" },
     h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "right" }, "held at the peak"), h("th", { scope: "col", class: "right" }, "share"), h("th", { scope: "col" }, "by"))), h("tbody", {}, rows)));

@@ -1,0 +1,71 @@
+"""What a notebook and a prompt show of callbacks and results."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from dataclasses import is_dataclass
+
+import pytest
+
+import lightning_memtools
+from lightning_memtools import DryRunResult, EmptyCache, HaltOnNaN, MemoryMonitor, default_callbacks
+from lightning_memtools.doctor.findings import DoctorReport
+from lightning_memtools.reporting.notebooks import shown_as
+
+RESULTS = ["BatchSizeResult", "CheckpointPlan", "DoctorReport", "DryRunResult", "MemoryEstimate", "Replay"]
+
+
+def test_a_callback_is_shown_as_it_was_made():
+    assert repr(MemoryMonitor()) == "MemoryMonitor()"
+    assert repr(MemoryMonitor(phases=True, every_n_steps=5)) == "MemoryMonitor(phases=True, every_n_steps=5)"
+    assert repr(EmptyCache(stages=("val",))) == "EmptyCache(stages=('val',))"
+    made = HaltOnNaN(max_skips=2, directory="it's")
+    assert repr(eval(repr(made))) == repr(made)  # noqa: S307, our own text
+    assert repr(default_callbacks()[0]) == "MemoryMonitor()"
+
+
+def test_copies_and_pickles_of_a_callback_are_shown_alike():
+    made = MemoryMonitor(phases=True)
+    assert repr(copy.deepcopy(made)) == repr(pickle.loads(pickle.dumps(made))) == "MemoryMonitor(phases=True)"  # noqa: S301
+
+
+def test_a_callback_of_a_user_s_own_is_shown_under_its_name():
+    class Mine(MemoryMonitor):
+        def __init__(self, words):
+            super().__init__()
+            self.words = words
+
+    assert repr(Mine("a b")) == "Mine('a b')"
+
+
+def test_every_callback_is_shown_without_its_address():
+    made = [getattr(lightning_memtools, name) for name in lightning_memtools.__all__]
+    callbacks = [
+        one for one in made if inspect.isclass(one) and issubclass(one, lightning_memtools.MemoryMonitor.__base__)
+    ]
+    assert len(callbacks) == 9
+    assert all(repr(one()) == f"{one.__name__}()" for one in callbacks)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_result_has_a_repr_and_a_page_in_a_notebook(name):
+    result = getattr(lightning_memtools, name)
+    assert is_dataclass(result)
+    assert "_repr_html_" in vars(result)
+    assert result.__repr__ is not object.__repr__
+
+
+def test_a_notebook_shows_text_and_never_markup():
+    html = shown_as(lambda text: text)("<script>x</script> & y")
+    assert html == '<pre style="white-space: pre-wrap">&lt;script&gt;x&lt;/script&gt; &amp; y</pre>'
+    assert "TrainingDoctor" in DoctorReport(checks=())._repr_html_()
+
+
+def test_a_dry_run_says_if_it_fits():
+    page = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=0)._repr_html_()
+    assert "The run fits (RTX 4090, 24.0 GiB)." in page
+    assert "stage | peak allocated" in page
+    full = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=3, error="CUDA out of memory")
+    assert "CUDA out of memory" in str(full)
