@@ -51,7 +51,6 @@ def write_small_run(directory: Path, *, text: str = "", tag: str = "memtools/mem
             writer.add_scalar("memory/train/reserved_gib", 2.0, step)
             writer.add_scalar("memory/capacity_gib", 4.0, step)
             writer.add_scalar("memory/alloc_retries", 0.0 if step < 6 else 2.0, step)
-            writer.add_scalar("memory/host_rss_gib", 0.5, step)
             writer.add_scalar("time/step_ms", 500.0 if step == 0 else 20.0, step)
             writer.add_scalar("loss/train", 1.0 - 0.05 * step, step)
         writer.add_scalar("memory/val/peak_allocated_gib", 1.25, 9)
