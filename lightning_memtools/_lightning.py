@@ -232,7 +232,9 @@ def changes_gradients(trainer: Trainer) -> bool:
     ours = ("lightning.", "pytorch_lightning.", "lightning_memtools.")
     hooks = [(trainer.lightning_module, "configure_gradient_clipping")]
     hooks += [(each, "on_before_optimizer_step") for each in (trainer.lightning_module, *_callbacks(trainer))]
-    return any(not getattr(getattr(type(owner), name), "__module__", "").startswith(ours) for owner, name in hooks)
+    return any(
+        not getattr(getattr(type(owner), name, None), "__module__", "").startswith(ours) for owner, name in hooks
+    )
 
 
 class _MethodWithAddition:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_memtools import __version__
-from lightning_memtools.cli import doctor, dry_run, estimate, replay, report, snapshot
+from lightning_memtools.cli import doctor, dry_run, estimate, finish_oom_report, replay, report, snapshot
 from lightning_memtools.cli.targets import UsageError
 
 
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     estimate.add_to(commands)
     doctor.add_to(commands)
     replay.add_to(commands)
+    finish_oom_report.add_to(commands)
     dry_run.add_to(commands)
     report.add_to(commands)
     snapshot.add_to(commands)

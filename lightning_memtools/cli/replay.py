@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "replay", help="run a step with NaN or Inf again, from its capsule", description=__doc__
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="the capsule that HaltOnNaN wrote")
+    add_model_and_trust(parser, "the capsule")
+    parser.set_defaults(run=run)
+
+
+def add_model_and_trust(parser: argparse.ArgumentParser, file: str) -> None:
+    """Add the options that say how the module of a saved step is made.
+
+    Args:
+        parser: The command's parser.
+        file: The name of the step's file in the help.
+    """
     parser.add_argument(
         "--model",
         metavar="package.Class",
@@ -24,9 +36,21 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="import the modules that the capsule names, without asking: this runs their code",
+        help=f"import the modules that {file} names, without asking: this runs their code",
     )
-    parser.set_defaults(run=run)
+
+
+def model_of(chosen: argparse.Namespace) -> Any:
+    """Return what `--model` names, or None; modules are then also found in the working directory."""
+    here = str(Path.cwd())
+    if here not in sys.path:  # a command finds the modules of the working directory as `python -m` does
+        sys.path.insert(0, here)
+    return None if chosen.model is None else load(_with_colon(chosen.model))
+
+
+def trusted(chosen: argparse.Namespace) -> Callable[[str, str], bool]:
+    """Return the function that decides, with `--trust` or at the terminal, whether a module may be imported."""
+    return (lambda _module, _place: True) if chosen.trust else _asked
 
 
 def run(chosen: argparse.Namespace) -> None:
@@ -38,12 +62,9 @@ def run(chosen: argparse.Namespace) -> None:
     from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError  # noqa: PLC0415, --help does not need torch
     from lightning_memtools.nonfinite.capsule.capsule_replay import replay  # noqa: PLC0415, as above
 
-    here = str(Path.cwd())
-    if here not in sys.path:  # a command finds the modules of the working directory as `python -m` does
-        sys.path.insert(0, here)
-    model: Any = None if chosen.model is None else load(_with_colon(chosen.model))
+    model = model_of(chosen)
     try:
-        print(replay(chosen.path, model=model, trust=chosen.trust or _asked).summary())  # noqa: T201, a command prints
+        print(replay(chosen.path, model=model, trust=trusted(chosen)).summary())  # noqa: T201, a command prints
     except CapsuleError as error:
         raise UsageError(str(error)) from error
 
@@ -52,7 +73,7 @@ def _asked(module: str, place: str) -> bool:
     """Ask at the terminal whether a module may be imported; without a terminal, it may not."""
     if not sys.stdin.isatty():
         return False
-    print(f"The capsule names the module {module!r}, to be imported from {place!r}. Importing it runs its code.")  # noqa: T201, it asks
+    print(f"The file names the module {module!r}, to be imported from {place!r}. Importing it runs its code.")  # noqa: T201, it asks
     return input("Import it? [y/N] ").strip().lower() in {"y", "yes"}
 
 

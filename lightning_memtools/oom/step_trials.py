@@ -29,6 +29,9 @@ _BUDGET_STEPS = 4
 _LEAST_SAVING = 0.01
 
 
+NOT_REACHED = "not reached within the time for checks"
+
+
 class OutOfTimeError(Exception):
     """The time for checking is over."""
 
@@ -62,7 +65,7 @@ class Deadline:
             OutOfTimeError: There is none.
         """
         if self.left_s <= 0:
-            raise OutOfTimeError("not reached within the time for checks")
+            raise OutOfTimeError(NOT_REACHED)
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -330,3 +331,11 @@ def test_default_callbacks_are_all_of_those_that_only_watch_and_protect():
     names = {type(callback).__name__ for callback in lightning_memtools.default_callbacks()}
     promised = {"MemoryMonitor", "LossCurves", "EmptyCache", "OOMReport", "HaltOnNaN", "TrainingDoctor"}
     assert names == promised & {callback.__name__ for callback in CALLBACKS}
+
+
+def test_a_mock_among_the_callbacks_is_called_as_without_ours(tmp_path):
+    """As tests of Lightning and of users have it: its type has none of the hooks."""
+    seen = Mock(spec=L.Callback)
+    run = trainer(tmp_path, seen, *lightning_memtools.default_callbacks(), max_epochs=1)
+    run.fit(Regression(), loader())
+    assert seen.on_train_batch_end.call_count == run.global_step > 0

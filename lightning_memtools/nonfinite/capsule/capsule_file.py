@@ -158,7 +158,7 @@ def _contents(capsule: Capsule, left_out: list[str]) -> dict[str, Any]:
         "conditions": {**dataclasses.asdict(capsule.conditions), "trainer": dict(capsule.conditions.trainer)},
         "machine": machine_now(str(device)),
         "switches": switches_now(),
-        "module": _module(module, left_out),
+        "module": module_contents(module, left_out),
         "origin": origin_now(),
         "weights": {
             "parameters": {plain_name(name): compact(each) for name, each in module.named_parameters()},
@@ -176,7 +176,13 @@ def _contents(capsule: Capsule, left_out: list[str]) -> dict[str, Any]:
     }
 
 
-def _module(module: Any, left_out: list[str]) -> dict[str, Any]:
+def module_contents(module: Any, left_out: list[str]) -> dict[str, Any]:
+    """Return what a module is made again from, without its weights, as plain values.
+
+    Args:
+        module: The module.
+        left_out: Gets the names of its tensors that are neither parameters nor buffers.
+    """
     kind = type(module)
     hparams: list[str] = []
     left_out += _odd_attributes(module)

@@ -217,7 +217,7 @@ def _ask(module: str, place: str, trusts: Callable[[str, str], bool]) -> None:
     if not trusts(module, place):
         raise UntrustedCodeError(
             f"importing {module} (from {place}) runs its code, and the capsule alone says so: if you trust it, use "
-            "memtools replay --trust or replay(path, trust=True), or import the module yourself first"
+            "--trust on the command line or trust=True in Python, or import the module yourself first"
         )
 
 

@@ -137,6 +137,8 @@ def _sequence(made: type, items: list[Any]) -> Any:
 def _can_be_saved(tensor: Tensor) -> bool:
     if type(tensor) not in {Tensor, torch.nn.Parameter}:
         return False
+    if tensor.is_meta:  # it has no values, and is saved with all that it has
+        return True
     return is_in_memory(tensor) or tensor.layout in {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
 
 
