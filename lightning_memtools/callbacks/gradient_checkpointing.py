@@ -33,7 +33,7 @@ _REPORT = "checkpoint_plan.md"
 
 
 class GradientCheckpointing(EitherCallback):
-    """Trains with less memory: recomputes parts of the model's Sequential blocks in backward instead of keeping them.
+    """Trains with less memory: recomputes parts of the model in backward instead of keeping their activations.
 
     On the first training batch it traces a step on fake tensors, chooses what to recompute, predicts the peak, and
     applies the plan if that lowers the peak. Gradients, weights, running statistics and random numbers are bit for bit
@@ -60,9 +60,9 @@ class GradientCheckpointing(EitherCallback):
             as "8GiB" is the highest allocated peak. The plan with the least recomputation that fits is taken.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
             with "recompute" they may, and the results are the same bit for bit; with "avoid" nothing that contains
-            one runs twice.
-        include: Patterns of module names to take instead of every Sequential, such as ["blocks.*"]. A match that is
-            no Sequential becomes one recomputed segment.
+            one runs twice; "auto" is "skip", or "recompute" where "skip" leaves nothing worth doing.
+        include: Patterns of module names to take instead of choosing among all modules, such as ["blocks.*"]. A match
+            that is no Sequential becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
 
     Raises:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
+from inspect import signature
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memtools._torch import StatisticsNorm, is_jit_tracing, tree_flatten, tree_unflatten
 from lightning_memtools.checkpointing.drawn_streams import DrawnStreams
 from lightning_memtools.checkpointing.exact_recomputation import RunLog, contexts, updates_statistics
+from lightning_memtools.checkpointing.key_value_caches import caches_off, holds_cache, modules_with_caches
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Ranges, pieces
 from lightning_memtools.checkpointing.repetition_proof import (
     RecomputationDiffersWarning,
@@ -151,7 +154,11 @@ class _PlannedModule:
         self._proofs = proofs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _passes_through(self._module, trained=self._trained) or not self._repeats(args, kwargs):
+        if (
+            _passes_through(self._module, trained=self._trained)
+            or holds_cache(args, kwargs)
+            or not self._repeats(args, kwargs)
+        ):
             return self._plainly(*args, **kwargs)
 
         def run(log: RunLog, *args: Any, **kwargs: Any) -> Any:
@@ -179,6 +186,23 @@ class _PlannedModule:
         return [part for part in self._module.modules() if updates_statistics(part)]
 
 
+class _WithoutCaches:
+    """The forward of a model whose caches of keys and values are off while it is trained."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._trained = module.training
+        self._inner = vars(module).get("forward") or partial(type(module).forward, module)
+        # `generate`, which may run in validation, looks at the names of the arguments.
+        self.__signature__ = signature(partial(type(module).forward, module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _passes_through(self._module, trained=self._trained):
+            return self._inner(*args, **kwargs)
+        with caches_off(self._module):
+            return self._inner(*args, **kwargs)
+
+
 def _passes_through(module: nn.Module, *, trained: bool) -> bool:
     """Returns whether a call runs as usual: without gradients (nothing is kept), in evaluation, and for compilers.
 
@@ -203,14 +227,22 @@ def _recomputed(
     states = streams.now()
     # Flat, because tensors are only kept through autograd's own means (which an enclosing range needs) as arguments.
     flat, structure = tree_flatten(given)
+    # Each once: attention that is given one tensor as query, key and value does something else with three equal ones.
+    different = {id(one): one for one in flat}
+    order = {each: at for at, each in enumerate(different)}
+    places = [order[id(one)] for one in flat]
 
-    def run_flat(*flat: Any) -> Any:
-        args, kwargs = tree_unflatten(flat, structure)
+    def run_flat(*different: Any) -> Any:
+        args, kwargs = tree_unflatten([different[at] for at in places], structure)
         log.begin()
         return run(log, *args, **kwargs)
 
     return checkpoint(
-        run_flat, *flat, use_reentrant=False, preserve_rng_state=True, context_fn=lambda: contexts(modules, log, states)
+        run_flat,
+        *different.values(),
+        use_reentrant=False,
+        preserve_rng_state=True,
+        context_fn=lambda: contexts(modules, log, states),
     )
 
 
@@ -233,6 +265,9 @@ class AppliedPlan:
         for plan in plans:
             if plan.ranges:
                 self._apply(model, plan)
+        if self._modules:
+            for module in modules_with_caches(model).values():
+                self._replace(module, _WithoutCaches(module))
 
     @property
     def differing(self) -> dict[str, str]:
@@ -262,12 +297,15 @@ class AppliedPlan:
                 "of another library. Remove that one first."
             )
         forward: _PlannedModule | _PlannedChain
-        if plan.forced:
+        if plan.is_module:
             forward = _PlannedModule(module, plan.name, self._proofs)
         else:
             assert isinstance(module, nn.Sequential)
             layers = [model.get_submodule(name) for name in plan.layers]
             forward = _PlannedChain(module, plan, layers, self._proofs)
+        self._replace(module, forward)
+
+    def _replace(self, module: nn.Module, forward: Any) -> None:
         vars(module)["forward"] = forward
         vars(module)["__getstate__"] = _PlainState(module)
         self._modules.append(module)

@@ -1,4 +1,4 @@
-"""Finds the chains of a model: its Sequentials, or the modules that patterns name."""
+"""Finds what a plan may recompute: a model's Sequentials, its modules with own forwards, or what patterns name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from lightning_memtools._torch import compiled_call, has_hooks, registered_children
@@ -21,12 +22,14 @@ class Chain:
         name: The Sequential's qualified name in the model; "" for the model itself.
         layers: The qualified names of its layers, those of nested plain Sequentials in their place.
         outside: Why layers must stay outside of recomputed ranges, by index.
-        forced: Whether this is one module that a pattern named: its only range is the module itself.
+        is_module: Whether this is one module with a forward of its own, which is then its only layer.
+        forced: Whether a pattern named this module, so that it is recomputed by every plan.
     """
 
     name: str
     layers: tuple[str, ...]
     outside: dict[int, str]
+    is_module: bool = False
     forced: bool = False
 
 
@@ -64,30 +67,55 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
         taken = [
             name
             for name in modules
-            if name in found and not any(name != other and _within(name, other) for other in found)
+            if name in found and not any(name != other and is_within(name, other) for other in found)
         ]
     chains: list[Chain] = []
     flattened: set[str] = set()
     for name in taken:
-        if name in flattened or any(_within(name, one) for one in excluded) or _in_compiled(modules, name):
+        if name in flattened or any(is_within(name, one) for one in excluded) or _in_compiled(modules, name):
             continue
         module = modules[name]
         if is_plain(module):
             layers = list(_layers(name, module, flattened))
             chains.append(Chain(name, tuple(layers), _outside(modules, layers, options, excluded)))
         else:
-            chains.append(Chain(name, (name,), _outside(modules, [name], options, excluded), forced=True))
+            chains.append(
+                Chain(name, (name,), _outside(modules, [name], options, excluded), is_module=True, forced=True)
+            )
     return chains
+
+
+def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointOptions) -> list[Chain]:
+    """Returns the modules that can be recomputed as a whole besides the layers of chains: each is a chain of its own.
+
+    These have a forward of their own, as blocks in a ModuleList have and what is inside of them. What only a step can
+    show, whether they run at all and can run again, is for the step's profile to say.
+    """
+    modules = dict(model.named_modules())
+    excluded = {name for pattern in options.exclude for name in _matches(modules, pattern, "exclude")}
+    known = {layer for chain in chains for layer in chain.layers} | {chain.name for chain in chains}
+    compiled = [name for name, module in modules.items() if is_compiled(module)]
+    return [
+        Chain(name, (name,), _outside(modules, [name], options, excluded), is_module=True)
+        for name, module in modules.items()
+        if name
+        and name not in known
+        and not is_plain(module)
+        # Another library's forward cannot be replaced, and a script's or a compiled module's neither.
+        and "forward" not in vars(module)
+        and not isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule))
+        and not any(is_within(name, other) for other in compiled)
+    ]
 
 
 def depths(chains: Sequence[Chain]) -> list[list[Chain]]:
     """Returns groups of chains of which none lies within another: the outermost, those one level further in, ..."""
 
     def depth(chain: Chain) -> int:
-        return sum(other is not chain and _within(chain.name, other.name) for other in chains)
+        return sum(other is not chain and is_within(chain.name, other.name) for other in chains)
 
     def has_inner(chain: Chain) -> bool:
-        return any(other is not chain and _within(other.name, chain.name) for other in chains)
+        return any(other is not chain and is_within(other.name, chain.name) for other in chains)
 
     deepest = min(max(depth(chain) for chain in chains), 3)
     return [
@@ -140,10 +168,10 @@ def _outside(
     reasons: dict[int, str] = {}
     for index, path in enumerate(layers):
         layer = _module_at(modules, path)
-        if any(_within(path, one) or _within(one, path) for one in excluded):
+        if any(is_within(path, one) or is_within(one, path) for one in excluded):
             reasons[index] = "excluded"
             continue
-        if any(_within(one, path) for one in options.differing):
+        if any(is_within(one, path) for one in options.differing):
             reasons[index] = "it did not do the same when it ran again"
             continue
         if any(is_compiled(part) for part in layer.modules()):
@@ -175,9 +203,10 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
     return names
 
 
-def _within(name: str, ancestor: str) -> bool:
+def is_within(name: str, ancestor: str) -> bool:
+    """Returns whether a module is another one or lies within it, by their qualified names."""
     return name == ancestor or name.startswith(f"{ancestor}.") or ancestor == ""
 
 
 def _in_compiled(modules: dict[str, nn.Module], name: str) -> bool:
-    return any(_within(name, other) and is_compiled(module) for other, module in modules.items())
+    return any(is_within(name, other) and is_compiled(module) for other, module in modules.items())

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from lightning_memtools.memory.sizes import parse_size
 
-BnDropout = Literal["skip", "recompute", "avoid"]
+BnDropout = Literal["skip", "recompute", "avoid", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class CheckpointOptions:
         budget_share: The share of the plain step's activation memory that the plan may have; None for no limit.
         budget_bytes: The highest allowed peak, in bytes; None for no limit.
         bn_dropout: What may happen to BatchNorm and Dropout layers.
-        include: Patterns of the modules to take; None for every Sequential.
+        include: Patterns of the modules to take; None to choose among all.
         exclude: Patterns of modules that are never recomputed.
         differing: Names of layers that were found to compute something else when they run again.
     """
@@ -52,7 +52,7 @@ class CheckpointOptions:
             ValueError: A value is not among those accepted; the message names both.
         """
         if bn_dropout not in get_args(BnDropout):
-            raise ValueError(f'bn_dropout={bn_dropout!r} is not one of "skip", "recompute" and "avoid".')
+            raise ValueError(f'bn_dropout={bn_dropout!r} is not one of "skip", "recompute", "avoid" and "auto".')
         share, size = _budget(memory_budget)
         chunks = _segments(segments)
         if chunks is not None and memory_budget is not None:

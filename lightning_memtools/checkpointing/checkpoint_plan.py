@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,9 @@ from lightning_memtools.checkpointing.memory_model import (
     Ranges,
     Unit,
     as_forced,
+    boundary_bytes,
     estimate,
-    kept_by_chain,
+    kept_by_unit,
     runs_again,
 )
 from lightning_memtools.checkpointing.step_profile import StepProfile
@@ -25,8 +27,11 @@ from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.tables import Table, markdown_table
 from lightning_memtools.simulation.step_trace import StepCost
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a module in a list
 _HEADS = ("module", "layers", "recomputed", "left out", "kept before", "kept after", "extra")
 _MOST_RANGES = 12
+_MOST_OF_FORWARD = 0.5
+_LEAST_KEPT = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,14 @@ class CheckpointPlan:
         plain: The memory and operations of the step without the plan; None if there is nothing to plan.
         planned: The same with the plan.
         refused: Why nothing is recomputed; None if something is.
+        notes: What else changes with the plan, in words.
     """
 
     chains: tuple[ChainPlan, ...]
     plain: StepCost | None
     planned: StepCost | None
     refused: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int | None:
@@ -71,21 +78,24 @@ class CheckpointPlan:
         return AppliedPlan(module, self.chains, prove=True)
 
     def rows(self) -> Table:
-        """Returns one row per chain: what is recomputed, what is left out and why, what it keeps and what it costs."""
+        """Returns a row per chain and per kind of module: what is recomputed or left out and why, bytes and cost."""
         operations = self.plain.operations if self.plain is not None and self.plain.operations else 1
+        alike: dict[tuple[str, ...], list[ChainPlan]] = {}
+        for chain in self.chains:
+            name = _NUMBER.sub("*", chain.name) if chain.is_module else chain.name or "(the model)"
+            key = name, str(len(chain.layers)), _recomputed(chain), _left_out(chain)
+            alike.setdefault(key, []).append(chain)
         return Table(
             _HEADS,
             [
                 (
-                    chain.name or "(the model)",
-                    str(len(chain.layers)),
-                    _recomputed(chain),
-                    _left_out(chain),
-                    format_size(chain.plain_kept_bytes),
-                    format_size(chain.kept_bytes),
-                    f"{chain.extra_operations / operations:.1%}",
+                    f"{key[0]} ({len(chains)} modules)" if len(chains) > 1 else chains[0].name or key[0],
+                    *key[1:],
+                    format_size(sum(chain.plain_kept_bytes for chain in chains)),
+                    format_size(sum(chain.kept_bytes for chain in chains)),
+                    f"{sum(chain.extra_operations for chain in chains) / operations:.1%}",
                 )
-                for chain in self.chains
+                for key, chains in alike.items()
             ],
             align="lrllrrr",
         )
@@ -100,6 +110,7 @@ class CheckpointPlan:
         lines = [
             f"activation memory: {before} before, {after} after",
             f"extra computation: {self.extra_operations:.1%}",
+            *self.notes,
             f"predicted peak (simulated): {peak_before} before, {peak_after} after",
         ]
         if measured_bytes is not None:
@@ -138,57 +149,92 @@ def units_under(profile: StepProfile, chains: Sequence[Chain]) -> list[Unit]:
     return units
 
 
+def rows_of(profile: StepProfile, chains: Sequence[Chain]) -> list[tuple[int, ...]]:
+    """Returns for each chain the places in the row of units where ranges of its layers may begin and end."""
+    kept, sizes = kept_by_unit(profile.units, ()), boundary_bytes(profile.units)
+    forward = sum(unit.operations for unit in profile.units)
+    found: list[tuple[int, ...]] = []
+    for index, chain in enumerate(chains):
+        if chain.forced:
+            continue
+        row: list[int] = []
+        for at in range(len(chain.layers)):
+            span = profile.spans.get((index, at))
+            may = at not in chain.outside and (index, at) not in profile.outside and span is not None
+            if row and (not may or span is None or span[0] != row[-1]):
+                found.append(tuple(row))
+                row = []
+            if may and span is not None:
+                row = [*(row or [span[0]]), span[1]]
+        found.append(tuple(row))
+        if chain.is_module and row:
+            units = profile.units[row[0] : row[-1]]
+            # Running most of a model again gains little, and running a module again that keeps little gains nothing.
+            # Its input is kept in any case.
+            gain = sum(kept[row[0] : row[-1]]) - min(kept[row[0]], sizes[row[0]] * units[0].keeps_input)
+            gains = gain > _LEAST_KEPT * profile.plain.activation_bytes
+            if not gains or sum(unit.operations for unit in units) > _MOST_OF_FORWARD * forward:
+                found.pop()
+    return sorted({row for row in found if len(row) > 1})
+
+
 def chain_plans(
     profile: StepProfile, chains: Sequence[Chain], ranges: Ranges, *, forced: bool = True
 ) -> list[ChainPlan]:
     """Returns ranges of units as ranges of each chain's layers. A chain that is called twice goes by its first call."""
+    begins: dict[int, list[tuple[int, int]]] = {}
+    for (index, at), (start, _) in profile.spans.items():
+        begins.setdefault(start, []).append((index, at))
+    ends = {(index, stop): at + 1 for (index, at), (_, stop) in profile.spans.items()}
     of_chain: dict[int, list[Range]] = {}
-    offsets: dict[int, int] = {}
-    for at, place in enumerate(profile.places):
-        if place is not None:
-            offsets.setdefault(place[0], at)
+
+    def place(one: Range, within: int | None) -> Range | None:
+        """Returns a range in the layers of the chain `within` if it is of that one; else notes it with its own."""
+        found = [each for each in begins.get(one.start, ()) if ends.get((each[0], one.stop), 0) > each[1]]
+        if not found:  # of a chain's second call
+            return None
+        # Of several chains the innermost, whose name is longest.
+        index, at = max(found, key=lambda each: (len(chains[each[0]].name), each[1]))
+        inner = [moved for each in one.inner if (moved := place(each, index)) is not None]
+        moved = Range(at, ends[index, one.stop], tuple(inner))
+        if index == within:
+            return moved
+        of_chain.setdefault(index, []).append(moved)
+        return None
+
     for one in ranges:
-        place = profile.places[one.start]
-        assert place is not None
-        first = offsets[place[0]]
-        if one.stop - first <= len(chains[place[0]].layers):
-            of_chain.setdefault(place[0], []).append(_moved(one, first))
+        place(one, None)
     plans = []
     for index, chain in enumerate(chains):
         outside = chain.outside | {at: why for (of, at), why in profile.outside.items() if of == index}
-        taken = tuple(of_chain.get(index, ()))
+        taken = tuple(sorted(of_chain.get(index, ()), key=lambda one: one.start))
         if chain.forced:
-            taken = (Range(0, 1),) if forced and not outside and index in offsets else ()
-        plans.append(ChainPlan(chain.name, chain.layers, taken, outside, chain.forced))
+            taken = (Range(0, 1),) if forced and not outside and (index, 0) in profile.spans else ()
+        plans.append(ChainPlan(chain.name, chain.layers, taken, outside, chain.is_module))
     return plans
 
 
-def with_figures(plans: Sequence[ChainPlan], profile: StepProfile, units: Sequence[Unit]) -> list[ChainPlan]:
+def with_figures(
+    plans: Sequence[ChainPlan], chains: Sequence[Chain], profile: StepProfile, units: Sequence[Unit], ranges: Ranges
+) -> list[ChainPlan]:
     """Returns the plans with what each chain keeps and computes again. `units` are those of `units_under`."""
-    before = kept_by_chain(profile.units, ())
-    ranges = [
-        _moved(one, -at)
-        for at, place in enumerate(profile.places)
-        if place is not None and place[1] == 0 and not plans[place[0]].forced
-        for one in plans[place[0]].ranges
-    ]
-    after = kept_by_chain(units, tuple(ranges))
+    before, after = kept_by_unit(profile.units, ()), kept_by_unit(units, ranges)
+    inside: dict[int, set[int]] = {}
+    for (index, _), span in profile.spans.items():
+        inside.setdefault(index, set()).update(range(*span))
     found = []
     for index, plan in enumerate(plans):
+        mine = inside.get(index, set())
         if not plan.ranges:
-            extra, kept = 0, before[index]
-        elif plan.forced:
-            mine = [unit for unit in profile.units if unit.chain == index]
-            extra, kept = sum(unit.operations - unit.tail_operations for unit in mine), after[index]
+            extra = 0
+        elif chains[index].forced:
+            extra = sum(units[at].operations - units[at].tail_operations for at in mine)
         else:
-            own = tuple(one for one in ranges if units[one.start].chain == index)
-            extra, kept = estimate(units, own).extra_operations, after[index]
-        found.append(replace(plan, plain_kept_bytes=before[index], kept_bytes=kept, extra_operations=extra))
+            own = tuple(one for one in ranges if {one.start, one.stop - 1} <= mine)
+            extra = estimate(units, own).extra_operations
+        kept_before, kept_after = (sum(kept[at] for at in mine) for kept in (before, after))
+        found.append(replace(plan, plain_kept_bytes=kept_before, kept_bytes=kept_after, extra_operations=extra))
     return found
-
-
-def _moved(one: Range, by: int) -> Range:
-    return Range(one.start - by, one.stop - by, tuple(_moved(inner, by) for inner in one.inner))
 
 
 def _recomputed(chain: ChainPlan) -> str:

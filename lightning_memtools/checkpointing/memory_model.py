@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -38,7 +37,7 @@ class ChainPlan:
         layers: The qualified names of its layers.
         ranges: The layers that are recomputed; the others run as usual.
         outside: Why layers were left out, by index.
-        forced: Whether a pattern named this module.
+        is_module: Whether this is one module with a forward of its own, which is its only layer.
         plain_kept_bytes: The bytes that its layers keep from forward to backward without the plan.
         kept_bytes: The same with the plan.
         extra_operations: The operations that its layers compute again in a step.
@@ -48,7 +47,7 @@ class ChainPlan:
     layers: tuple[str, ...]
     ranges: Ranges
     outside: dict[int, str] = field(default_factory=dict)
-    forced: bool = False
+    is_module: bool = False
     plain_kept_bytes: int = 0
     kept_bytes: int = 0
     extra_operations: int = 0
@@ -251,19 +250,17 @@ class _SimulatedStep:
             self.extra += unit.operations - (unit.tail_operations if stops else 0)
 
 
-def kept_by_chain(units: Sequence[Unit], ranges: Ranges) -> Counter[int]:
-    """Returns the bytes that each chain keeps from forward to backward; the key -1 stands for the code between."""
+def kept_by_unit(units: Sequence[Unit], ranges: Ranges) -> list[int]:
+    """Returns the bytes that each unit adds to what is kept for backward; a range's are its first unit's."""
     sizes = boundary_bytes(units)
-    kept: Counter[int] = Counter()
+    kept = [0] * len(units)
     held = True
     for piece in pieces(0, len(units), ranges):
         if isinstance(piece, Range):
-            chain, added = units[piece.start].chain, 0 if held else sizes[piece.start]
+            kept[piece.start] = 0 if held else sizes[piece.start]
             held = all(unit.same_storage for unit in units[piece.start : piece.stop])
         else:
-            chain = units[piece].chain
-            added, held = after_keeping(units[piece], input_held=held, in_bytes=sizes[piece])
-        kept[-1 if chain is None else chain] += added
+            kept[piece], held = after_keeping(units[piece], input_held=held, in_bytes=sizes[piece])
     return kept
 
 

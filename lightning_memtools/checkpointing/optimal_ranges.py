@@ -14,7 +14,7 @@ begin and end at some of these places only, and each plan is then solved again w
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +46,10 @@ _MOST_FINER = 4
 _NEAR = 0.05
 
 
+Row = tuple[int, ...]
+"""Places between layers that run one after the other: a range may begin at each and end at each later one."""
+
+
 class OptimalRanges:
     """All plans of least recomputation, by the memory that they may take.
 
@@ -53,6 +57,7 @@ class OptimalRanges:
         units: The units of a step, in the order of its forward pass.
         limit_bytes: The largest amount of memory to solve for, usually the peak of the plain step.
         resolution: The number of amounts that this is divided into. Sizes are rounded to the nearest.
+        rows: The ranges that there may be, nested in any way; None for those that the units' chains allow.
         most_transitions: Where solving would take more steps than this, plans are found in a coarse solution first, and
             refined when they are asked for.
     """
@@ -63,9 +68,11 @@ class OptimalRanges:
         limit_bytes: int,
         resolution: int = 1000,
         most_transitions: int = MOST_TRANSITIONS,
+        rows: Sequence[Row] | None = None,
     ) -> None:
         self._units = list(units)
-        self._is_coarse = _is_too_much((stop - start for start, stop in _stretches(units)), most_transitions)
+        self._rows = _flat_rows(units) if rows is None else list(rows)
+        self._is_coarse = _is_too_much(self._rows, most_transitions)
         # The tensors between units add up: a quantum that divides their most common size rounds nothing there.
         self._quantum = max(limit_bytes / resolution, 1.0)
         often = _most_common(boundary_bytes(units), units)
@@ -73,10 +80,10 @@ class OptimalRanges:
             self._quantum = often / max(round(often / self._quantum), 1)
         n = int(limit_bytes / self._quantum) + 1
         self._most_transitions = int(most_transitions / max(n / resolution, 1))
-        places = list(range(len(units) + 1))
+        places = places_of(units, self._rows)
         if self._is_coarse:
-            places = coarse_places(units, self._most_transitions // 2)
-        self._solution = _Solution(self._units, places, self._quantum, n)
+            places = coarse_places(units, self._most_transitions // 2, self._rows)
+        self._solution = _Solution(self._units, self._rows, places, self._quantum, n)
         self._finer: _Solution | None = None
 
     def frontier(self) -> list[tuple[int, int]]:
@@ -114,37 +121,72 @@ class OptimalRanges:
         """Returns a solution, up to this amount of memory, with more places around those that its best plan uses."""
         solution = self._solution
         for _ in range(_MOST_ROUNDS):
-            places = _around(_ends_of(solution.plan(slot)), solution.places, self._units, self._most_transitions // 8)
+            used = _ends_of(solution.plan(slot))
+            places = _around(used, solution.places, self._units, self._rows, self._most_transitions // 8)
             before = solution.costs[slot]
             if set(places) <= set(solution.places):
                 break
-            solution = _Solution(self._units, places, self._quantum, slot + 1)
+            solution = _Solution(self._units, self._rows, places, self._quantum, slot + 1)
             if solution.costs[slot] > (1 - _LEAST_GAIN) * before:
                 break
         return solution
 
 
-def coarse_places(units: Sequence[Unit], most_transitions: int) -> list[int]:
-    """Returns places where ranges may begin and end, few enough to be solved: all of them, if these are few."""
-    stretches = _stretches(units)
-    lengths = [stop - start for start, stop in stretches]
-    most = max(lengths, default=1)
-    while most > 1 and _is_too_much((min(one, most) for one in lengths), most_transitions):
-        most -= max(1, most // 16)
+def places_of(units: Sequence[Unit], rows: Sequence[Row]) -> list[int]:
+    """Returns every place where a range may begin or end, and all places outside of ranges."""
     places = set(range(len(units) + 1))
-    for start, stop in stretches:
-        if stop - start > most:
-            places -= set(range(start + 1, stop)) - set(spread_places(units, start, stop, most))
+    for start, stop in _stretches(rows):
+        places -= set(range(start + 1, stop))
+    return sorted(places.union(*rows))
+
+
+def coarse_places(units: Sequence[Unit], most_transitions: int, rows: Sequence[Row] | None = None) -> list[int]:
+    """Returns places where ranges may begin and end, few enough to be solved: all of them, if these are few."""
+    rows = _flat_rows(units) if rows is None else rows
+    outermost = [row for row in rows if (row[0], row[-1]) in set(_stretches(rows))]
+    if not _is_too_much(rows, most_transitions):
+        return places_of(units, rows)
+    most = max((len(row) - 1 for row in outermost), default=1)
+    while most > 1 and _is_too_much([row[: most + 1] for row in outermost], most_transitions):
+        most -= max(1, most // 16)
+    places = set(places_of(units, outermost))
+    for row in outermost:
+        if len(row) - 1 > most:
+            places -= set(row[1:-1]) - set(spread_places(units, row[0], row[-1], most, set(row)))
     return sorted(places)
 
 
-def _is_too_much(lengths: Iterable[int], most_transitions: int) -> bool:
-    known = list(lengths)
-    return sum(one**3 for one in known) > most_transitions or sum(one**2 for one in known) > _MOST_STATES
+def _is_too_much(rows: Sequence[Row], most_transitions: int) -> bool:
+    """Returns whether ranges between these places take too long to solve, or too much memory."""
+    ends = _ends(rows)
+    starts: dict[int, int] = {}
+    for first, lasts in ends.items():
+        for last in lasts:
+            starts[last] = min(first, starts.get(last, first))
+    places = sorted({place for row in rows for place in row})
+    at_of = {place: at for at, place in enumerate(places)}
+    # The number of ranges that begin before a place.
+    begun = [0, *(int(one) for one in np.cumsum([len(ends.get(place, ())) for place in places]))]
+    columns = [(at_of[first], at_of[last]) for last, first in starts.items()]
+    states = 2 * sum(last - first for first, last in columns)
+    transitions = 3 * sum(begun[last] - begun[first] for first, last in columns)
+    return transitions > most_transitions or states > _MOST_STATES
 
 
-def spread_places(units: Sequence[Unit], start: int, stop: int, cells: int) -> list[int]:
-    """Returns places that divide a row of units into cells of similar weight, at small tensors where there are some."""
+def _ends(rows: Iterable[Row]) -> dict[int, list[int]]:
+    """Returns for each place where ranges may begin the places where these may end."""
+    found: dict[int, set[int]] = {}
+    for row in rows:
+        for at, first in enumerate(row[:-1]):
+            found.setdefault(first, set()).update(row[at + 1 :])
+    return {first: sorted(lasts) for first, lasts in found.items()}
+
+
+def spread_places(units: Sequence[Unit], start: int, stop: int, cells: int, among: set[int] | None = None) -> list[int]:
+    """Returns places that divide units into cells of similar weight, at small tensors where there are some.
+
+    With `among`, only these places are taken.
+    """
     sizes = boundary_bytes(units)
     kept = [0.0] + [float(unit.own_bytes + unit.out_bytes * unit.keeps_output) for unit in units[start:stop]]
     ran = [0.0] + [float(unit.operations) for unit in units[start:stop]]
@@ -155,28 +197,40 @@ def spread_places(units: Sequence[Unit], start: int, stop: int, cells: int) -> l
     ends = [start + int(at) for at in np.searchsorted(weights, np.linspace(0, weights[-1], 2 * cells + 1))]
     for low, middle, high in zip(ends[1::2], ends[2::2], [*ends[3::2], stop], strict=True):
         # From half a cell before to half a cell after.
-        near = range(max(low, start + 1), min(high, stop - 1) + 1)
+        near = [at for at in range(max(low, start + 1), min(high, stop - 1) + 1) if among is None or at in among]
         if near:
             found.append(min(near, key=lambda at: (not units[at].may_start, sizes[at], abs(at - middle))))
     return found
 
 
-def _around(used: set[int], known: Sequence[int], units: Sequence[Unit], most_transitions: int) -> list[int]:
+def _around(
+    used: set[int], known: Sequence[int], units: Sequence[Unit], rows: Sequence[Row], most_transitions: int
+) -> list[int]:
     """Returns the places that a plan uses and, as far as there may be so many, those half way to the known ones."""
-    stretches = _stretches(units)
-    inside = {at for start, stop in stretches for at in range(start + 1, stop)}
-    always = (set(range(len(units) + 1)) - inside) | used
+    every = places_of(units, rows)
+    inside = {at for start, stop in _stretches(rows) for at in range(start + 1, stop)}
+    always = (set(every) - inside) | used
     halves: list[int] = []
     for place in sorted(used):
         at = bisect_left(known, place)
         below, above = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
-        halves += [(below + place) // 2, (place + above + 1) // 2]
+        here = bisect_left(every, place)
+        halves += [
+            every[(bisect_left(every, below) + here) // 2],
+            every[(here + bisect_left(every, above) + 1) // 2],
+        ]
     for step in range(1, len(halves) + 1):
         places = sorted(always.union(halves[::step]))
-        counts = [bisect_right(places, stop) - bisect_left(places, start) - 1 for start, stop in stretches]
-        if not _is_too_much(counts, most_transitions):
+        if not _is_too_much(_within(rows, places), most_transitions):
             return places
     return sorted(always)
+
+
+def _within(rows: Sequence[Row], places: Iterable[int]) -> list[Row]:
+    """Returns the rows with these places only."""
+    taken = set(places)
+    found = [tuple(place for place in row if place in taken) for row in rows]
+    return [row for row in found if len(row) > 1]
 
 
 def _ends_of(ranges: Ranges) -> set[int]:
@@ -211,8 +265,11 @@ class _Solution:
     Between two neighbouring places lies a cell: units of which either all are in a range or none is.
     """
 
-    def __init__(self, units: Sequence[Unit], places: Sequence[int], quantum: float, n: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], rows: Sequence[Row], places: Sequence[int], quantum: float, n: int
+    ) -> None:
         self.places = places
+        self._at = np.asarray(places)
         self._units = units
         self._quantum = quantum
         self._n = n
@@ -225,15 +282,23 @@ class _Solution:
         self._cells = {
             (cell, held): self._cell(cell, held=held) for cell in range(len(places) - 1) for held in (False, True)
         }
-        # The place after which each chain's row of cells ends, and its table: [held, first - start, last - start].
-        self._ends: dict[int, tuple[int, int, Costs]] = {}
         at_of = {place: at for at, place in enumerate(places)}
-        for start, stop in _stretches(units):
-            first, last = at_of[start], at_of[stop]
-            table = np.empty((2, last - first, last - first + 1, n))
-            for cell in range(first, last):
-                self._ends[cell] = first, last, table
-            self._solve_inner(first, last)
+        # The places where ranges from a place may end, and the costs of each in a range that runs again: its forward
+        # pass, and running again itself.
+        self._ends = {
+            at_of[first]: np.array([at_of[last] for last in lasts])
+            for first, lasts in _ends(_within(rows, places)).items()
+            if units[first].may_start
+        }
+        self._again = {first: np.empty((len(ends), n)) for first, ends in self._ends.items()}
+        # For each place where a range may end, its least start and its table: [held, first - start].
+        self._columns: dict[int, tuple[int, Costs]] = {}
+        starts: dict[int, int] = {}
+        for first, ends in self._ends.items():
+            for last in ends:
+                starts[int(last)] = min(first, starts.get(int(last), first))
+        for last in sorted(starts):
+            self._solve_inner(starts[last], last)
         self._outer = np.zeros((2, len(places), n))
         for first in range(len(places) - 2, -1, -1):
             self._solve_outer(first)
@@ -257,55 +322,67 @@ class _Solution:
                 first, held, slot = first + 1, one.out_held, slot - one.added
                 continue
             slot -= boundary
-            last = first + 1 + int(costs.argmin())
+            last = int(self._ends[first][int(costs.argmin())])
             found.append(Range(self.places[first], self.places[last], self._inner_plan(first, last, slot)))
             first, held = last, self._is_same(first, last)
         return tuple(found)
 
     # --- the tables
 
-    def _solve_inner(self, start: int, end: int) -> None:
-        table = self._ends[start][2]
-        for last in range(start + 1, end + 1):
-            for first in range(last - 1, start - 1, -1):
-                recomputed = self._recompute_inner(first, last)
-                for held in (False, True):
-                    need, added, cost, out_held = self._keep_inner(first, last, held)
-                    best = table[int(held), first - start, last - start]
-                    best[:need] = INFINITE
-                    if need < self._n:
-                        rest = table[int(out_held), first + 1 - start, last - start] if first + 1 < last else None
-                        best[need:] = cost if rest is None else rest[need - added : self._n - added] + cost
-                    if recomputed is not None:
-                        shift = 0 if held else self._slots(self._sizes[self.places[first]])
-                        if shift < self._n:
-                            np.minimum(best[shift:], recomputed[: self._n - shift], out=best[shift:])
+    def _solve_inner(self, start: int, last: int) -> None:
+        """Solve what is left of a range that ends at `last` when it runs again, from each place since `start`."""
+        table = np.empty((2, last - start, self._n))
+        self._columns[last] = start, table
+        for first in range(last - 1, start - 1, -1):
+            recomputed = self._recompute_inner(first, last)
+            for held in (False, True):
+                need, added, cost, out_held = self._keep_inner(first, last, held)
+                best = table[int(held), first - start]
+                best[:need] = INFINITE
+                if need < self._n:
+                    rest = table[int(out_held), first + 1 - start] if first + 1 < last else None
+                    best[need:] = cost if rest is None else rest[need - added : self._n - added] + cost
+                if recomputed is not None:
+                    shift = 0 if held else self._slots(self._sizes[self.places[first]])
+                    if shift < self._n:
+                        np.minimum(best[shift:], recomputed[: self._n - shift], out=best[shift:])
+            ends = self._ends.get(first)
+            if ends is not None:
+                at = int(np.searchsorted(ends, last))
+                if at < len(ends) and ends[at] == last:
+                    np.add(table[1, first - start], self._work(first, last), out=self._again[first][at])
 
     def _recompute_inner(self, first: int, last: int) -> Costs | None:
         """Returns the least costs of cells `first` to `last` if a range begins with the first, whose input is held."""
-        if last == first + 1 or not self._units[self.places[first]].may_start:
-            return None
         inside = self._inside(first, last, slice(None))
+        if inside is None:
+            return None
         # The range also runs forward, which needs memory too.
         base = self._units[self.places[last] - 1].backward_base
-        for costs, need in zip(inside, self._running_needs(first, last - 1, base), strict=True):
+        for costs, need in zip(inside, self._running_needs(first, self._ends_before(first, last), base), strict=True):
             costs[:need] = INFINITE
         whole: Costs = inside.min(axis=0)
         return whole
 
-    def _inside(self, first: int, last: int, slots: Any) -> Costs:
-        """Returns the costs of ranges from `first` to each place before `last`, run again and followed by the rest."""
-        start, _, table = self._ends[first]
-        row, column = first - start, last - start
-        inside = table[1, row, row + 1 : column, slots] + table[0, row + 1 : column, column, slots]
-        same = self._n_same(first, last)
+    def _ends_before(self, first: int, last: int) -> Any:
+        """Returns the places before `last` where ranges from `first` may end."""
+        ends = self._ends.get(first, np.zeros(0, dtype=int))
+        return ends[: int(np.searchsorted(ends, last))]
+
+    def _inside(self, first: int, last: int, slots: Any) -> Costs | None:
+        """Returns the costs of ranges from `first` that end before `last`, run again and followed by the rest."""
+        ends = self._ends_before(first, last)
+        if len(ends) == 0:
+            return None
+        start, table = self._columns[last]
+        return self._followed(first, ends, slots, lambda held, ends: table[held, _as_slice(ends, start), slots])
+
+    def _followed(self, first: int, ends: Any, slots: Any, rest: Any) -> Costs:
+        """Returns the costs of ranges from `first` to each of the ends, and of the rest after each."""
+        found: Costs = self._again[first][: len(ends), slots] + rest(0, ends)
+        same = self._n_same(first, ends)
         if same:
-            held = table[1, row + 1 : row + 1 + same, column, slots]
-            inside[:same] = table[1, row, row + 1 : row + 1 + same, slots] + held
-        places = self.places
-        again = self._operations[places[first + 1 : last]] - self._operations[places[first]]
-        inside += again[:, None] if inside.ndim > 1 else again
-        found: Costs = inside
+            found[:same] = self._again[first][:same, slots] + rest(1, ends[:same])
         return found
 
     def _solve_outer(self, first: int) -> None:
@@ -315,10 +392,11 @@ class _Solution:
             best[:need] = INFINITE
             if need < self._n:
                 best[need:] = self._outer[int(one.out_held), first + 1, need - one.added : self._n - one.added]
-        if first not in self._ends or not self._units[self.places[first]].may_start:
+        ends = self._ends.get(first)
+        if ends is None:
             return
         inside = self._outer_inside(first, slice(None))
-        for costs, need in zip(inside, self._running_needs(first, self._ends[first][1], None), strict=True):
+        for costs, need in zip(inside, self._running_needs(first, ends, None), strict=True):
             costs[:need] = INFINITE
         whole = inside.min(axis=0)
         for held in (False, True):
@@ -328,14 +406,17 @@ class _Solution:
                 np.minimum(best, whole[: self._n - shift], out=best)
 
     def _outer_inside(self, first: int, slots: Any) -> Costs:
-        """Returns the costs of ranges from `first` to each place of its row, followed by the rest of the step."""
-        start, end, table = self._ends[first]
-        inside = table[1, first - start, first + 1 - start :, slots] + self._outer[0, first + 1 : end + 1, slots]
-        same = self._n_same(first, end + 1)
-        held = self._outer[1, first + 1 : first + 1 + same, slots]
-        inside[:same] = table[1, first - start, first + 1 - start : first + 1 + same - start, slots] + held
-        found: Costs = inside
+        """Returns the costs of all ranges from `first`, followed by the rest of the step."""
+        ends = self._ends[first]
+        found = self._followed(first, ends, slots, lambda held, ends: self._outer[held, _as_slice(ends, 0), slots])
+        # Its forward pass is that of the step.
+        work = self._work(first, ends)
+        found -= work[:, None] if found.ndim > 1 else work
         return found
+
+    def _work(self, first: int, last: Any) -> Any:
+        """Returns the operations of a range's forward pass."""
+        return self._operations[self._at[last]] - self._operations[self._at[first]]
 
     # --- entries of the tables
 
@@ -381,59 +462,65 @@ class _Solution:
             cost -= self._units[saving].tail_operations
         return max(one.top, int((one.before + needs).max())), one.added, float(cost), one.out_held
 
-    def _running_needs(self, first: int, last: int, base: int | None) -> list[int]:
-        """Returns the memory that running forward needs, for ranges from `first` that end at each place to `last`."""
-        start, stop = self.places[first], self.places[last]
+    def _running_needs(self, first: int, ends: Any, base: int | None) -> list[int]:
+        """Returns the memory that running forward needs, for ranges from `first` to each of the ends."""
+        start, stop = self.places[first], self.places[int(ends[-1])]
         needed = self._dropping[start:stop] + (self._forward_base[start:stop] if base is None else base)
         needed[0] -= self._sizes[start]
         highest = np.maximum.accumulate(self._needs(needed))
-        ends = np.asarray(self.places[first + 1 : last + 1]) - start - 1
-        return [int(one) for one in highest[ends]]
+        found: list[int] = highest[self._at[ends] - start - 1].astype(int).tolist()
+        return found
 
     def _is_same(self, first: int, last: int) -> bool:
         """Returns whether the output of a range is the input that it holds."""
         return self.places[last] <= self._same_until[self.places[first]]
 
-    def _n_same(self, first: int, last: int) -> int:
-        """Returns for how many places between `first` and `last` a range that ends there has its input as output."""
-        at = first + 1
-        while at < last and self._is_same(first, at):
-            at += 1
-        return at - first - 1
+    def _n_same(self, first: int, ends: Any) -> int:
+        """Returns how many ranges from `first`, to each of the ends, have their input as output."""
+        return int(np.searchsorted(self._at[ends], self._same_until[self.places[first]], side="right"))
 
     # --- back from costs to a plan
 
     def _outer_column(self, first: int, slot: int) -> Costs:
-        if slot < 0 or first not in self._ends or not self._units[self.places[first]].may_start:
+        if slot < 0 or first not in self._ends:
             return np.zeros(0)
         costs = self._outer_inside(first, slot)
-        costs[np.array(self._running_needs(first, self._ends[first][1], None)) > slot] = INFINITE
+        costs[np.array(self._running_needs(first, self._ends[first], None)) > slot] = INFINITE
         return costs
 
     def _inner_plan(self, first: int, last: int, slot: int) -> Ranges:
         found: list[Range] = []
         held = True
-        start, _, table = self._ends[first]
+        start, table = self._columns[last]
         while first < last:
             need, added, cost, out_held = self._keep_inner(first, last, held)
             kept = INFINITE if slot < need else cost
             if first + 1 < last and slot >= need:
-                kept += table[int(out_held), first + 1 - start, last - start, slot - added]
+                kept += table[int(out_held), first + 1 - start, slot - added]
             boundary = 0 if held else self._slots(self._sizes[self.places[first]])
+            ends = self._ends_before(first, last)
             costs = np.zeros(0)
-            if last - first > 1 and slot >= boundary and self._units[self.places[first]].may_start:
-                costs = self._inside(first, last, slot - boundary)
+            if len(ends) and slot >= boundary:
+                inside = self._inside(first, last, slot - boundary)
+                assert inside is not None
+                costs = inside
                 base = self._units[self.places[last] - 1].backward_base
-                needs = np.array(self._running_needs(first, last - 1, base))
-                costs[needs > slot - boundary] = INFINITE
+                costs[np.array(self._running_needs(first, ends, base)) > slot - boundary] = INFINITE
             if kept <= costs.min(initial=INFINITE):
                 first, held, slot = first + 1, out_held, slot - added
                 continue
             slot -= boundary
-            at = first + 1 + int(costs.argmin())
+            at = int(ends[int(costs.argmin())])
             found.append(Range(self.places[first], self.places[at], self._inner_plan(first, at, slot)))
             first, held = at, self._is_same(first, at)
         return tuple(found)
+
+
+def _as_slice(places: Any, start: int) -> Any:
+    """Returns places as indices after `start`: as a slice, which needs no copy, if they follow one another."""
+    if int(places[-1]) - int(places[0]) + 1 == len(places):
+        return slice(int(places[0]) - start, int(places[-1]) + 1 - start)
+    return places - start
 
 
 def _same_until(units: Sequence[Unit]) -> list[int]:
@@ -444,9 +531,9 @@ def _same_until(units: Sequence[Unit]) -> list[int]:
     return found
 
 
-def _stretches(units: Sequence[Unit]) -> list[tuple[int, int]]:
+def _flat_rows(units: Sequence[Unit]) -> list[Row]:
     """Returns the longest rows of units of one chain that may be recomputed."""
-    found: list[tuple[int, int]] = []
+    found: list[Row] = []
     start = 0
     while start < len(units):
         stop = start
@@ -458,8 +545,17 @@ def _stretches(units: Sequence[Unit]) -> list[tuple[int, int]]:
         ):
             stop += 1
         if stop > start:
-            found.append((start, stop))
+            found.append(tuple(range(start, stop + 1)))
         start = max(stop, start + 1)
+    return found
+
+
+def _stretches(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Returns the first and the last place of the rows that lie in no other."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted({(row[0], row[-1]) for row in rows}, key=lambda one: (one[0], -one[1])):
+        if not found or start >= found[-1][1]:
+            found.append((start, stop))
     return found
 
 

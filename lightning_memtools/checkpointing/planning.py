@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -14,13 +14,22 @@ from lightning_memtools.checkpointing.chains import (
     NothingToApplyTo,
     depths,
     find_chains,
+    find_modules,
+    is_within,
     nothing_found_message,
 )
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
-from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan, chain_plans, units_under, with_figures
+from lightning_memtools.checkpointing.checkpoint_plan import (
+    CheckpointPlan,
+    chain_plans,
+    rows_of,
+    units_under,
+    with_figures,
+)
 from lightning_memtools.checkpointing.fixed_segments import cut
+from lightning_memtools.checkpointing.key_value_caches import modules_with_caches
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Ranges, Unit, estimate
-from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
+from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges, Row
 from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.step_trace import StepCost, TracedStep, device_of
@@ -53,7 +62,7 @@ def plan_checkpoints(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
 ) -> CheckpointPlan:
-    """Choose which layers of a module's Sequentials to recompute in backward, so that training needs less memory.
+    """Choose which parts of a module to recompute in backward, so that training needs less memory.
 
     The step is traced on fake tensors: nothing is computed, and neither the module nor random numbers are changed. A
     plan whose predicted peak is not below the plain one is refused; `refused` then says why.
@@ -70,8 +79,8 @@ def plan_checkpoints(
             least recomputation that fits.
         bn_dropout: What may happen to BatchNorm and Dropout layers of a Sequential: with "skip" they never run twice;
             with "recompute" they may, and the results are the same bit for bit; with "avoid" nothing that contains
-            one runs twice.
-        include: Patterns of module names to take instead of every Sequential. A match that is no Sequential
+            one runs twice; "auto" is "skip", or "recompute" where "skip" leaves nothing worth doing.
+        include: Patterns of module names to take instead of choosing among all modules. A match that is no Sequential
             becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
 
@@ -118,29 +127,63 @@ class StepPlanner:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
             Exception: Whatever the step raises on fake tensors.
         """
-        if not find_chains(self._step.model, options):
+        if not find_chains(self._step.model, options) and (not _takes_all(options) or not self._finds_modules(options)):
             message = nothing_found_message(self._step.model, options)
             warnings.warn(message, NothingToApplyTo, stacklevel=3)
             return CheckpointPlan((), None, None, message)
+        if options.bn_dropout == "auto":
+            return self._skipping_or_recomputing(options, nearest=nearest)
         try:
-            plan = self._best_of_depths(options)
+            plan = self._best(options)
         except BudgetTooSmallError as error:
             if not nearest or options.budget_share is None or not error.reachable_bytes:
                 raise
-            plan = self._best_of_depths(replace(options, budget_share=None, budget_bytes=error.reachable_bytes))
+            plan = self._best(replace(options, budget_share=None, budget_bytes=error.reachable_bytes))
+        cached = modules_with_caches(self._step.model)
+        if plan.refused is None and cached:
+            names = ", ".join(sorted({type(one).__name__ for one in cached.values()}))
+            plan = replace(plan, notes=(f"use_cache of {names} is off in training, where blocks run twice",))
         if plan.refused is not None and not options.has_budget:
             return replace(plan, refused=f"{plan.refused} {self._alternatives(options)}")
         return plan
 
-    def _best_of_depths(self, options: CheckpointOptions) -> CheckpointPlan:
-        """Plans each depth of nesting of chains, and returns the best plan.
+    def _skipping_or_recomputing(self, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
+        """Returns the plan that runs no BatchNorm or Dropout layer twice, or one that does if there is none."""
+        try:
+            plan = self.plan(replace(options, bn_dropout="skip"))
+        except BudgetTooSmallError:
+            plan = None
+        if plan is not None and plan.refused is None:
+            return plan
+        other = self.plan(replace(options, bn_dropout="recompute"), nearest=nearest)
+        if plan is not None and other.refused is not None:
+            return plan
+        note = "BatchNorm and Dropout layers are recomputed too: without them no plan is worth its cost or fits"
+        return replace(other, notes=(*other.notes, note))
 
-        Without a budget all are compared. With one, or with `segments`, what lies within the layers of the outermost
-        chains is planned only if these save little.
+    def _best(self, options: CheckpointOptions) -> CheckpointPlan:
+        """Returns the best plan."""
+        if not _takes_all(options):
+            return self._best_of_depths(options)
+        # A profile covers whatever some `bn_dropout` allows, so that all of them share it.
+        widest = self._all_chains(replace(options, bn_dropout="recompute"))
+        return _GroupPlan(self._group(widest), self._all_chains(options), options).make()
+
+    def _all_chains(self, options: CheckpointOptions) -> list[Chain]:
+        chains = find_chains(self._step.model, options)
+        return [*chains, *find_modules(self._step.model, chains, options)]
+
+    def _finds_modules(self, options: CheckpointOptions) -> bool:
+        chains = self._all_chains(replace(options, bn_dropout="recompute"))
+        return bool(chains) and bool(rows_of(self._group(chains).profile, chains))
+
+    def _best_of_depths(self, options: CheckpointOptions) -> CheckpointPlan:
+        """Plans each depth of nesting of chains, and returns the best plan: for `segments`, and for modules by name.
+
+        What lies within the layers of the outermost chains is planned only if these save little.
         """
         best: CheckpointPlan | None = None
         too_small: BudgetTooSmallError | None = None
-        # A profile covers whatever some `bn_dropout` allows, so that all of them share it.
         widest = depths(find_chains(self._step.model, replace(options, bn_dropout="recompute")))
         for profiled, chains in zip(widest, depths(find_chains(self._step.model, options)), strict=True):
             try:
@@ -183,9 +226,9 @@ class StepPlanner:
         """Says what each other `bn_dropout` would give."""
         found = []
         for other in get_args(BnDropout):
-            if other == options.bn_dropout:
+            if other in {options.bn_dropout, "auto"}:
                 continue
-            plan = self._best_of_depths(replace(options, bn_dropout=other))
+            plan = self._best(replace(options, bn_dropout=other))
             result = (
                 "no lower peak either"
                 if plan.refused
@@ -203,16 +246,16 @@ class _PlanningGroup:
         self.resident_bytes = resident_bytes(step.model, profiled.plain)
         self._step = step
         self._progress = progress
-        self._solved: tuple[list[Unit], OptimalRanges] | None = None
+        self._solved: tuple[tuple[list[Unit], list[Row]], OptimalRanges] | None = None
         self._predicted: dict[tuple[tuple[str, Ranges], ...], StepCost] = {}
 
-    def optimal(self, units: list[Unit]) -> OptimalRanges:
+    def optimal(self, units: list[Unit], rows: list[Row]) -> OptimalRanges:
         """Returns all optimal plans of these units. Only the last ones are kept: they can take 100 MB."""
-        if self._solved is None or self._solved[0] != units:
+        if self._solved is None or self._solved[0] != (units, rows):
             # A little above the plain peak, because sizes are rounded.
             self._progress.doing = f"choosing what to recompute among {len(units)} layers"
             limit = int(1.02 * max(estimate(units, ()).peak_bytes, self.profile.plain.peak_bytes))
-            self._solved = units, OptimalRanges(units, limit)
+            self._solved = (units, rows), OptimalRanges(units, limit, rows=rows)
         return self._solved[1]
 
     def predicted(self, plans: Sequence[ChainPlan]) -> StepCost:
@@ -235,6 +278,7 @@ class _GroupPlan:
         self._options = options
         self._plain = group.profile.plain
         self._units = units_under(group.profile, chains)
+        self._rows = rows_of(group.profile, chains)
 
     def make(self) -> CheckpointPlan:
         options, plain = self._options, self._plain
@@ -253,7 +297,8 @@ class _GroupPlan:
 
     def _chain_plans(self, ranges: Ranges, *, forced: bool = True) -> tuple[ChainPlan, ...]:
         plans = chain_plans(self._group.profile, self._chains, ranges, forced=forced)
-        return tuple(with_figures(plans, self._group.profile, self._units))
+        figures = with_figures(plans, self._chains, self._group.profile, self._units, ranges)
+        return tuple(_worth_showing(figures, self._group.profile))
 
     def _traced(self, ranges: Ranges) -> CheckpointPlan:
         plans = self._chain_plans(ranges)
@@ -261,7 +306,7 @@ class _GroupPlan:
 
     def _best_product(self) -> Ranges:
         """Returns the plan with the lowest product of memory and operations."""
-        optimal = self._group.optimal(self._units)
+        optimal = self._group.optimal(self._units, self._rows)
         operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
         resident = self._group.resident_bytes
         found: Ranges = ()
@@ -274,7 +319,7 @@ class _GroupPlan:
 
     def _fitting(self, limit: int) -> CheckpointPlan:
         """Returns the plan with the least recomputation whose traced peak is within the limit."""
-        optimal = self._group.optimal(self._units)
+        optimal = self._group.optimal(self._units, self._rows)
         aim = float(limit)
         for _ in range(_MOST_ATTEMPTS):
             ranges = optimal.best(aim)
@@ -309,6 +354,22 @@ class _GroupPlan:
             f"exclude={list(options.exclude)}."
         )
         return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)
+
+
+def _takes_all(options: CheckpointOptions) -> bool:
+    """Returns whether all modules are candidates, and not only chains or what patterns name."""
+    return options.include is None and options.segments is None
+
+
+def _worth_showing(plans: Sequence[ChainPlan], profile: StepProfile) -> Iterator[ChainPlan]:
+    """Yields the plans that recompute something, the outermost Sequentials, and what only running showed not to."""
+    left_out = [plans[index] for index, _ in profile.outside if plans[index].is_module]
+    chains = [plan for plan in plans if not plan.is_module]
+    for plan in plans:
+        others = left_out if plan.is_module else chains
+        outermost = plan in others and not any(one is not plan and is_within(plan.name, one.name) for one in others)
+        if plan.ranges or outermost:
+            yield plan
 
 
 def resident_bytes(model: nn.Module, cost: StepCost) -> int:

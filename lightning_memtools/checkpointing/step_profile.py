@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning_memtools._torch import write_count
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
+from lightning_memtools.checkpointing.key_value_caches import caches_off
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Unit
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
@@ -28,12 +31,14 @@ class StepProfile:
         places: The indices of each unit's chain and layer; None between chains.
         plain: The memory and operations of the step without a plan.
         outside: Why layers may not be recomputed, as far as only running them shows; by indices of chain and layer.
+        spans: The first unit of each layer in its first call, and the index after its last; by chain and layer.
     """
 
     units: tuple[Unit, ...]
     places: tuple[tuple[int, int] | None, ...]
     plain: StepCost
     outside: dict[tuple[int, int], str]
+    spans: dict[tuple[int, int], tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -53,6 +58,7 @@ class _Record:
     input: dict[int, int] = field(default_factory=dict)
     output: dict[int, int] = field(default_factory=dict)
     overwrites: bool = False
+    given: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     backward_before: int | None = None
     backward_peak: int | None = None
 
@@ -60,17 +66,21 @@ class _Record:
 def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
     """Run one step on fake tensors, and return what each layer of the chains and the code between them needs.
 
+    A layer that contains another chain is a row of units: the layers of that chain, and its own code between them. The
+    forward pass then runs a second time: what a layer changes in it (what only the first pass sets is a cache) keeps it
+    from being recomputed.
+
     Raises:
         Exception: Whatever the step raises on fake tensors, for instance when it reads values.
     """
-    with tracing(step) as trace:
-        recorder = _Recorder(trace)
-        outside: dict[tuple[int, int], str] = {}
-        watched = [_watch(trace.model, index, chain, recorder, outside) for index, chain in enumerate(chains)]
+    with tracing(step) as trace, caches_off(trace.model):
+        recorder = _Recorder(trace, chains)
+        for index, chain in enumerate(chains):
+            _watch(trace.model, index, chain, recorder)
         plain = trace.run(recorder.around_forward, recorder.begin_backward)
         recorder.finish()
-        del watched
-        return _profile_of(recorder.records, chains, plain, outside)
+        outside = _what_changed(trace.model, chains, recorder, _run_again(trace, recorder))
+        return _profile_of(recorder, chains, plain, outside)
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan]) -> StepCost:
@@ -80,69 +90,99 @@ def predict(step: TracedStep, plans: Sequence[ChainPlan]) -> StepCost:
 
 
 class _Recorder:
-    """Measures the units of a step one after the other, forward and backward."""
+    """Measures the units of a step one after the other, forward and backward.
 
-    def __init__(self, trace: StepTrace) -> None:
+    Attributes:
+        records: The units, in the order of the forward pass.
+        spans: The first record of each layer in its first call, and the index after its last; by chain and layer.
+        calls: The layers that are running, the innermost last.
+        failed: What the second forward pass raised, which then ended in these layers; "" if nothing.
+    """
+
+    def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
         self.records: list[_Record] = []
+        self.spans: dict[tuple[int, int], tuple[int, int]] = {}
+        self.calls: list[tuple[int, int]] = []
+        self.failed = ""
         self.static: set[int] = set()
         self._trace = trace
         self._open: _Record | None = None
         self._backward: _Record | None = None
         self._inside = False
+        self._keeping = True
+        # A layer that holds another chain is no unit of its own: the layers of that chain are, and the code between.
+        holding = {chain.name for chain in chains if not chain.is_module}
+        for chain in chains:
+            name = chain.name.rpartition(".")[0]
+            while name and name not in holding:
+                holding.add(name)
+                name = name.rpartition(".")[0]
+        self._holding = {
+            (index, at)
+            for index, chain in enumerate(chains)
+            for at, layer in enumerate(chain.layers)
+            if layer in holding
+        }
 
     def around_forward(self) -> Any:
-        self.static = {entry.serial for entry in self._trace.device.blocks()}
+        if self._keeping:
+            self.static = {entry.serial for entry in self._trace.device.blocks()}
         self._begin(None, ())
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def begin_backward(self) -> None:
         """Note that the forward pass is over. The unit that ran last is the first to go backward."""
         self._end(())
+        for record in self.records:
+            record.overwrites |= _was_written(record.given)
         self._enter_backward(self.records[-1])
 
     def finish(self) -> None:
         """Note that the step is over."""
         self._leave_backward()
 
-    def call_layer(
-        self, place: tuple[int, int], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], again: Any = None
-    ) -> Any:
-        """Run a layer as a unit of its own, unless it is called from within one, and return its output.
+    @contextmanager
+    def keeping_nothing(self) -> Iterator[None]:
+        """Within, a second forward pass is measured in which no tensor is kept: each unit frees most before it ends."""
+        first, spans = self.records, self.spans
+        self.records, self.spans, self._keeping = [], {}, False
+        try:
+            yield
+        finally:
+            second, same = self.records, spans == self.spans
+            self.records, self.spans = first, spans
+        if same and len(first) == len(second) + 1:  # without the unit after the last layer
+            for one, other in zip(first, second, strict=False):
+                one.dropping = other.peak - other.allocated_before
 
-        `again` then runs it once more to measure what it needs if nothing is kept; None leaves that out.
-        """
-        if self._inside:
+    def call_layer(self, place: tuple[int, int], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer as a unit of its own, or as several if it holds other chains, and return its output."""
+        if self._inside:  # within a unit
             return layer(*args, **kwargs)
         if self._open is not None and self._is_worth_a_unit(self._open):  # the code since the last layer
-            self._end(args)
-        self._begin(place, args)
-        self._inside = True
-        versions = [write_count(one) for one in tensors_in(args)]
+            self._end((args, kwargs))
+        holding = place in self._holding
+        start = len(self.records)
+        self._begin(None if holding else place, (args, kwargs))
+        first = self._open
+        assert first is not None
+        given = first.given = [(weakref.ref(one), write_count(one)) for one in tensors_in((args, kwargs))]
+        self._inside = not holding
+        self.calls.append(place)
         try:
             out = layer(*args, **kwargs)
         finally:
-            self._inside = False
+            if not holding:
+                self._inside = False
+        self.calls.pop()
         record = self._open
         assert record is not None
-        record.overwrites = versions != [write_count(one) for one in tensors_in(args)]
-        self._end(out)
-        if again is not None and not record.overwrites:
-            record.dropping = self._needed_keeping_nothing(again, args, kwargs)
+        first.overwrites |= _was_written(given)
+        if not holding or len(self.records) == start or self._is_worth_a_unit(record):
+            self._end(out)
+        self.spans.setdefault(place, (start, len(self.records)))
         self._begin(None, out)
         return out
-
-    def _needed_keeping_nothing(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Returns the peak of a layer if nothing is kept for backward: it then frees most tensors before it ends."""
-        self._inside = True
-        try:
-            with (
-                self._trace.aside() as found,
-                torch.autograd.graph.saved_tensors_hooks(_forget, _forget),
-            ):
-                layer(*args, **kwargs)
-        finally:
-            self._inside = False
-        return found[0]
 
     def _is_worth_a_unit(self, record: _Record) -> bool:
         return not self.records or record.saves or self._trace.counted.total > record.operations_before
@@ -164,6 +204,8 @@ class _Recorder:
         self.records.append(record)
         for one in tensors_in(value):
             if one.requires_grad and one.grad_fn is not None:
+                if not self._keeping:
+                    break
                 # When the gradient of its output is ready, this unit's backward pass begins.
                 one.register_hook(  # type: ignore[no-untyped-call]
                     lambda _, record=record: self._enter_backward(record)
@@ -181,13 +223,15 @@ class _Recorder:
         if self._backward is not None:
             self._backward.backward_peak = max(self._backward.backward_peak or 0, peak)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> Any:
         record = self._open
         if record is not None:
             record.saves = True
             record.operations_at_last_save = self._trace.counted.total
             record.peak_at_last_save = self._trace.peak_so_far()
             record.saved.update(self._keys(tensor))
+        if not self._keeping:
+            return None
         # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
         return tensor if tensor.is_leaf else tensor.detach()
 
@@ -200,82 +244,91 @@ class _Recorder:
         return found
 
 
-def _forget(_: Any) -> Any:
-    """Stands for packing and unpacking a tensor that is not kept."""
+def _was_written(given: list[tuple[weakref.ref[Tensor], int]]) -> bool:
+    return any((one := ref()) is not None and write_count(one) != count for ref, count in given)
 
 
-def _watch(
-    model: nn.Module, index: int, chain: Chain, recorder: _Recorder, outside: dict[tuple[int, int], str]
-) -> nn.Module:
-    """Have a chain of a fake model call its layers through the recorder, and return the chain."""
+def _watch(model: nn.Module, index: int, chain: Chain, recorder: _Recorder) -> None:
+    """Have a chain of a fake model call its layers through the recorder."""
     module = model.get_submodule(chain.name)
+    if chain.is_module:
+        plain = type(module).forward
+        vars(module)["forward"] = lambda *args, **kwargs: recorder.call_layer(
+            (index, 0), lambda *a, **k: plain(module, *a, **k), args, kwargs
+        )
+        return
     layers = [model.get_submodule(name) for name in chain.layers]
 
-    def call(place: tuple[int, int], layer: Any, at: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = _buffer_versions(at)
-        modules = [part for part in at.modules() if updates_statistics(part)]
+    def forward(input: Any) -> Any:  # noqa: A002, Sequential's own name
+        for at, layer in enumerate(layers):
+            input = recorder.call_layer((index, at), layer, (input,), {})  # noqa: A001, as above
+        return input
 
-        def again(*args: Any, **kwargs: Any) -> None:
-            # Compared over the second run: what only the first one sets is a cache, and not a count.
-            seen = _plain_attributes(at)
-            with statistics_untouched(modules):
-                layer(*args, **kwargs)
-            now = _plain_attributes(at)
-            counted = next((name for name, value in now.items() if seen.get(name) != value), None)
-            if counted is not None:
-                outside[place] = f"it changes {counted} when it runs"
-
-        out = recorder.call_layer(place, layer, args, kwargs, None if place[1] in chain.outside else again)
-        changed = _changed_buffer(at, before)
-        if changed is not None:
-            outside[place] = f"it changes {changed} when it runs"
-        return out
-
-    if chain.forced:
-        plain = type(module).forward
-        vars(module)["forward"] = lambda *args, **kwargs: call(
-            (index, 0), lambda *a, **k: plain(module, *a, **k), module, *args, **kwargs
-        )
-    else:
-
-        def forward(input: Any) -> Any:  # noqa: A002, Sequential's own name
-            for at, layer in enumerate(layers):
-                input = call((index, at), layer, layer, input)  # noqa: A001, as above
-            return input
-
-        vars(module)["forward"] = forward
-    return module
+    vars(module)["forward"] = forward
 
 
-def _buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    # exact_recomputation.py takes care of running statistics, but of no other buffer that a forward pass changes.
-    return {
-        f"{path}.{name}" if path else name: (id(tensor), write_count(tensor))
-        for path, part in module.named_modules()
-        if not updates_statistics(part)
-        for name, tensor in part.named_buffers(recurse=False, remove_duplicate=False)
-    }
+def _run_again(trace: StepTrace, recorder: _Recorder) -> dict[tuple[int, str], str]:
+    """Run the forward pass again without keeping anything, and return what it changes in the model.
+
+    By the id of the module and the name of the attribute or buffer.
+    """
+    norms = [part for part in trace.model.modules() if updates_statistics(part)]
+    with trace.aside(), statistics_untouched(norms):
+        seen = _state_of(trace.model)
+        try:
+            with recorder.keeping_nothing(), recorder.around_forward():
+                trace.run_forward()
+        except Exception as error:  # noqa: BLE001, what the user's model raises when it runs twice
+            recorder.failed = type(error).__name__
+        now = _state_of(trace.model)
+    return {key: value for key, value in now.items() if key in seen and not _is_same(seen[key], value)}
 
 
-def _changed_buffer(module: nn.Module, before: dict[str, tuple[int, int]]) -> str | None:
-    return next((name for name, seen in _buffer_versions(module).items() if before.get(name) != seen), None)
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, str]:
-    """Returns what a module and its parts hold in plain Python: numbers and strings, and the lengths of collections."""
-    found = {}
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if isinstance(value, (int, float, str)):
-                found[f"{path}.{name}" if path else name] = repr(value)
-            elif isinstance(value, (list, dict, set, deque)):
-                found[f"{path}.{name}" if path else name] = str(len(value))
+def _what_changed(model: nn.Module, chains: Sequence[Chain], recorder: _Recorder, changed: Any) -> dict[Any, str]:
+    """Returns the layers that hold what running changes, with the name of it; by chain and layer."""
+    found: dict[Any, str] = {}
+    owners = {owner for owner, _ in changed}
+    for index, chain in enumerate(chains):
+        for at, layer in enumerate(chain.layers):
+            for path, part in model.get_submodule(layer).named_modules() if owners else ():
+                name = next((name for owner, name in changed if owner == id(part)), None)
+                if name is not None:
+                    found[index, at] = f"it changes {path}{'.' if path else ''}{name} when it runs"
+                    break
+    if recorder.failed:
+        found |= dict.fromkeys(recorder.calls, f"it raises {recorder.failed} when it runs a second time")
     return found
 
 
+def _state_of(model: nn.Module) -> dict[tuple[int, str], Any]:
+    """Returns what modules hold that a forward pass could change: numbers, strings, lengths, tensors and buffers.
+
+    Running statistics are left out: exact_recomputation.py takes care of these, but of no other buffer.
+    """
+    found: dict[tuple[int, str], Any] = {}
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, (int, float, str)):
+                found[id(part), name] = repr(value)
+            elif isinstance(value, (list, dict, set, deque)):
+                found[id(part), name] = str(len(value))
+            elif isinstance(value, Tensor):
+                found[id(part), name] = value, write_count(value)
+        for name, tensor in () if updates_statistics(part) else part.named_buffers(recurse=False):
+            found[id(part), name] = tensor, write_count(tensor)
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return one[0] is other[0] and one[1] == other[1]
+    return bool(one == other)
+
+
 def _profile_of(
-    records: Sequence[_Record], chains: Sequence[Chain], plain: StepCost, outside: dict[tuple[int, int], str]
+    recorder: _Recorder, chains: Sequence[Chain], plain: StepCost, outside: dict[tuple[int, int], str]
 ) -> StepProfile:
+    records = recorder.records
     units: list[Unit] = []
     held: dict[int, int] = {}
     for record in records:
@@ -309,7 +362,8 @@ def _profile_of(
                 backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
             )
         )
-    return StepProfile(tuple(_with_starts(units, records)), tuple(one.place for one in records), plain, outside)
+    places = tuple(one.place for one in records)
+    return StepProfile(tuple(_with_starts(units, records)), places, plain, outside, recorder.spans)
 
 
 def _with_starts(units: list[Unit], records: Sequence[_Record]) -> list[Unit]:

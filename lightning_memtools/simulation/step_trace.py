@@ -179,6 +179,10 @@ class StepTrace:
         self.peak_since()
         return StepCost(self._peak, static, operations, flops)
 
+    def run_forward(self) -> None:
+        """Run the forward pass alone, as often as wanted."""
+        self._forward(self.model, self._batch)
+
     def forget(self) -> None:
         """Free the batch now: hooks form reference cycles with the trace, which are collected only later."""
         self._batch = None

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
 from lightning_memtools.checkpointing.memory_model import Range, Ranges, Unit, estimate, may_be_range
-from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
+from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges, Row
 
 
-def all_plans(units: Sequence[Unit], start: int, stop: int, whole: Ranges = ()) -> Iterator[Ranges]:
+def all_plans(
+    units: Sequence[Unit], start: int, stop: int, whole: Ranges = (), rows: Sequence[Row] | None = None
+) -> Iterator[Ranges]:
     """Every set of ranges within [start, stop), nested in every way, but for the range `whole` itself."""
     if start >= stop:
         yield ()
         return
-    yield from all_plans(units, start + 1, stop)
+    yield from all_plans(units, start + 1, stop, rows=rows)
     for end in range(start + 1, stop + 1):
         here = Range(start, end)
-        if may_be_range(units, start, end) and here not in whole:
-            for inner in all_plans(units, start, end, (here,)):
-                for rest in all_plans(units, end, stop):
+        if rows is None:
+            may = may_be_range(units, start, end)
+        else:
+            may = units[start].may_start and any({start, end} <= set(row) for row in rows)
+        if may and here not in whole:
+            for inner in all_plans(units, start, end, (here,), rows):
+                for rest in all_plans(units, end, stop, rows=rows):
                     yield (Range(start, end, inner), *rest)
 
 
@@ -59,10 +66,30 @@ def chains(draw, least: int, most: int) -> list[Unit]:
     return units
 
 
-def least_by_brute_force(units: Sequence[Unit]) -> dict[int, int]:
+@st.composite
+def trees(draw, least: int, most: int) -> tuple[list[Unit], list[Row]]:
+    """Units, and rows of places among them that lie within one another or apart, as modules in modules do."""
+    units = draw(chains(least, most))
+    rows: list[Row] = []
+
+    def split(start: int, stop: int, depth: int) -> None:
+        inside = draw(st.sets(st.integers(start, stop), max_size=4))
+        row = tuple(sorted(inside))
+        if len(row) > 1:
+            rows.append(row)
+            if depth:
+                for first, last in itertools.pairwise(row):
+                    if last > first + 1:
+                        split(first, last, depth - 1)
+
+    split(0, len(units), 3)
+    return units, rows
+
+
+def least_by_brute_force(units: Sequence[Unit], rows: Sequence[Row] | None = None) -> dict[int, int]:
     """For every peak that some plan has, the least extra operations of all plans with that peak or a lower one."""
     found: dict[int, int] = {}
-    for plan in all_plans(units, 0, len(units)):
+    for plan in all_plans(units, 0, len(units), rows=rows):
         one = estimate(units, plan)
         found[one.peak_bytes] = min(found.get(one.peak_bytes, 10**9), one.extra_operations)
     best, least = {}, 10**9
@@ -72,10 +99,10 @@ def least_by_brute_force(units: Sequence[Unit]) -> dict[int, int]:
     return best
 
 
-def assert_as_good_as_any(units: Sequence[Unit]) -> None:
-    best = least_by_brute_force(units)
+def assert_as_good_as_any(units: Sequence[Unit], rows: Sequence[Row] | None = None) -> None:
+    best = least_by_brute_force(units, rows)
     limit = estimate(units, ()).peak_bytes
-    planner = OptimalRanges(units, limit, resolution=max(limit, 1))
+    planner = OptimalRanges(units, limit, resolution=max(limit, 1), rows=rows)
     for peak in range(limit + 1):
         plan = planner.best(peak)
         reachable = [cost for known, cost in best.items() if known <= peak]
@@ -96,6 +123,12 @@ def test_no_plan_recomputes_less_in_the_same_memory(units):
 @given(chains(7, 9))
 def test_no_plan_recomputes_less_in_the_same_memory_on_chains_of_nine_layers(units):
     assert_as_good_as_any(units)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(trees(2, 9))
+def test_no_plan_recomputes_less_in_the_same_memory_on_trees_of_nine_units(tree):
+    assert_as_good_as_any(*tree)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
