@@ -94,7 +94,6 @@ TRANSFORMERS: dict[str, Callable[[], Made]] = {
     "gpt2": _text("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=3, n_head=4, n_positions=64, **_GPT),
     "llama": _text("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
     "bert": _text("BertForMaskedLM", "BertConfig", **_BERT),
-    "albert": _text("AlbertForMaskedLM", "AlbertConfig", **_BERT, embedding_size=16, hidden_dropout_prob=0.1),
     "t5": _text("T5ForConditionalGeneration", "T5Config", **_T5),
     "vit": _pictures("ViTForImageClassification", "ViTConfig", **_VIT),
     "swin": _pictures(
