@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,7 +162,13 @@ def stats_from_nested(nested: Mapping[str, Any], *, capacity: int | None, free: 
 
 def host_rss_bytes() -> int:
     """Return the resident memory of this process in bytes."""
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@functools.cache
+def _process(pid: int) -> psutil.Process:
+    # psutil reads two files of the system to make one, which takes longer than to ask it.
+    return psutil.Process(pid)
 
 
 def _free_and_total(index: int) -> tuple[int | None, int | None]:
