@@ -60,19 +60,12 @@ def _timm(name: str, size: int = 64, **options: Any) -> Callable[[], Made]:
     return make
 
 
-def _torchvision(name: str, size: int = 64, **options: Any) -> Callable[[], Made]:
-    def make() -> Made:
-        return getattr(torchvision_models(), name)(num_classes=4, **options), {"x": torch.randn(2, 3, size, size)}
-
-    return make
-
-
 def _segmentation(name: str) -> Callable[[], Made]:
     def make() -> Made:
         torchvision_models()
         models: Any = importlib.import_module("torchvision.models.segmentation")
         made = getattr(models, name)(weights=None, weights_backbone=None, num_classes=4)
-        return made, {"input": torch.randn(2, 3, 64, 64)}
+        return made, {"x": torch.randn(2, 3, 64, 64)}
 
     return make
 
@@ -113,7 +106,6 @@ TIMM: dict[str, Callable[[], Made]] = {
     "timm_convnext": _timm("convnext_atto", dims=(8, 16, 32, 48), depths=(1, 1, 2, 1), drop_path_rate=0.2),
 }  # fmt: skip
 TORCHVISION: dict[str, Callable[[], Made]] = {
-    "resnet18": _torchvision("resnet18"),
     "deeplabv3": _segmentation("deeplabv3_mobilenet_v3_large"),
 }
 FOREIGN = TRANSFORMERS | TIMM | TORCHVISION
