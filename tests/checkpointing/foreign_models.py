@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.zoo import timm, torchvision_models
+from tests.zoo import timm
 
 Made = tuple[nn.Module, dict[str, Tensor]]
 N_WORDS = 200
@@ -28,8 +27,6 @@ class LossOf(nn.Module):
         if hasattr(out, "loss"):
             loss: Tensor = out.loss
             return loss
-        if isinstance(out, dict):
-            out = out["out"]
         squared: Tensor = (out[0] if isinstance(out, (tuple, list)) else out).float().square().mean()
         return squared
 
@@ -56,16 +53,6 @@ def _pictures(model: str, config: str, **options: Any) -> Callable[[], Made]:
 def _timm(name: str, size: int = 64, **options: Any) -> Callable[[], Made]:
     def make() -> Made:
         return timm().create_model(name, num_classes=4, **options), {"x": torch.randn(2, 3, size, size)}
-
-    return make
-
-
-def _segmentation(name: str) -> Callable[[], Made]:
-    def make() -> Made:
-        torchvision_models()
-        models: Any = importlib.import_module("torchvision.models.segmentation")
-        made = getattr(models, name)(weights=None, weights_backbone=None, num_classes=4)
-        return made, {"x": torch.randn(2, 3, 64, 64)}
 
     return make
 
@@ -105,10 +92,7 @@ TIMM: dict[str, Callable[[], Made]] = {
     ),
     "timm_convnext": _timm("convnext_atto", dims=(8, 16, 32, 48), depths=(1, 1, 2, 1), drop_path_rate=0.2),
 }  # fmt: skip
-TORCHVISION: dict[str, Callable[[], Made]] = {
-    "deeplabv3": _segmentation("deeplabv3_mobilenet_v3_large"),
-}
-FOREIGN = TRANSFORMERS | TIMM | TORCHVISION
+FOREIGN = TRANSFORMERS | TIMM
 
 
 def made(name: str) -> tuple[LossOf, dict[str, Tensor]]:
@@ -116,7 +100,6 @@ def made(name: str) -> tuple[LossOf, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, batch = FOREIGN[name]()
     if isinstance(batch.get("x"), Tensor):
-        # timm's and torchvision's call their input by different names.
         return LossOf(_FirstArgument(model)).train(), batch
     return LossOf(model).train(), batch
 
