@@ -1,8 +1,7 @@
-"""How long the Memory tab takes to show a run of 50,000 points, beside an empty tab and TensorBoard's own scalars.
+"""How long the Memory tab takes to show a run of 50,000 points, beside a Memory tab that is empty.
 
 One server over a log directory with the long run, one over an empty directory, one headless Chromium. Each load starts
-from a blank page, and the three pages take turns. The scalars page counts as loaded when its first card is
-there, which is before its curve is drawn; the Memory tab when all of its charts are drawn.
+from a blank page, and the two pages take turns; what the empty tab takes is TensorBoard's own page.
 
     python benchmarks/memory_tab_load.py
 """
@@ -22,7 +21,7 @@ from machine import interleaved, save, spread
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.browser import chromium, get, seen, tensorboard
+from tests.browser import chromium, get, tensorboard
 from tests.tensorboard_plugin.logdirs import N_LONG, write_long_run
 
 REPEATS = 4
@@ -38,11 +37,6 @@ def is_ready(window: Any) -> bool:
         return False
     window.switch_to.frame(frames[0])
     return bool(window.execute_script(READY))
-
-
-def has_scalars(window: Any) -> bool:
-    """True once the scalars page shows a card: it opens the first group of tags."""
-    return "loss/train" in seen(window)
 
 
 def seconds(window: Any, url: str, done: Callable[[Any], bool]) -> float:
@@ -70,11 +64,9 @@ def main() -> None:
             began = time.perf_counter()
             get(long, f"plugin/{TAB}/run", run="long")
             first = time.perf_counter() - began
-            get(long, "plugin/scalars/tags")
             cases = {
                 "memory tab": partial(seconds, window, f"{long}/#{TAB}", is_ready),
                 "empty memory tab": partial(seconds, window, f"{empty}/#{TAB}", is_ready),
-                "scalars": partial(seconds, window, f"{long}/#scalars", has_scalars),
             }
             for load in cases.values():
                 load()  # the browser's first page takes longer
@@ -87,7 +79,6 @@ def main() -> None:
             "cores": os.cpu_count(),
             "load average of the last minute": os.getloadavg()[0],
             "ratio to an empty memory tab": medians["memory tab"] / medians["empty memory tab"],
-            "ratio to TensorBoard's scalars": medians["memory tab"] / medians["scalars"],
             "seconds": {name: spread(values) | {"fastest": min(values)} for name, values in samples.items()},
             "seconds of the server's first answer, with reading the event files": first,
         },
