@@ -5,6 +5,7 @@ Nothing else in the package touches a private attribute of Lightning; tests/hous
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 import threading
@@ -557,11 +558,25 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
 
 
 def replace_step(module: LightningModule, name: str, run: Callable[..., Any]) -> Callable[[], None]:
-    """Let `run(step, *arguments)` run a module's validation_step, test_step or predict_step; returns what undoes this.
+    """Let `run(step, *arguments)` run one of a module's own steps; returns what undoes this.
 
     It stays the module's own for Lightning, which looks at the names of its arguments and at whether it is overridden.
     """
     return _MethodWithAddition(module, name, around=run).undo
+
+
+def watch_fetches(module: LightningModule, run: Callable[..., Any]) -> Callable[[], None]:
+    """Let `run(step, iterator)` run a training_step that takes `dataloader_iter`; returns what undoes this.
+
+    No hook sees the batches that such a step fetches. Other modules are left alone.
+    """
+    if "dataloader_iter" not in inspect.signature(module.training_step).parameters:
+        return _nothing
+    return replace_step(module, "training_step", run)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class _NothingLogged(dict[str, Any]):

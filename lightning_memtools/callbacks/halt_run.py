@@ -20,6 +20,7 @@ from lightning_memtools._lightning import (
     training_step,
     turn_back,
     values_logged_in_evaluation,
+    watch_fetches,
     watch_updates,
     write_checkpoint,
 )
@@ -95,6 +96,7 @@ class HaltRun:
         )  # fmt: skip
         self._undo = [
             guard.close,
+            watch_fetches(module, guard.fetch),
             watch_updates(trainer, self.session.before_update),
             guard_saving(trainer, self.session.before_saving),
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -39,12 +39,78 @@ def _contents(thing: Any) -> Collection[Any]:
         return thing.values()
     if isinstance(thing, (list, tuple, set, frozenset, deque)):
         return thing
-    # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
-    if thing is None or callable(thing) or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
+    if not is_plain_object(thing):
         return ()
+    return _held_by(thing).values()
+
+
+def is_plain_object(thing: Any) -> bool:
+    """Return whether an object may be a part of a batch that holds tensors in its attributes."""
+    # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
+    if thing is None or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
+        return False
+    # Graphs of PyTorch Geometric can be called. What can be moved to a device is data, and no function.
+    return not callable(thing) or hasattr(type(thing), "to")
+
+
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """Return the attributes that an object itself holds, in its dictionary and in its slots."""
+    return {**slots_of(thing), **getattr(thing, "__dict__", {})}
+
+
+def slots_of(thing: Any) -> dict[str, Any]:
+    """Return the attributes that an object holds in slots, which have no dictionary."""
+    names = [name for kind in type(thing).__mro__ for name in _slot_names(kind)]
+    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+
+
+def _slot_names(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    names = [f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") else name for name in names]
+    return [name for name in names if name not in {"__dict__", "__weakref__"}]
+
+
+def named_tensors(collection: Any, name: str, _within: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that `tensors_in` finds, each with the expression that leads to it: ``batch["x"][0]``."""
+    if isinstance(collection, torch.Tensor):
+        yield name, collection
+    elif all(collection is not outer for outer in _within):
+        within = (*_within, collection)
+        for inner, value in _named_contents(collection, name):
+            if not isinstance(value, (str, int, float, type(None))):
+                yield from named_tensors(value, inner, within)
+
+
+def _named_contents(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, Mapping):
+        for key, value in thing.items() if _visited(thing.values()) else ():
+            yield f'{name}["{key}"]' if isinstance(key, str) else f"{name}[{key!r}]", value
+    elif isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        for key in thing._fields:
+            yield f"{name}.{key}", getattr(thing, key)
+    elif isinstance(thing, (Sequence, set, frozenset, deque)) and not isinstance(thing, (str, bytes)):
+        for index, value in enumerate(_visited(thing)):
+            yield f"{name}[{index}]", value
+    elif is_plain_object(thing):
+        yield from _named_attributes(thing, name)
+
+
+def _named_attributes(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
+    for key, value in _held_by(thing).items():
+        if not key.startswith("_") or not isinstance(value, Mapping):
+            yield f"{name}.{key}", value
+            continue
+        # An object that keeps its values in a private dictionary shows them as its attributes.
+        for inner, part in value.items():
+            is_shown = isinstance(inner, str) and getattr(thing, inner, None) is part
+            yield f"{name}.{inner}" if is_shown else f"{name}.{key}[{inner!r}]", part
+
+
+def _held_by(thing: Any) -> dict[str, Any]:
     if is_dataclass(thing):
-        return [getattr(thing, field.name, None) for field in fields(thing)]
-    return vars(thing).values() if hasattr(thing, "__dict__") else ()
+        return {field.name: getattr(thing, field.name, None) for field in fields(thing)}
+    return attributes_of(thing)
 
 
 def _visited(items: Collection[Any]) -> Collection[Any]:
@@ -79,7 +145,7 @@ def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # no
     if isinstance(thing, (list, tuple, set, frozenset, deque)):
         return type(thing)(map_tensors(item, change) for item in thing)
     new = copy(thing)
-    names = [field.name for field in fields(thing)] if is_dataclass(thing) else list(vars(thing))
-    for name in names:
-        object.__setattr__(new, name, map_tensors(getattr(thing, name), change))
+    for name in _held_by(thing):
+        # Of the copy: its parts may refer to it.
+        object.__setattr__(new, name, map_tensors(getattr(new, name), change))
     return new

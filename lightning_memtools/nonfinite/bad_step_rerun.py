@@ -175,7 +175,7 @@ class BadStepRerun:
         except Exception as error:  # noqa: BLE001, see the class
             return CapsuleNote(note=f"could not be written: {type(error).__name__}: {error}")
         note = f"without {', '.join(written.left_out)}" if written.left_out else ""
-        return CapsuleNote(path, note, "; ".join(written.needs))
+        return CapsuleNote(path, note, "; ".join(written.needs), ", ".join(written.lacks))
 
     def _step_rerun(self) -> StepRerun:
         device = VirtualDevice.current()

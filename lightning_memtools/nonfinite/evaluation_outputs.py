@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memtools.memory.nested_tensors import named_tensors
 from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
-from lightning_memtools.nonfinite.tensor_names import named_tensors
 from lightning_memtools.reporting.loss_names import likely_losses
 
 _NEVER = 2**31 - 1

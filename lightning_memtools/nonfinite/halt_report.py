@@ -26,11 +26,13 @@ class CapsuleNote:
         path: The capsule; None if there is none.
         note: The reason why there is none, or what the capsule leaves out.
         needs: Says what has to be done before it can be replayed; empty if nothing.
+        lacks: Names what of the step's batch it does not hold; empty if nothing.
     """
 
     path: Path | None = None
     note: str = ""
     needs: str = ""
+    lacks: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,7 +199,14 @@ class HaltReport:
     def _next(self) -> str:
         if self.capsule.path is None:
             return self.diagnosis.advice
+        if self.capsule.lacks.startswith(("batch (", "the batch")):
+            return (
+                f"{self.diagnosis.advice} The capsule cannot replay the step, because it lacks {self.capsule.lacks}: a "
+                "file holds tensors, numbers, texts, containers of these and objects that keep them as attributes."
+            )
         needs = f" ({self.capsule.needs})" if self.capsule.needs else ""
+        if self.capsule.lacks:
+            needs += f", which works where the step does not use {self.capsule.lacks}"
         return f"{self.diagnosis.advice} Run the step again: memtools replay {quote(str(self.capsule.path))}{needs}"
 
     def console(self) -> str:

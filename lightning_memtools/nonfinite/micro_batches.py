@@ -14,11 +14,17 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_memtools._torch import is_in_memory, write_count_or_none
-from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of
-from lightning_memtools.nonfinite.tensor_names import named_tensors
-from lightning_memtools.state.random_state import NumpyStateReader, RandomState
+from lightning_memtools.state.random_state import (
+    GENERATORS,
+    NumpyStateReader,
+    PythonStateReader,
+    RandomState,
+    generator_state,
+    set_generator_state,
+)
 
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
@@ -36,6 +42,7 @@ class MicroBatch:
         steps_before: In manual optimization: the number of updates in this batch before this step began.
         resumed: The state after the last of those updates; None if there were none.
         changed: After it was moved to the host: the names of its tensors that had been written in place by then.
+        fetched: Where training_step takes its batches from `dataloader_iter` itself, so that `batch` is a list of them.
     """
 
     index: int
@@ -46,6 +53,54 @@ class MicroBatch:
     steps_before: int = 0
     resumed: BatchStart | None = None
     changed: tuple[str, ...] | None = None
+    fetched: list[FetchedBatch] | None = None
+
+    def note_fetched(self, batch: Any, index: int, loader_index: int) -> None:
+        """Note a batch that training_step has just taken from its iterator."""
+        if self.fetched is None:
+            self.index, self.batch, self.fetched = index, [], []
+        # Fetching may draw random numbers, and a rerun does not fetch.
+        self.fetched.append(FetchedBatch(index, loader_index, RandomState.now()))
+        if isinstance(self.batch, list):  # else it was released
+            self.batch.append(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedBatch:
+    """The place of a batch that training_step took from its iterator.
+
+    Attributes:
+        index: The batch index within the epoch.
+        loader_index: The index of the data loader.
+        random: The states of the random number generators when it had been fetched.
+    """
+
+    index: int
+    loader_index: int
+    random: RandomState
+
+
+class FetchedAgain(Iterator[Any]):
+    """Gives training_step the batches that it took from its iterator; stands for Lightning's iterator in a rerun.
+
+    Args:
+        batches: The batches.
+        fetched: Their places.
+    """
+
+    done = False
+
+    def __init__(self, batches: Sequence[Any], fetched: Sequence[FetchedBatch]) -> None:
+        self._left = list(zip(batches, fetched, strict=True))
+        self.fetched, self.length = 0, None
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if not self._left:
+            raise StopIteration
+        batch, place = self._left.pop(0)
+        self.fetched += 1
+        place.random.restore()
+        return batch, place.index, place.loader_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +212,26 @@ class BatchStart:
         versions: How often each tensor of the batch had been written in place, in the order of `named_tensors`.
         frozen: The names of the parameters that did not require gradients; None where that was not recorded. A GAN
             toggles them within its step.
+        generators: The states of the module's own random generators, as `attributes`.
     """
 
     random: RandomState
     attributes: Attributes
     versions: tuple[int, ...]
     frozen: frozenset[str] | None = None
+    generators: Attributes = field(default_factory=dict)
+
+    def restore(self, module: Module) -> None:
+        """Put all of it back in the module; parts of it that no longer exist are left out."""
+        restore_attributes(module, self.attributes)
+        restore_frozen(module, self.frozen)
+        parts = dict(module.named_modules())
+        for name, states in self.generators.items():
+            held = vars(parts[name]) if name in parts else {}
+            for key, state in states.items():
+                if generator_state(held.get(key)) is not None:
+                    set_generator_state(held[key], state)
+        self.random.restore()
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -181,7 +250,7 @@ class BatchStartRecorder:
     def __init__(self, module: Module) -> None:
         named = dict(module.named_parameters())
         self._names, self._parameters = list(named), list(named.values())
-        self._read_numpy = NumpyStateReader()
+        self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
         # torch's own modules keep no attribute that a step changes.
         self._written_by_users = [
             (name, vars(part), _n_of_every_module(vars(part)))
@@ -194,7 +263,16 @@ class BatchStartRecorder:
         attributes = {name: simple_items(held, skip=n) for name, held, n in self._written_by_users}
         required = list(map(_REQUIRES_GRAD, self._parameters))
         frozen = _NONE if all(required) else frozenset(compress(self._names, map(not_, required)))
-        return BatchStart(RandomState.now(self._read_numpy), attributes, versions_of(batch), frozen)
+        generators = {
+            name: states
+            for name, held, n in self._written_by_users
+            if (states := {
+                key: state
+                for key, value in islice(held.items(), n, None)
+                if type(value).__name__ in GENERATORS and (state := generator_state(value)) is not None
+            })
+        }  # fmt: skip
+        return BatchStart(RandomState.now(self._read_numpy, self._read_python), attributes, versions_of(batch), frozen, generators)
 
 
 def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from lightning_memtools._torch import COLLECTIVE_NAMESPACES, DispatchMode, buffers_of
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.bad_step import undivided_loss
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, restore_attributes, restore_frozen
+from lightning_memtools.nonfinite.micro_batches import FetchedAgain, MicroBatch
 from lightning_memtools.nonfinite.step_outcome import StepConditions, StepOutcome
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.trainer_stand_in import (
@@ -108,7 +108,7 @@ class StepRerun:
         if device.type != "cpu":
             torch.accelerator.synchronize()  # the copies were queued
         for micro in self.micro:
-            if micro.changed is not None:
+            if micro.changed is not None and micro.fetched is None:
                 micro.batch = map_tensors(micro.batch, lambda tensor: tensor.to(device))
 
     def __enter__(self) -> Self:
@@ -193,14 +193,13 @@ class StepRerun:
         """Run one batch; return whether the step ends within it."""
         module: Any = self.module
         if micro.start is not None:
-            restore_attributes(module, micro.start.attributes)
-            restore_frozen(module, micro.start.frozen)
-            micro.start.random.restore()
+            micro.start.restore(module)
         self._now, self._n_steps = micro, 0
-        _call(module, "on_train_batch_start", batch, micro.index)
+        _call(module, "on_train_batch_start", batch if micro.fetched is None else None, micro.index)
+        taken = batch if micro.fetched is None else FetchedAgain(batch, micro.fetched)
         try:
             with self.conditions.forward():
-                out = module.training_step(*accepted_arguments(module.training_step, batch, micro.index))
+                out = module.training_step(*accepted_arguments(module.training_step, taken, micro.index))
         except _StepIsOver:
             return True
         if not self.conditions.automatic:
@@ -240,8 +239,7 @@ class StepRerun:
         if self._n_steps == micro.steps_before and micro.resumed is not None:
             # The part before this ran with other weights than it had; from here on everything is as it was.
             self._losses.clear()
-            micro.resumed.random.restore()
-            restore_attributes(self.module, micro.resumed.attributes)
+            micro.resumed.restore(self.module)
             assert self._snapshot is not None
             self._put_buffers_back()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 from torch.nn import Module
+
+from lightning_memtools.memory.nested_tensors import named_tensors
 
 # Added to the names by torch.compile and older wrappers.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -34,21 +34,3 @@ def tensors_in_attributes(model: Module) -> Iterator[tuple[str, Tensor]]:
         for key, value in vars(part).items():
             if key not in of_every_module and not key.startswith("_"):
                 yield from named_tensors(value, f"{prefix}{key}")
-
-
-def named_tensors(collection: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested mappings, sequences and dataclasses, each with the expression that leads to it."""
-    if isinstance(collection, Tensor):
-        yield name, collection
-    elif isinstance(collection, Mapping):
-        for key, value in collection.items():
-            yield from named_tensors(value, f'{name}["{key}"]' if isinstance(key, str) else f"{name}[{key!r}]")
-    elif isinstance(collection, tuple) and hasattr(collection, "_fields"):
-        for key in collection._fields:
-            yield from named_tensors(getattr(collection, key), f"{name}.{key}")
-    elif isinstance(collection, Sequence) and not isinstance(collection, str | bytes):
-        for index, value in enumerate(collection):
-            yield from named_tensors(value, f"{name}[{index}]")
-    elif dataclasses.is_dataclass(collection) and not isinstance(collection, type):
-        for each in dataclasses.fields(collection):
-            yield from named_tensors(getattr(collection, each.name), f"{name}.{each.name}")

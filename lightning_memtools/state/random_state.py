@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import random
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,16 +35,19 @@ class RandomState:
     numpy: Any
 
     @classmethod
-    def now(cls, numpy_reader: NumpyStateReader | None = None) -> RandomState:
+    def now(
+        cls, numpy_reader: NumpyStateReader | None = None, python_reader: PythonStateReader | None = None
+    ) -> RandomState:
         """Read the state of every stream. Does not wait for the device.
 
         Args:
             numpy_reader: Reads NumPy's state, for a caller that asks again and again.
+            python_reader: Likewise.
         """
         cuda: Any = torch.cuda
         read_numpy = numpy_reader or NumpyStateReader()
         return cls(
-            python=random.getstate(),
+            python=random.getstate() if python_reader is None else python_reader(),
             torch_cpu=torch.get_rng_state(),
             # Asking for the state would initialise CUDA.
             cuda=cuda.get_rng_state_all() if cuda.is_initialized() else None,
@@ -111,6 +115,62 @@ class RandomState:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+GENERATORS = frozenset({"Generator", "Random", "RandomState"})
+"""The names of the classes of random generators of torch, Python and NumPy, which may not be imported."""
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a random generator of torch, Python or NumPy; None for any other object."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    name = type(generator).__name__
+    if name == "Generator" and hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state() if name == "RandomState" and hasattr(generator, "set_state") else None
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set a random generator to a state that `generator_state` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+class PythonStateReader:
+    """Reads the state of the module `random`; quickly as long as nobody draws from it.
+
+    Python makes 624 numbers of its state, which is most of the cost of a step's start for a small model. Its memory is
+    compared instead, where that is laid out as in CPython: position and numbers behind the head of the object.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = getattr(random.getstate, "__self__", None)
+        self._state = random.getstate()
+        self._memory = self._read()
+        numbers = self._state[1]
+        self._is_known = self._memory == struct.pack("=i624I", numbers[-1], *numbers[:-1])
+
+    def __call__(self) -> Any:
+        """Return the state."""
+        # What `gauss` keeps is in no memory that is compared.
+        if not self._is_known or self._generator.gauss_next is not None:
+            return random.getstate()
+        memory = self._read()
+        if memory != self._memory or self._state[2] is not None:
+            self._state, self._memory = random.getstate(), memory
+        return self._state
+
+    def _read(self) -> bytes:
+        if type(self._generator) is not random.Random or sys.implementation.name != "cpython":
+            return b""
+        return ctypes.string_at(id(self._generator) + object.__basicsize__, 4 * 625)
 
 
 class NumpyStateReader:

@@ -7,7 +7,6 @@ to the host, and writes everything back into the same objects.
 
 from __future__ import annotations
 
-import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -19,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memtools._torch import is_in_memory
-from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.memory.nested_tensors import slots_of
+from lightning_memtools.state.random_state import RandomState, generator_state, set_generator_state
 
 _IMMUTABLE = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type, torch.dtype, torch.device, torch.Size,
@@ -162,20 +162,10 @@ class StateSnapshot:
 
     def _record_generator(self, value: Any) -> bool:
         """Record the state of a random generator; returns False for any other object."""
-        if isinstance(value, torch.Generator):
-            state = value.get_state()
-            self._restorers.append(lambda: value.set_state(state))
-        elif isinstance(value, random.Random):
-            python_state = value.getstate()
-            self._restorers.append(lambda: value.setstate(python_state))
-        elif type(value).__name__ == "Generator" and hasattr(value, "bit_generator"):  # NumPy's
-            bits = value.bit_generator.state
-            self._restorers.append(lambda: setattr(value.bit_generator, "state", bits))
-        elif type(value).__name__ == "RandomState" and hasattr(value, "set_state"):  # NumPy's older one
-            legacy = value.get_state()
-            self._restorers.append(lambda: value.set_state(legacy))
-        else:
+        state = generator_state(value)
+        if state is None:
             return False
+        self._restorers.append(lambda: set_generator_state(value, state))
         return True
 
     def _record_array(self, array: Any) -> None:
@@ -194,8 +184,7 @@ class StateSnapshot:
         if isinstance(attributes, dict):
             self._recorded[id(attributes)] = attributes
             referred += self._record_dict(attributes)
-        names = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
-        slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        slots = slots_of(value)
         if slots:
             self._restorers.append(lambda: _set_slots(value, slots))
             referred += slots.values()
@@ -209,13 +198,6 @@ def _without_expansion(tensor: Tensor) -> Tensor:
         if stride == 0 and part.shape[dim] > 1:
             part = part.narrow(dim, 0, 1)
     return part
-
-
-def _slot_names(kind: type) -> list[str]:
-    slots = vars(kind).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    names = [f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") else name for name in names]
-    return [name for name in names if name not in {"__dict__", "__weakref__"}]
 
 
 def _set_slots(value: Any, slots: dict[str, Any]) -> None:

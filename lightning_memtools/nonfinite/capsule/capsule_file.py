@@ -66,10 +66,12 @@ class WrittenCapsule:
 
     Attributes:
         left_out: The names of the values that the capsule does not hold.
+        lacks: Those of them that are a batch or belong to one.
         needs: Says what has to be done before it can be replayed; empty if nothing.
     """
 
     left_out: Sequence[str]
+    lacks: Sequence[str]
     needs: Sequence[str]
 
 
@@ -83,8 +85,9 @@ def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> WrittenCapsul
         ValueError: It does not fit even without weights.
         OSError: It cannot be written.
     """
-    left_out: list[str] = []
-    saved = _contents(capsule, left_out)
+    left_out, lacks = list[str](), list[str]()
+    saved = _contents(capsule, left_out, lacks)
+    left_out += lacks
     parts = [("optimizers", "optimizer state"), ("weights", "weights and buffers")]
     droppable = [(part, what, n) for part, what in parts if (n := n_bytes_of(saved[part]))]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +99,7 @@ def write_capsule(capsule: Capsule, path: Path, max_bytes: int) -> WrittenCapsul
         part, what, dropped = droppable.pop(0)
         left_out.append(f"{what} ({format_size(dropped)}, for max_bytes)")
         saved[part] = None
-    return WrittenCapsule(left_out, saved["module"]["needs"])
+    return WrittenCapsule(left_out, lacks, saved["module"]["needs"])
 
 
 def _write_if_it_fits(saved: dict[str, Any], path: Path, max_bytes: int, about: dict[str, Any]) -> int:
@@ -149,8 +152,11 @@ def _about(capsule: Capsule, saved: Mapping[str, Any], left_out: Sequence[str]) 
     }
 
 
-def _contents(capsule: Capsule, left_out: list[str]) -> dict[str, Any]:
+def _contents(capsule: Capsule, left_out: list[str], lacks: list[str]) -> dict[str, Any]:
     module = capsule.module
+    held = [each for each in capsule.micro if each.batch is not None]
+    if not held:
+        lacks.append("the batch, which was no longer held")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     return {
         "version": VERSION,
@@ -164,7 +170,7 @@ def _contents(capsule: Capsule, left_out: list[str]) -> dict[str, Any]:
             "parameters": {plain_name(name): compact(each) for name, each in module.named_parameters()},
             "buffers": {plain_name(name): compact(each) for name, each in module.named_buffers()},
         },
-        "micro": [_micro(each, module, left_out) for each in capsule.micro if each.batch is not None],
+        "micro": [_micro(each, module, lacks) for each in held],
         "optimizers": [to_plain(each.state_dict(), [], "optimizer") for each in capsule.optimizers],
         "scaler": dict(capsule.scaler),
         "parameters": list(capsule.parameters),
@@ -206,13 +212,16 @@ def _attributes(attributes: Attributes) -> Attributes:
     return {plain_name(name): values for name, values in attributes.items() if values}
 
 
-def _micro(micro: MicroBatch, module: Module, left_out: list[str]) -> dict[str, Any]:
+def _micro(micro: MicroBatch, module: Module, lacks: list[str]) -> dict[str, Any]:
     return {
         "index": micro.index,
-        "batch": to_plain(micro.batch, left_out, "batch"),
+        "batch": to_plain(micro.batch, lacks, "batch"),
         "start": _start(micro.start, module),
         "steps_before": micro.steps_before,
         "resumed": _start(micro.resumed, module) if micro.steps_before else None,
+        "fetched": None
+        if micro.fetched is None
+        else [[each.index, each.loader_index, each.random.packed()] for each in micro.fetched],
     }
 
 
@@ -222,7 +231,12 @@ def _start(start: BatchStart | None, module: Module) -> dict[str, Any] | None:
     # Only where it is not what the capsule says of the module, because a step toggles it.
     is_other = start.frozen not in {None, frozenset(n for n, p in module.named_parameters() if not p.requires_grad)}
     frozen = sorted(map(plain_name, start.frozen or ())) if is_other else None
-    return {"random": start.random.packed(), "attributes": _attributes(start.attributes), "frozen": frozen}
+    return {
+        "random": start.random.packed(),
+        "attributes": _attributes(start.attributes),
+        "frozen": frozen,
+        "generators": to_plain({plain_name(name): each for name, each in start.generators.items()}, [], ""),
+    }
 
 
 class CapsuleError(RuntimeError):

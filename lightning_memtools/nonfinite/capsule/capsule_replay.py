@@ -25,7 +25,7 @@ from lightning_memtools.nonfinite.capsule.module_rebuild import Find, rebuilt
 from lightning_memtools.nonfinite.capsule.plain_values import LeftOut, dtype_named, from_plain
 from lightning_memtools.nonfinite.cause.explain import explain
 from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
-from lightning_memtools.nonfinite.micro_batches import BatchStart, MicroBatch, simple_items
+from lightning_memtools.nonfinite.micro_batches import BatchStart, FetchedBatch, MicroBatch, simple_items
 from lightning_memtools.nonfinite.step_outcome import TRAINER_FACTS, StepConditions, mismatches
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 from lightning_memtools.nonfinite.tensor_names import plain_name
@@ -159,6 +159,8 @@ def _replay(path: Path, model: Any, trusts: Callable[[str, str], bool]) -> Repla
         if saved["weights"] is None:
             doubts.append("The capsule holds no weights (max_bytes): the module's own were used.")
         micro = [_micro(each, module, device, find) for each in saved["micro"]]
+        if not micro:
+            raise CapsuleError(f"{path} lacks the batch of the step, which was no longer held when it was written.")
         optimizers, schedulers = configured_optimizers(module) if is_lightning_module(module) else ([], [])
         doubts += _load_optimizers(optimizers, saved["optimizers"], find)
         wanted = set(saved["parameters"])
@@ -217,17 +219,20 @@ def _micro(saved: Mapping[str, Any], module: nn.Module, device: torch.device, fi
         ) from error
     if isinstance(batch, LeftOut):
         raise CapsuleError(f"{batch.name} was left out of the capsule: only tensors and plain values can be held.")
-    moved = map_tensors(batch, lambda tensor: tensor.to(device))
+    fetched = saved.get("fetched")  # capsules of earlier versions do not have it
+    if fetched is not None:  # such a step moves its batches itself
+        fetched = [FetchedBatch(index, loader, RandomState.unpacked(random)) for index, loader, random in fetched]
     return MicroBatch(
         saved["index"],
-        moved,
-        start=_start(saved["start"], module),
+        batch if fetched is not None else map_tensors(batch, lambda tensor: tensor.to(device)),
+        start=_start(saved["start"], module, find),
         steps_before=saved["steps_before"],
-        resumed=_start(saved["resumed"], module),
+        resumed=_start(saved["resumed"], module, find),
+        fetched=fetched,
     )
 
 
-def _start(saved: Mapping[str, Any] | None, module: nn.Module) -> BatchStart | None:
+def _start(saved: Mapping[str, Any] | None, module: nn.Module, find: Find) -> BatchStart | None:
     if saved is None:
         return None
     names = {plain_name(name): name for name, _ in module.named_modules()}
@@ -236,7 +241,9 @@ def _start(saved: Mapping[str, Any] | None, module: nn.Module) -> BatchStart | N
     if frozen is not None:
         held = set(frozen)
         frozen = frozenset(name for name, _ in module.named_parameters() if plain_name(name) in held)
-    return BatchStart(RandomState.unpacked(saved["random"]), attributes, (), frozen)
+    generators = from_plain(saved["generators"], find) if "generators" in saved else {}
+    generators = {names[name]: states for name, states in generators.items() if name in names}
+    return BatchStart(RandomState.unpacked(saved["random"]), attributes, (), frozen, generators)
 
 
 def _load_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Any] | None, find: Find) -> list[str]:

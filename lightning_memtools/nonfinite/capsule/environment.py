@@ -10,12 +10,14 @@ import importlib.util
 import inspect
 import platform
 import sys
+from argparse import Namespace
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -147,6 +149,7 @@ class UntrustedCodeError(ImportError):
 _CONTAINERS = {
     "builtins:dict": dict, "builtins:list": list, "builtins:tuple": tuple, "builtins:set": set,
     "builtins:frozenset": frozenset, "collections:OrderedDict": OrderedDict, "collections:defaultdict": defaultdict,
+    "types:SimpleNamespace": SimpleNamespace, "argparse:Namespace": Namespace,
 }  # fmt: skip
 
 

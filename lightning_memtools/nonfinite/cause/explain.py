@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_memtools._torch import is_in_memory
+from lightning_memtools.memory.nested_tensors import named_tensors
 from lightning_memtools.nonfinite.cause.bad_value_roots import (
     UNKNOWN,
     BadValueRoot,
@@ -25,7 +26,7 @@ from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.micro_batches import bad_inputs
 from lightning_memtools.nonfinite.step_outcome import StepOutcome
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
-from lightning_memtools.nonfinite.tensor_names import named_tensors, plain_name, tensors_in_attributes
+from lightning_memtools.nonfinite.tensor_names import plain_name, tensors_in_attributes
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Explanation:

@@ -21,10 +21,9 @@ from lightning_memtools._torch import (
     operator_schema,
     tree_map_only,
 )
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, tensors_in
 from lightning_memtools.nonfinite.micro_batches import list_samples
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
-from lightning_memtools.nonfinite.tensor_names import named_tensors
 
 _NARROWER = {
     torch.float32: {torch.float16, torch.bfloat16},

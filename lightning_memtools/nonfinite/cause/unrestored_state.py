@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_memtools.nonfinite.tensor_names import plain_name
+from lightning_memtools.state.random_state import generator_state
 
 _MOST = 5  # of them, how many are named
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "lightning_memtools.")
@@ -39,7 +40,10 @@ def _in_attributes(module: Module) -> Iterator[str]:
             continue
         for key, value in vars(part).items():
             # Lightning keeps containers under private names, but neither iterators nor files.
-            if key not in known and (what := _changeable(value, containers=not key.startswith("_"))):
+            # The module's own random generators are put back.
+            if key in known or generator_state(value) is not None:
+                continue
+            if what := _changeable(value, containers=not key.startswith("_")):
                 yield f"attribute {plain_name(name)}.{key} ({what})" if name else f"attribute {key} ({what})"
 
 

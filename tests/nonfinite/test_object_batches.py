@@ -1,0 +1,281 @@
+"""Batches that are plain objects, that the step fetches itself, or that no file can hold; random generators of its own.
+
+Each is found, restored and replayed to the bit, or the report says what a capsule lacks.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memtools import CapsuleError, replay
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, tensors_in
+from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from tests.lightning_models import trainer
+
+# Lightning warns of such steps.
+pytestmark = pytest.mark.filterwarnings("ignore:.*`dataloader_iter`.*")
+BAD = 3
+
+
+class Store(MutableMapping[str, Any]):
+    """As PyTorch Geometric's: a mapping that knows the graph around it."""
+
+    def __init__(self, parent: Graph, values: dict[str, Any]) -> None:
+        self._mapping = values
+        self._parent = weakref.ref(parent)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._mapping[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._mapping[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._mapping[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+    def __copy__(self) -> Store:
+        new = object.__new__(Store)
+        vars(new).update(vars(self), _mapping=dict(self._mapping))
+        return new
+
+
+class Graph:
+    """As PyTorch Geometric's Data: attributes in a private store, can be called, knows how to move."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self)["_store"] = Store(self, values)
+        vars(self)["_kind"] = Store
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._store[name]
+
+    def __call__(self, *names: str) -> Iterator[tuple[str, Any]]:
+        return ((name, self._store[name]) for name in names)
+
+    def __copy__(self) -> Graph:
+        new = object.__new__(Graph)
+        vars(new).update(vars(self))
+        store = vars(self)["_store"].__copy__()
+        store._parent = weakref.ref(new)
+        vars(new)["_store"] = store
+        return new
+
+    def to(self, device: Any, **_: Any) -> Graph:
+        return map_tensors(self, lambda tensor: tensor.to(device))
+
+    @property
+    def n_nodes(self) -> int:
+        assert self._store._parent() is self
+        return len(self.x)
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("__hidden", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.__hidden = x.mean()
+
+    def to(self, device: Any, **_: Any) -> Slotted:
+        return Slotted(self.x.to(device))
+
+
+class OpenFile:
+    """Something that no file can hold: it does something when it is dropped."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __del__(self) -> None:
+        """As a handle that is closed."""
+
+
+class Net(L.LightningModule):
+    """Takes x out of a batch of any kind; log of 0 where a sample is all 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def x_of(self, batch: Any) -> Tensor:
+        x: Tensor = batch.x
+        return x
+
+    def training_step(self, batch: Any) -> Tensor:
+        x = self.x_of(batch)
+        return self.body(x).square().mean() - x.square().sum(1).log().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class GraphNet(Net):
+    def x_of(self, batch: Graph) -> Tensor:
+        assert batch.n_nodes == 8
+        x: Tensor = batch.x
+        return x
+
+
+class Fetches(Net):
+    """Takes two batches in each step, from the iterator."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:
+        (one, _, _), (two, _, _) = next(dataloader_iter), next(dataloader_iter)
+        return super().training_step(SimpleNamespace(x=torch.cat([one, two])))
+
+
+class OwnNumbers(Net):
+    """Draws from generators of its own; only what it drew tells which step is bad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch_numbers = torch.Generator().manual_seed(0)
+        self.python_numbers = random.Random(0)  # noqa: S311, noise
+        self.numpy_numbers = np.random.default_rng(0)
+
+    def x_of(self, batch: Tensor) -> Tensor:
+        noise = torch.randn(batch.shape, generator=self.torch_numbers)
+        one = float(self.numpy_numbers.uniform()) + self.python_numbers.random()
+        return (batch.abs() + noise.abs() + one) * (batch != 0)
+
+
+class WithNoise(Dataset[Tensor]):
+    """Draws random numbers while a batch is fetched, within the step."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(4) + 1 if index != BAD * 16 + 9 else torch.zeros(4) * torch.rand(4)
+
+
+def rows(n: int = 6) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(8, 4, generator=generator) for _ in range(n)]
+    made[BAD][2] = 0
+    return made
+
+
+def graphs() -> list[Graph]:
+    edges = torch.zeros(2, 5, dtype=torch.long)
+    return [Graph(x=x, edge_index=edges, name="g") for x in rows()]
+
+
+def loader(batches: Any) -> Any:
+    return DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
+
+
+CASES: dict[str, tuple[type[Net], Any]] = {
+    "graph": (GraphNet, lambda: loader(graphs())),
+    "slots": (Net, lambda: loader([Slotted(x) for x in rows()])),
+    "namespace": (Net, lambda: loader([SimpleNamespace(x=x) for x in rows()])),
+    "fetched": (Fetches, lambda: DataLoader(WithNoise(), batch_size=8)),
+    "generators": (OwnNumbers, lambda: loader(rows())),
+}
+
+
+def halted(make: type[Net], batches: Any, root: Path) -> NonFiniteError:
+    L.seed_everything(0, verbose=False)
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(root, HaltOnNaN(directory=str(root / "out")), logger=False).fit(make(), batches)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_on_such_a_batch_is_explained_and_replayed_to_the_bit(name: str, tmp_path: Path) -> None:
+    make, batches = CASES[name]
+    error = halted(make, batches(), tmp_path)
+    assert error.batch_idx == (2 * BAD if name == "fetched" else BAD)
+    assert error.explanation is not None, str(error)
+    assert (error.explanation.operation, error.explanation.cause) == ("aten.log", NonFiniteCause.DOMAIN)
+    assert "the same bit for bit" in str(error)
+    assert "memtools replay" in str(error)
+    random.seed(1)
+    torch.manual_seed(1)
+    again = replay(error.capsule_path or "", model=make())
+    assert again.exact, again.summary()
+    assert again.mismatches == ()
+    assert again.doubts == ()
+
+
+def test_the_tensors_of_such_a_batch_are_named_as_a_person_writes_them() -> None:
+    graph = graphs()[0]
+    assert [name for name, _ in named_tensors(graph, "batch")] == ["batch.x", "batch.edge_index"]
+    assert next(named_tensors(SimpleNamespace(a=[graph]), "batch"))[0] == "batch.a[0].x"
+    assert [name for name, _ in named_tensors(Slotted(torch.ones(1)), "batch")] == ["batch._Slotted__hidden", "batch.x"]
+    copied = map_tensors(graph, lambda tensor: tensor + 1)
+    assert copied.n_nodes == 8, "its store belongs to the copy"
+    assert torch.equal(copied.x, graph.x + 1)
+
+
+def test_an_object_that_refers_to_itself_ends() -> None:
+    ring = SimpleNamespace(x=torch.ones(1))
+    ring.self = [ring]
+    assert [name for name, _ in named_tensors(ring, "batch")] == ["batch.x"]
+    assert len(list(tensors_in(ring))) == 1
+
+
+def test_dirty_data_in_an_object_is_found_there(tmp_path: Path) -> None:
+    made = rows()
+    made[BAD][2] = torch.nan
+    error = halted(GraphNet, loader([Graph(x=x) for x in made]), tmp_path)
+    assert error.cause == NonFiniteCause.DIRTY_DATA
+    assert f"batch.x of batch {BAD} holds 4 NaN in 32 elements, in sample 2" in str(error)
+
+
+def test_the_report_says_that_a_batch_is_in_no_file(tmp_path: Path) -> None:
+    error = halted(Net, loader([OpenFile(x) for x in rows()]), tmp_path)
+    assert error.explanation is not None, "here it can be run again"
+    assert error.explanation.operation == "aten.log"
+    assert "memtools replay" not in str(error)
+    assert "it lacks batch (a OpenFile)" in str(error)
+    with pytest.raises(CapsuleError, match="batch, a OpenFile, was left out"):
+        replay(error.capsule_path or "", model=Net())
+
+
+def test_the_report_says_what_of_a_batch_is_in_no_file(tmp_path: Path) -> None:
+    batches = loader([SimpleNamespace(x=x, source=open(__file__)) for x in rows()])  # noqa: PTH123, SIM115, a handle
+    error = halted(Net, batches, tmp_path)
+    for batch in batches.dataset:
+        batch.source.close()
+    assert "which works where the step does not use batch.source (a TextIOWrapper)" in str(error)
+    assert replay(error.capsule_path or "", model=Net()).exact
+
+
+def test_objects_of_pythons_own_classes_are_not_made_from_a_capsule(tmp_path: Path) -> None:
+    error = halted(Net, loader([SimpleNamespace(x=x) for x in rows()]), tmp_path)
+    saved = torch.load(error.capsule_path or "", weights_only=True)
+    for kind in ("subprocess:Popen", "importlib.util:_LazyModule", "torch.nn:Linear", f"{__name__}:OpenFile"):
+        saved["micro"][0]["batch"] |= {"class": kind, "bases": []}
+        torch.save(saved, tmp_path / "crafted.pt")
+        with pytest.raises(CapsuleError, match="no class whose objects a capsule may hold"):
+            replay(tmp_path / "crafted.pt", model=Net())
+    inner = {"_kind": "class", "class": "subprocess:Popen"}
+    saved["micro"][0]["batch"] |= {"class": f"{__name__}:Slotted", "attributes": {"x": inner}}
+    torch.save(saved, tmp_path / "crafted.pt")
+    with pytest.raises(CapsuleError, match="of another package"):
+        replay(tmp_path / "crafted.pt", model=Net())
