@@ -55,12 +55,20 @@ class MicroBatch:
     changed: tuple[str, ...] | None = None
     fetched: list[FetchedBatch] | None = None
 
+    def written_in_place(self) -> tuple[str, ...]:
+        """Return the names of the batch's tensors that were written since it was taken, as far as that is known."""
+        if self.changed is not None:
+            return self.changed
+        if self.fetched is not None:
+            return tuple(changed_in_place(self.batch, tuple(n for each in self.fetched for n in each.versions)))
+        return tuple(changed_in_place(self.batch, self.start.versions)) if isinstance(self.start, BatchStart) else ()
+
     def note_fetched(self, batch: Any, index: int, loader_index: int) -> None:
         """Note a batch that training_step has just taken from its iterator."""
         if self.fetched is None:
             self.index, self.batch, self.fetched = index, [], []
         # Fetching may draw random numbers, and a rerun does not fetch.
-        self.fetched.append(FetchedBatch(index, loader_index, RandomState.now()))
+        self.fetched.append(FetchedBatch(index, loader_index, RandomState.now(), versions_of(batch)))
         if isinstance(self.batch, list):  # else it was released
             self.batch.append(batch)
 
@@ -73,11 +81,13 @@ class FetchedBatch:
         index: The batch index within the epoch.
         loader_index: The index of the data loader.
         random: The states of the random number generators when it had been fetched.
+        versions: As in `BatchStart`.
     """
 
     index: int
     loader_index: int
     random: RandomState
+    versions: tuple[int, ...] = ()
 
 
 class FetchedAgain(Iterator[Any]):
@@ -272,7 +282,8 @@ class BatchStartRecorder:
                 if type(value).__name__ in GENERATORS and (state := generator_state(value)) is not None
             })
         }  # fmt: skip
-        return BatchStart(RandomState.now(self._read_numpy, self._read_python), attributes, versions_of(batch), frozen, generators)
+        random = RandomState.now(self._read_numpy, self._read_python)
+        return BatchStart(random, attributes, versions_of(batch), frozen, generators)
 
 
 def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:
@@ -325,8 +336,7 @@ def changed_in_place(batch: Any, versions: tuple[int, ...]) -> Iterator[str]:
 
 def move_to_host(micro: MicroBatch) -> None:
     """Replace the batch's tensors by copies on the host. On a GPU the copy is queued, and the host does not wait."""
-    versions = versions_of(micro.batch) if micro.start is None else micro.start.versions
-    micro.changed = tuple(changed_in_place(micro.batch, versions))
+    micro.changed = micro.written_in_place()
     micro.batch = map_tensors(micro.batch, _on_host)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_memtools._torch import is_in_memory
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
-from lightning_memtools.nonfinite.micro_batches import BatchStart, MicroBatch, changed_in_place, in_batch, simple_items
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, in_batch, simple_items
 
 # The attributes that a step may ask its Trainer for, and that plain values can answer.
 TRAINER_FACTS = (
@@ -95,11 +95,11 @@ def doubts_about(micro: Sequence[MicroBatch], unrestored: Sequence[str]) -> list
     if gone:
         doubts.append(f"Batch {', '.join(gone)} of the accumulation was no longer held: the rerun leaves it out.")
     for each in micro:
-        if each.batch is None or not isinstance(each.start, BatchStart):
+        if each.batch is None:
             continue
         doubts += [
             f"{in_batch(name, each.index)} was changed in place by the step: a rerun begins with the changed values."
-            for name in (changed_in_place(each.batch, each.start.versions) if each.changed is None else each.changed)
+            for name in each.written_in_place()
         ]
     if unrestored:
         doubts.append(f"{', '.join(unrestored)} could not be restored to its values before the step.")
