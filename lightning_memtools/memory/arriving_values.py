@@ -63,6 +63,9 @@ class ArrivingValues(Generic[Note]):
                 first.copied.synchronize()
             yield first.values if isinstance(first.values, list) else first.values.tolist(), first.note
 
+    def __len__(self) -> int:
+        return len(self._pending)
+
     def notes(self) -> list[Note]:
         """Return the notes of the values that were not received yet, oldest first."""
         return [pending.note for pending in self._pending]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class BufferKeeper:
         self._module = module
         self._copies: list[_BufferCopies] | None = None
         self._released: list[_BufferSlot] = []
-        self._owners = [(part, buffers_of(part)) for part in module.modules()]
+        self._held = [buffers_of(part) for part in module.modules()]
         self._entries: list[tuple[dict[str, Tensor | None], dict[str, bool]]] = []
         self._n_entries = -1
         self._forward = ForwardWrites(module) if all_state else None
@@ -140,6 +141,8 @@ class BufferKeeper:
         if self._forward is None:
             return ()
         new, trained = self._forward.new_writes(updated, goes_on=goes_on)
+        if not new:
+            return tuple(trained)
         # A tensor that an attribute no longer holds, and that nobody wrote, is still as it was.
         written = [slot for slot in new if write_count(slot.tensor) != slot.version or slot.look() is slot.tensor]
         for slots in _by_kind(new):
@@ -148,10 +151,8 @@ class BufferKeeper:
 
     def _keep(self, unless: Tensor | None) -> None:
         if self._copies is None or self._has_other_buffers() or not all(copies.fits() for copies in self._copies):
-            self._entries = [
-                (held, {key: each is None for key, each in held.items()}) for _, held in self._owners if held
-            ]
-            self._n_entries = sum(len(held) for _, held in self._owners)
+            self._entries = [(held, {key: each is None for key, each in held.items()}) for held in self._held if held]
+            self._n_entries = sum(map(len, self._held))
             known = [] if self._forward is None else self._forward.known
             for slot in known:
                 slot.see()
@@ -181,7 +182,7 @@ class BufferKeeper:
 
     def _has_other_buffers(self) -> bool:
         """Return whether a module has registered a buffer since, or set one that was None."""
-        if sum(len(held) for _, held in self._owners) != self._n_entries:
+        if sum(map(len, self._held)) != self._n_entries:
             return True
         return any(
             held[key] is not None for held, empty in self._entries for key, was_none in empty.items() if was_none
@@ -190,7 +191,7 @@ class BufferKeeper:
     def _remove_new(self) -> None:
         """Remove the buffers that a module registered since, and set those to None that were None."""
         known = {id(held): empty for held, empty in self._entries}
-        for _, held in self._owners:
+        for held in self._held:
             empty = known.get(id(held), {})
             for key in [key for key in held if key not in empty]:
                 del held[key]
@@ -213,6 +214,9 @@ class BufferKeeper:
             self._copies = [*(self._copies or ()), _BufferCopies([place])]
 
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
 class ForwardWrites:
     """Finds the parameters and tensor attributes that forward passes write, by what counts a tensor's writes.
 
@@ -232,6 +236,7 @@ class ForwardWrites:
         self._known: set[tuple[int, str]] = set()
         self._slots: list[_BufferSlot] = []
         self._parameters: list[Tensor] = []
+        self._is_complete = False
         self._writes: list[int] = []
         self._addresses: dict[int, int] = {}
         self._held = [
@@ -246,13 +251,16 @@ class ForwardWrites:
         """Note how often each tensor was written until now. `of_batch`: no update is about to be made."""
         if of_batch:
             self._ignored.clear()
-        if not self._parameters or any(map(is_lazy, self._parameters)):
+        if not self._is_complete:
             self._list_parameters()
         self._writes = list(map(WRITE_COUNT, self._parameters))
-        self._addresses = {i: p.data_ptr() for i, p in enumerate(self._parameters) if not p.requires_grad}
+        self._addresses = {}
+        if not all(map(_REQUIRES_GRAD, self._parameters)):
+            self._addresses = {i: p.data_ptr() for i, p in enumerate(self._parameters) if not p.requires_grad}
         self._attributes = [
             _BufferSlot(held, key, name.format(key), value, write_count(value))
             for name, held, n in self._held
+            if Tensor in map(type, held.values())  # most modules have none
             for key, value in islice(held.items(), n, None)
             # What has a graph or is large is kept for someone to look at: holding it would cost memory.
             if type(value) is Tensor and not value.requires_grad and _n_bytes(value) <= LARGE_BYTES
@@ -265,6 +273,9 @@ class ForwardWrites:
         The latter are not copied; arguments as in `note_writes`.
         """
         now = list(map(WRITE_COUNT, self._parameters))
+        if now == self._writes and not self._addresses and not self._attributes:
+            self._ignored.update(map(id, updated) if goes_on else ())
+            return [], []
         indices = (
             [i for i, (a, b) in enumerate(zip(now, self._writes, strict=True)) if a != b] if now != self._writes else []
         )
@@ -290,6 +301,7 @@ class ForwardWrites:
             if type(p) is Parameter and not is_lazy(p) and not p.is_inference() and p.layout == torch.strided
         ]
         self._parameters = [slot.tensor for slot in self._slots]
+        self._is_complete = not any(map(is_lazy, self._module.parameters()))
 
 
 def _places(module: Module) -> list[_BufferSlot]:

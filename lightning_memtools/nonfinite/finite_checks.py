@@ -97,6 +97,7 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
 
 # Below this, the time is that of starting kernels, which one call does for all.
 _FEW_ELEMENTS = 2**20
+_FEW_TENSORS = 64
 
 
 def _norms_of_one_kind(tensors: Sequence[Tensor], *, exact: bool) -> Sequence[Tensor]:
@@ -144,7 +145,10 @@ def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> l
     if not gradients or gradients[0].device.type != "cpu" or len(set(map(_PLACE, gradients))) > 1:
         numbers = measure(gradients, losses)
         return None if numbers is None else numbers.tolist()
-    norms = torch.stack(norms_of(gradients)).tolist()  # on the CPU, reading is cheaper than computing with tensors
+    with torch.no_grad():
+        found = _norms_of_one_kind(gradients, exact=False)
+    # On the CPU, reading a number costs less than computing with a tensor.
+    norms = list(map(float, found)) if len(found) < _FEW_TENSORS else torch.stack(list(found)).tolist()
     return [math.hypot(*norms), *map(float, losses), *norms]
 
 

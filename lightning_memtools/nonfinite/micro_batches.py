@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import compress, islice
-from operator import attrgetter, not_
+from operator import attrgetter, is_, not_
 from typing import Any
 
 import torch
@@ -263,27 +263,58 @@ class BatchStartRecorder:
         self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
         # torch's own modules keep no attribute that a step changes.
         self._written_by_users = [
-            (name, vars(part), _n_of_every_module(vars(part)))
+            _AttributeReader(name, vars(part))
             for name, part in module.named_modules()
             if not type(part).__module__.startswith("torch.")
         ]
 
     def record(self, batch: Any) -> BatchStart:
         """Return the present state."""
-        attributes = {name: simple_items(held, skip=n) for name, held, n in self._written_by_users}
+        attributes, generators = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
+        for each in self._written_by_users:
+            attributes[each.name] = each.simple()
+            if each.generators:
+                generators[each.name] = {key: generator_state(each.held.get(key)) for key in each.generators}
         required = list(map(_REQUIRES_GRAD, self._parameters))
         frozen = _NONE if all(required) else frozenset(compress(self._names, map(not_, required)))
-        generators = {
-            name: states
-            for name, held, n in self._written_by_users
-            if (states := {
-                key: state
-                for key, value in islice(held.items(), n, None)
-                if type(value).__name__ in GENERATORS and (state := generator_state(value)) is not None
-            })
-        }  # fmt: skip
         random = RandomState.now(self._read_numpy, self._read_python)
         return BatchStart(random, attributes, versions_of(batch), frozen, generators)
+
+
+class _AttributeReader:
+    """Reads a module's attributes of simple types; quickly as long as none of its attributes changes.
+
+    Args:
+        name: The module's name.
+        held: Its attributes.
+
+    Attributes:
+        name: The same.
+        held: The same.
+        generators: The names of its random generators when `simple` was called.
+    """
+
+    def __init__(self, name: str, held: dict[str, Any]) -> None:
+        self.name, self.held = name, held
+        self.generators: list[str] = []
+        self._names: list[str] = []
+        self._kinds: list[type] = []
+        self._known: dict[str, Any] = {}
+
+    def simple(self) -> dict[str, Any]:
+        """Return the attributes of simple types: name to value."""
+        names, kinds = list(self.held), list(map(type, self.held.values()))
+        # Only simple values are held here: they are compared by identity, so that none must be asked for its equal.
+        is_same = names == self._names and kinds == self._kinds
+        if not is_same or not all(map(is_, map(self.held.get, self._known), self._known.values())):
+            self._names, self._kinds = names, kinds
+            self._known = simple_items(self.held, skip=_n_of_every_module(self.held))
+            self.generators = [
+                key
+                for key, value in self.held.items()
+                if type(value).__name__ in GENERATORS and generator_state(value) is not None
+            ]
+        return self._known
 
 
 def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:

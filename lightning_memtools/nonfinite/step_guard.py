@@ -165,14 +165,15 @@ class StepGuard:
         """
         step, self._updated = self._updated, None
         if step is not None:
-            weights = [p.detach() for p in step.parameters]
-            if weights[0].device.type == "cpu":
-                self._weights.send(measure_and_read(weights, []) or [], step)
-            elif (numbers := measure(weights, [])) is not None:
+            if step.parameters[0].device.type == "cpu":
+                norm, *_ = measure_and_read(step.parameters, []) or [0.0]
+                if not math.isfinite(norm):
+                    self._weights.send([norm], step)
+            elif (numbers := measure(step.parameters, [])) is not None:
                 # The answer comes one step later; by then the batch is gone.
                 without = [replace(micro, batch=None) for micro in step.micro]
                 self._weights.send(numbers, replace(step, micro=without))
-        for (norm, *_), updated in self._weights.receive():
+        for (norm, *_), updated in self._weights.receive() if self._weights else ():
             if math.isfinite(norm) or updated.optimizer is None:
                 continue
             if (earlier := self.drain()) is not None:

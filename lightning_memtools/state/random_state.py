@@ -185,6 +185,8 @@ class NumpyStateReader:
         self._state: Any = None
         self._memory = b""
         self._moves = False
+        self._generator: Any = None
+        self._address = 0
 
     def __call__(self) -> Any:
         """Return the state; None as long as NumPy is not imported."""
@@ -193,22 +195,23 @@ class NumpyStateReader:
             return None
         if self._moves:
             return numpy.random.get_state()
-        memory = _numpy_memory(numpy)
+        memory = self._read(numpy)
         if self._state is None or memory != self._memory:
             self._moves = not memory or self._state is not None
             self._state, self._memory = numpy.random.get_state(), memory
             self._moves = self._moves or bool(self._state[3])
         return self._state
 
-
-def _numpy_memory(numpy: Any) -> bytes:
-    """Return the bytes of NumPy's global generator; none if it cannot be told where they are."""
-    get_bit_generator = getattr(numpy.random, "get_bit_generator", None)  # NumPy 1.24
-    generator: Any = None if get_bit_generator is None else get_bit_generator()
-    if type(generator).__name__ != "MT19937":
-        return b""
-    # 624 numbers and the position in them, each of 4 bytes.
-    return ctypes.string_at(generator.ctypes.state_address, 4 * 625)
+    def _read(self, numpy: Any) -> bytes:
+        """Return the bytes of NumPy's global generator; none if it cannot be told where they are."""
+        get_bit_generator = getattr(numpy.random, "get_bit_generator", None)  # NumPy 1.24
+        generator: Any = None if get_bit_generator is None else get_bit_generator()
+        if type(generator).__name__ != "MT19937":
+            return b""
+        if generator is not self._generator:
+            self._generator, self._address = generator, generator.ctypes.state_address
+        # 624 numbers and the position in them, each of 4 bytes.
+        return ctypes.string_at(self._address, 4 * 625)
 
 
 @contextmanager
