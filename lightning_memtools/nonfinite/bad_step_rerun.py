@@ -17,6 +17,7 @@ from lightning_memtools.nonfinite.capsule.capsule_file import Capsule, write_cap
 from lightning_memtools.nonfinite.cause.explain import explain
 from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.diagnosis import what_grew
+from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_before_nan
 from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
 from lightning_memtools.nonfinite.halt_report import CapsuleNote
 from lightning_memtools.nonfinite.step_outcome import (
@@ -120,9 +121,16 @@ class BadStepRerun:
         self._has_run = self._is_bad = False
         self._restored = restored
         self._written: tuple[str, ...] = ()
+        self._says_nothing = False
+        self._values: EarlierValues | None = None
 
-    def findings(self, *, explains: bool) -> RankFindings:
-        """Run the step again, and find out what made it bad."""
+    def findings(self, *, explains: bool, keeps: bool) -> RankFindings:
+        """Run the step again, and find out what made it bad.
+
+        Args:
+            explains: Whether to look for the cause.
+            keeps: Whether the step will be written to a file, with which a replay is to be compared.
+        """
         rank = self._evidence.rank
         if all(micro.batch is None for micro in self._micro):
             return RankFindings(rank, None, "not sought: the batch was no longer held")
@@ -132,6 +140,8 @@ class BadStepRerun:
                 plain = rerun.run()
                 self._note_writes(before)
                 self._compare(plain)
+                if keeps and self._is_bad:
+                    self._values = values_before_nan(rerun)
                 if not explains:
                     return RankFindings(
                         rank, None, "not asked for (explain=False)", self._again(), self._is_bad, self._written
@@ -168,6 +178,7 @@ class BadStepRerun:
             digests_of=self._digests_of,
             doubts=self._doubts,
             about=about,
+            values=self._values,
             explanation=None if explanation is None else {**asdict(explanation), "cause": explanation.cause.value},
         )
         try:
@@ -203,11 +214,13 @@ class BadStepRerun:
             return ""
         if self._explanation is not None and self._explanation.cause is NonFiniteCause.NOT_REPRODUCIBLE:
             return ""
+        if self._says_nothing and not self._doubts:
+            return "losses and gradients are NaN or Inf as in the step, which has no finite one to compare with."
         compared = "losses and gradients" if self._digests_of == "step" else "losses"
         return " ".join(self._doubts) or f"{compared} are the same bit for bit."
 
     def _compare(self, plain: StepOutcome) -> None:
-        self._has_run, self._is_bad = True, not plain.is_finite
+        self._has_run, self._is_bad, self._says_nothing = True, not plain.is_finite, says_nothing(plain)
         found = mismatches(self._bad_step.losses, self._digests, plain)
         if not self._digests:
             self._digests, self._digests_of = digests_of(plain.gradients), "replay"

@@ -251,7 +251,10 @@ class HaltSession:
                 rerun = BadStepRerun(
                     self._run, bad_step, evidence, tuple(self.guard.history), self.guard.written_and_restored()
                 )
-                mine = rerun.findings(explains=options.explain and not bad_step.update)
+                mine = rerun.findings(
+                    explains=options.explain and not bad_step.update,
+                    keeps=options.capsule and self._actions.directory is not None,
+                )
                 if bad_step.update:
                     mine = replace(mine, note="not sought: forward and backward were finite")
             except Exception as error:  # noqa: BLE001, it must neither hide the halt nor leave the other ranks waiting

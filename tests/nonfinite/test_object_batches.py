@@ -218,6 +218,7 @@ def test_a_step_on_such_a_batch_is_explained_and_replayed_to_the_bit(name: str, 
     torch.manual_seed(1)
     again = replay(error.capsule_path or "", model=make())
     assert again.exact, again.summary()
+    assert again.n_values > 10
     assert again.mismatches == ()
     assert again.doubts == ()
 

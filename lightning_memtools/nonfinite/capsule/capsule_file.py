@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.nonfinite.capsule.environment import machine_now, needs_of, origin_now, switches_now
 from lightning_memtools.nonfinite.capsule.plain_values import compact, n_bytes_of, to_plain
+from lightning_memtools.nonfinite.earlier_values import EarlierValues
 from lightning_memtools.nonfinite.micro_batches import Attributes, BatchStart, MicroBatch, simple_items
 from lightning_memtools.nonfinite.step_outcome import StepConditions
 from lightning_memtools.nonfinite.tensor_names import plain_name, tensors_in_attributes
@@ -42,6 +43,7 @@ class Capsule:
             existed or were shared by the ranks.
         doubts: The reasons why a replay may differ, one sentence each.
         about: Plain values to add to the JSON file.
+        values: What the step computes before its first NaN; None if it was not run again.
         explanation: The fields of the explanation, as plain values; None without one.
     """
 
@@ -57,6 +59,7 @@ class Capsule:
     digests_of: str
     doubts: Sequence[str]
     about: Mapping[str, Any]
+    values: EarlierValues | None
     explanation: Mapping[str, Any] | None
 
 
@@ -178,6 +181,12 @@ def _contents(capsule: Capsule, left_out: list[str], lacks: list[str]) -> dict[s
         "digests": dict(capsule.digests),
         "digests_of": capsule.digests_of,
         "doubts": list(capsule.doubts),
+        "values": None
+        if capsule.values is None
+        else {
+            "operations": list(capsule.values.operations),
+            "digests": torch.tensor(capsule.values.digests, dtype=torch.int64),
+        },
         "explanation": None if capsule.explanation is None else to_plain(dict(capsule.explanation), [], ""),
     }
 

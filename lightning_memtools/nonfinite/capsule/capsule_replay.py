@@ -25,6 +25,7 @@ from lightning_memtools.nonfinite.capsule.module_rebuild import Find, rebuilt
 from lightning_memtools.nonfinite.capsule.plain_values import LeftOut, dtype_named, from_plain
 from lightning_memtools.nonfinite.cause.explain import explain
 from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
+from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_before_nan
 from lightning_memtools.nonfinite.micro_batches import BatchStart, FetchedBatch, MicroBatch, simple_items
 from lightning_memtools.nonfinite.step_outcome import TRAINER_FACTS, StepConditions, mismatches
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
@@ -51,6 +52,9 @@ class Replay:
         doubts: The reasons why it may not be exact, one sentence each.
         gradients_of: The run whose gradients were compared: ``"step"``, or ``"replay"`` for the rerun in the training
             process.
+        n_values: The number of operations before the first NaN whose outputs were compared with those of the rerun in
+            the training process.
+        says_nothing: Whether no loss and no gradient holds a finite number to compare.
         explanation: The operation that made the first bad value; None where that was not found.
         model: The module, as it was when the step began.
         batches: The batches of the step.
@@ -66,30 +70,42 @@ class Replay:
     changed: tuple[str, ...]
     doubts: tuple[str, ...]
     gradients_of: str
+    n_values: int
+    says_nothing: bool
     explanation: Explanation | None
     model: nn.Module
     batches: tuple[Any, ...]
 
     @property
     def exact(self) -> bool:
-        """True if losses and gradients are the same in every bit."""
-        return not self.mismatches
+        """True if losses, gradients and what was computed before the first NaN are the same in every bit.
+
+        False where there was nothing to compare: all losses and gradients are NaN or Inf, and so are any others.
+        """
+        return not self.mismatches and (self.n_values > 0 or not self.says_nothing)
 
     def summary(self) -> str:
         """Return the result as text for people."""
         lines = [f"Step {self.step} of {self.path}, run again.", f"Losses: {' '.join(f'{x:.6g}' for x in self.losses)}"]
         bad = [name for name, gradient in self.gradients.items() if not bool(torch.isfinite(_dense(gradient)).all())]
         lines.append(f"Gradients: {len(self.gradients)}, of which {len(bad)} hold NaN or Inf")
-        if self.exact:
+        if self.exact and self.says_nothing:
+            lines.append(
+                f"Bit for bit the same as in the training process: the outputs of {self.n_values} operations before "
+                "the first NaN. Losses and gradients hold no finite number to compare."
+            )
+        elif self.exact:
             of = "" if self.gradients_of == "step" else ", these as replayed in the training process"
             lines.append(f"Bit for bit the same as in the step: losses and gradients{of}.")
+        elif not self.mismatches:
+            lines.append("Losses and gradients hold no finite number to compare with those of the step.")
         else:
             lines += ["Not the same as in the step:", *(f"- {each}" for each in self.mismatches)]
             if self.changed:
                 lines.append(f"The code has changed since: {', '.join(self.changed)}.")
         if self.differences:
             lines.append(f"This machine is another: {'; '.join(self.differences)}.")
-        elif not self.exact:
+        elif self.mismatches:
             lines.append(f"Machine and versions are the same{'' if self.changed else ', and so is the code'}.")
         lines += [f"Note: {doubt}" for doubt in self.doubts]
         if self.explanation is not None:
@@ -176,9 +192,15 @@ def _replay(path: Path, model: Any, trusts: Callable[[str, str], bool]) -> Repla
             with rerun:
                 outcome = rerun.run()
                 losses = tuple(float(loss) for loss in outcome.losses)
+                nothing = says_nothing(outcome)
                 gradients = {name: gradient.clone() for name, gradient in outcome.gradients.items()}
                 found = mismatches(saved["losses"], saved["digests"], outcome)
-                changed = changed_since(saved["origin"])
+                changed, n_values = changed_since(saved["origin"]), 0
+                values = _earlier_values(saved)
+                if values is not None and not outcome.is_finite:
+                    n_values = values.n_compared
+                    difference = values.difference(values_before_nan(rerun))
+                    found += [difference] if difference else []
                 explanation = _explanation(saved, find)
                 # The explanation from then does not hold for code that has changed since.
                 if not outcome.is_finite and (explanation is None or (changed and found)):
@@ -196,6 +218,8 @@ def _replay(path: Path, model: Any, trusts: Callable[[str, str], bool]) -> Repla
         changed=tuple(changed),
         doubts=tuple(doubts),
         gradients_of=saved["digests_of"],
+        n_values=n_values,
+        says_nothing=nothing,
         explanation=explanation,
         model=module,
         batches=tuple(each.batch for each in micro),
@@ -256,6 +280,11 @@ def _load_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Any] | Non
     except (ValueError, KeyError) as error:
         return [f"The optimizers' state could not be loaded ({error}): the step sees fresh optimizers."]
     return []
+
+
+def _earlier_values(saved: Mapping[str, Any]) -> EarlierValues | None:
+    held = saved.get("values")  # capsules of earlier versions do not have it
+    return None if held is None else EarlierValues(tuple(held["operations"]), tuple(held["digests"].tolist()))
 
 
 def _explanation(saved: Mapping[str, Any], find: Find) -> Explanation | None:

@@ -1,0 +1,106 @@
+"""Digests of the values that a step computes before its first NaN: they show whether a rerun is the same step.
+
+Where the loss and all gradients are NaN, comparing these says nothing: one NaN equals another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memtools._torch import DispatchMode, operator_schema
+from lightning_memtools.memory.fingerprints import fingerprint
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.nonfinite.causes import public_name
+from lightning_memtools.nonfinite.finite_checks import floats_of
+from lightning_memtools.nonfinite.step_outcome import StepOutcome
+from lightning_memtools.nonfinite.step_rerun import StepRerun
+
+# Their outputs are memory that nobody has written.
+_UNWRITTEN = ("empty", "new_empty", "resize_", "set_")
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierValues:
+    """The operations of a step before its first NaN.
+
+    Attributes:
+        operations: The names that PyTorch dispatches them by.
+        digests: A number for the bits of each one's outputs; 0 where two runs gave different ones.
+    """
+
+    operations: tuple[str, ...]
+    digests: tuple[int, ...]
+
+    def difference(self, now: EarlierValues) -> str:
+        """Say in a sentence where a rerun first differs; empty if it does not."""
+        for number, (one, other) in enumerate(zip(self.operations, now.operations, strict=False)):
+            if one != other:
+                return f"Operation {number} of the step is {public_name(other)}, it was {public_name(one)}."
+            before, after = self.digests[number], now.digests[number]
+            if before and after and before != after:
+                return f"Operation {number} of the step, {public_name(one)}, gives other values than it gave then."
+        if len(self.operations) != len(now.operations):
+            n, n_now = len(self.operations), len(now.operations)
+            return f"The first NaN comes after {n_now} operations, in the training process it came after {n}."
+        return ""
+
+    @property
+    def n_compared(self) -> int:
+        """The number of operations whose outputs can be compared."""
+        return sum(map(bool, self.digests))
+
+
+def values_before_nan(rerun: StepRerun) -> EarlierValues:
+    """Run the step twice, and return what it computes before the first NaN.
+
+    Raises:
+        CannotRerunError: The step cannot be run again.
+    """
+    (names, one), (again, other) = _run(rerun), _run(rerun)
+    if names != again:
+        return EarlierValues((), ())
+    return EarlierValues(names, tuple(a if a == b else 0 for a, b in zip(one, other, strict=True)))
+
+
+def says_nothing(outcome: StepOutcome) -> bool:
+    """Return whether no loss and no gradient holds a finite number other than 0, so that any such step is equal."""
+    floats = [each for each in map(floats_of, (*outcome.losses, *outcome.gradients.values())) if each is not None]
+    return not any(bool((torch.isfinite(each) & (each != 0)).any()) for each in floats)
+
+
+def _run(rerun: StepRerun) -> tuple[tuple[str, ...], Sequence[int]]:
+    recorder = _Recorder()
+    with torch.compiler.set_stance("force_eager"):
+        rerun.run(within=recorder)
+    return tuple(recorder.names), [int(each) for each in recorder.digests]
+
+
+class _Recorder(DispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.digests: list[Tensor] = []
+        self._is_over = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0].replace("::", ".")
+        if self._is_over or name.rpartition(".")[2].startswith(_UNWRITTEN) or not _writes(func):
+            return out
+        tensors = list(tensors_in(out))
+        self._is_over = any((floats := floats_of(each)) is not None and bool(floats.isnan().any()) for each in tensors)
+        if tensors and not self._is_over:
+            self.names.append(name)
+            self.digests.append(torch.stack([fingerprint(each).cpu() for each in tensors]).sum())
+        return out
+
+
+def _writes(func: Any) -> bool:
+    """Return whether an operation computes something: it is not only a view."""
+    returns = operator_schema(func).returns
+    return any(each.alias_info is None or each.alias_info.is_write for each in returns)

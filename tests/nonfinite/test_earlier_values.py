@@ -1,0 +1,79 @@
+"""A replay whose loss and gradients are all NaN is compared by the values before the first NaN."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools import replay
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from tests.lightning_models import trainer
+
+BAD = 2
+
+
+class AllNaN(L.LightningModule):
+    """The root of a negative number behind every weight: no loss and no gradient is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1, bias=False))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        unset = torch.empty(1000)  # memory that nobody has written is not compared
+        out = self.net(batch).square().mean() + unset.fill_(0).sum()
+        return (out - 1e3 * (batch_idx == BAD)).sqrt() if batch_idx == BAD else out
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def error(tmp_path_factory: pytest.TempPathFactory) -> NonFiniteError:
+    root = tmp_path_factory.mktemp("all_nan")
+    L.seed_everything(0, verbose=False)
+    batches: Any = [torch.randn(8, 4) for _ in range(4)]
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(root, HaltOnNaN(directory=str(root)), logger=False).fit(AllNaN(), DataLoader(batches, batch_size=None))
+    return caught.value
+
+
+def changed(error: NonFiniteError, path: Path, change: Any) -> Path:
+    saved = torch.load(error.capsule_path or "", weights_only=True)
+    change(saved)
+    torch.save(saved, path)
+    return path
+
+
+def test_the_values_before_the_first_nan_are_compared(error: NonFiniteError) -> None:
+    assert "Run again: losses and gradients are NaN or Inf as in the step" in str(error)
+    again = replay(error.capsule_path or "", model=AllNaN())
+    assert again.says_nothing
+    assert again.exact, again.summary()
+    assert again.n_values >= 8, "up to the subtraction before the root"
+    assert f"the outputs of {again.n_values} operations before the first NaN" in again.summary()
+
+
+def test_another_batch_that_gives_nan_too_is_not_the_same_step(error: NonFiniteError, tmp_path: Path) -> None:
+    def other(saved: dict[str, Any]) -> None:
+        saved["micro"][0]["batch"][3, 2] += 1e-6
+
+    again = replay(changed(error, tmp_path / "other.pt", other), model=AllNaN())
+    assert again.says_nothing
+    assert not again.exact
+    assert "torch.nn.functional.linear" in str(again.mismatches) or "torch.addmm" in str(again.mismatches)
+    assert "gives other values than it gave then" in again.summary()
+
+
+def test_without_such_values_nothing_is_called_exact(error: NonFiniteError, tmp_path: Path) -> None:
+    again = replay(changed(error, tmp_path / "older.pt", lambda saved: saved.pop("values")), model=AllNaN())
+    assert not again.exact
+    assert again.mismatches == ()
+    assert "hold no finite number to compare" in again.summary()
