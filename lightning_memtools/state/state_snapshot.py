@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_memtools._torch import is_in_memory
-from lightning_memtools.memory.nested_tensors import slots_of
+from lightning_memtools.memory.nested_tensors import slots_of, tensors_in
 from lightning_memtools.state.random_state import RandomState, generator_state, set_generator_state
 
 _IMMUTABLE = (
@@ -40,7 +40,8 @@ class StateSnapshot:
 
     Every random stream of the process belongs to it. Of a data set only the contents of its containers and attributes
     are recorded, not the values of its tensors and arrays: these may be larger than the host's memory, and reading does
-    not change them. Running generators, class attributes and global variables are not restored.
+    not change them. Of a container with more than 10,000 items, none of which seems to hold a tensor, only the items
+    themselves are recorded. Running generators, class attributes and global variables are not restored.
 
     Args:
         roots: Where to begin.
@@ -94,7 +95,7 @@ class StateSnapshot:
         if isinstance(value, (list, set, deque, bytearray)):
             return self._record_sequence(value) + self._record_object(value)
         if isinstance(value, (tuple, frozenset)):
-            return list(value)
+            return _walked(list(value))
         if isinstance(value, types.MethodType):
             return [value.__self__]
         module = type(value).__module__.partition(".")[0]
@@ -143,7 +144,7 @@ class StateSnapshot:
                 base.__setitem__(container, key, value)
 
         self._restorers.append(restore)
-        return [value for _, value in items]
+        return _walked([value for _, value in items])
 
     def _record_sequence(self, container: Any) -> list[Any]:
         items = list(container)
@@ -158,7 +159,7 @@ class StateSnapshot:
                 (container.update if isinstance(container, set) else container.extend)(items)
 
         self._restorers.append(restore)
-        return [] if isinstance(container, bytearray) else list(items)
+        return [] if isinstance(container, bytearray) else _walked(items)
 
     def _record_generator(self, value: Any) -> bool:
         """Record the state of a random generator; returns False for any other object."""
@@ -189,6 +190,19 @@ class StateSnapshot:
             self._restorers.append(lambda: _set_slots(value, slots))
             referred += slots.values()
         return referred
+
+
+_LONG = 10_000
+
+
+def _walked(items: list[Any]) -> list[Any]:
+    """Return the items to record too: none of a long container, unless one of some 64 holds a tensor.
+
+    A million records would take minutes. The container itself is recorded.
+    """
+    if len(items) <= _LONG or any(next(tensors_in(item), None) is not None for item in items[:: len(items) // 64]):
+        return items
+    return []
 
 
 def _without_expansion(tensor: Tensor) -> Tensor:

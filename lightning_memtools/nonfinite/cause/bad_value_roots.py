@@ -128,7 +128,8 @@ class _BackwardSlice:
             self.roots.append(BadValueRoot(event))
         earlier = []
         for use in inputs:
-            writer = self._writer_of(use.key, index)
+            writer = self._writer_of(use.key, index, wants_nan=NAN in use.kinds)
+            writer = self._writer_of(use.key, index) if writer is None else writer
             if writer is not None:
                 earlier.append((writer, NAN in use.kinds))
             else:
@@ -136,10 +137,13 @@ class _BackwardSlice:
                 self.roots.append(BadValueRoot(event, leaf if NAN not in use.kinds else _without_excuse(leaf)))
         return earlier
 
-    def _writer_of(self, key: int, before: int) -> int | None:
-        """Return the index of the last event before this one that wrote a bad value there."""
-        position = bisect_left(self._writers[key], before)
-        return self._writers[key][position - 1] if position else None
+    def _writer_of(self, key: int, before: int, *, wants_nan: bool = False) -> int | None:
+        """Return the index of the last event before this one that wrote a bad value there.
+
+        With `wants_nan`, a NaN: another part of the memory may have been filled with infinities since.
+        """
+        writers = reversed(self._writers[key][: bisect_left(self._writers[key], before)])
+        return next((index for index in writers if not wants_nan or NAN in _kinds(self._events[index], key)), None)
 
 
 def _kinds(event: BadOperation, key: int) -> BadKinds:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lightning_memtools._torch import saved_reduction
 from lightning_memtools.memory.oom_errors import is_out_of_memory
@@ -216,11 +217,25 @@ class Classifier:
         event = self._root.event
         for values in (*event.gave, *event.took):
             if values.shape[:1] == (n_samples,) and values.samples:
-                return values.samples
+                return values.samples if self._are_samples(values.samples) else ()
         leaf = self._root.leaf
         if leaf is not None and leaf.origin is ValueOrigin.BATCH:
             return next((bad.samples for bad in bad_inputs(self._micro) if bad.name == leaf.name), ())
         return ()
+
+    def _are_samples(self, positions: Sequence[int]) -> bool:
+        """Return whether positions in a tensor as long as the batch are samples: it may be as long as a layer is wide.
+
+        Where a weight or buffer is of that length too, the step must be finite without those samples.
+        """
+        tensors = [*self._rerun.module.parameters(), *self._rerun.module.buffers()]
+        if all(n_samples_of(self._micro.batch) not in tensor.shape for tensor in tensors if not is_lazy(tensor)):
+            return True
+        changed = with_other_samples(self._micro.batch, positions)
+        try:
+            return changed is not None and self._rerun.run(batches={self._position: changed[0]}).is_finite
+        except CannotRerunError:
+            return False
 
     def _is_overflow(self) -> bool:
         return self._root.event.finite_when_wide is True

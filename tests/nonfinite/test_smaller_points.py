@@ -1,0 +1,107 @@
+"""What a careful user met: many records, a batch as long as a layer is wide, infinities beside a NaN, files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from tests.lightning_models import trainer
+
+WIDTH = BATCH = 8
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(self.body(batch), batch_idx)
+
+    def loss(self, x: Tensor, batch_idx: int) -> Tensor:
+        return x.square().mean() - float(batch_idx == 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def halted(model: L.LightningModule, root: Path, *, zero: int | None = None) -> NonFiniteError:
+    L.seed_everything(0, verbose=False)
+    batches: Any = [torch.randn(BATCH, WIDTH) for _ in range(4)]
+    if zero is not None:
+        batches[2][zero] = 0
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(root, HaltOnNaN(directory=str(root)), logger=False).fit(model, DataLoader(batches, batch_size=None))
+    return caught.value
+
+
+class ManyRecords(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records = [{"id": n, "words": ["a", "b"]} for n in range(1_000_000)]
+
+    def loss(self, x: Tensor, batch_idx: int) -> Tensor:
+        return (x.square().mean() * (batch_idx < 2)).log()
+
+
+def test_a_million_records_do_not_hold_the_halt_up(tmp_path: Path) -> None:
+    model = ManyRecords()
+    start = time.process_time()
+    error = halted(model, tmp_path)
+    taken = time.process_time() - start
+    assert error.explanation is not None, str(error)
+    assert error.explanation.operation == "aten.log"
+    assert taken < 20, "it took 91 seconds when each record was walked over"
+
+
+class NarrowLayer(Net):
+    """One unit of the layer is 0, in all samples; there are as many units as samples."""
+
+    def loss(self, x: Tensor, batch_idx: int) -> Tensor:
+        units = x.square().mean(0) * torch.tensor([1.0, 1, 1, float(batch_idx < 2), 1, 1, 1, 1])
+        return units.log().mean()
+
+
+def test_a_unit_is_not_called_a_sample_where_there_are_as_many(tmp_path: Path) -> None:
+    error = halted(NarrowLayer(), tmp_path)
+    assert error.explanation is not None
+    assert error.explanation.operation == "aten.log"
+    assert error.explanation.samples == ()
+    assert "affects sample" not in str(error)
+
+
+class OneBadSample(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch * self.body.weight.sum()
+        return self.body(batch).square().mean() + x.square().sum(1).log().mean()
+
+
+def test_a_sample_is_called_one_where_the_layer_is_as_wide(tmp_path: Path) -> None:
+    error = halted(OneBadSample(), tmp_path, zero=5)
+    assert error.explanation is not None
+    assert error.explanation.samples == (5,)
+
+
+class MaskBesideNaN(Net):
+    """The NaN is made first; then another part of the same memory is filled with -inf."""
+
+    def loss(self, x: Tensor, batch_idx: int) -> Tensor:
+        scores = torch.sqrt(x.square().sum(1, keepdim=True) + 1 - 1e6 * (batch_idx == 2))
+        table = torch.cat([scores, torch.zeros(BATCH, 3)], 1)
+        table[:, 3].masked_fill_(torch.ones(BATCH, dtype=torch.bool), -torch.inf)
+        return torch.softmax(table, 1).square().mean()
+
+
+def test_the_maker_of_a_nan_is_named_and_not_who_filled_other_memory(tmp_path: Path) -> None:
+    error = halted(MaskBesideNaN(), tmp_path)
+    assert error.explanation is not None
+    assert error.explanation.operation == "aten.sqrt"
