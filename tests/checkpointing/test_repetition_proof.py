@@ -16,7 +16,8 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from lightning_memtools import plan_checkpoints
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range
-from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning, fingerprint
+from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning
+from lightning_memtools.memory.fingerprints import fingerprint
 from tests.checkpointing.models import SMALL, harshest, same_seed
 
 

@@ -28,7 +28,7 @@ class AllNaN(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         unset = torch.empty(1000)  # memory that nobody has written is not compared
-        out = self.net(batch).square().mean() + unset.fill_(0).sum()
+        out: Tensor = self.net(batch).square().mean() + unset.fill_(0).sum()
         return (out - 1e3 * (batch_idx == BAD)).sqrt() if batch_idx == BAD else out
 
     def configure_optimizers(self) -> Any:

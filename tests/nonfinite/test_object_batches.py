@@ -82,7 +82,7 @@ class Graph:
         vars(new)["_store"] = store
         return new
 
-    def to(self, device: Any, **_: Any) -> Graph:
+    def to(self, device: Any, **_: Any) -> Any:
         return map_tensors(self, lambda tensor: tensor.to(device))
 
     @property
@@ -127,7 +127,8 @@ class Net(L.LightningModule):
 
     def training_step(self, batch: Any) -> Tensor:
         x = self.x_of(batch)
-        return self.body(x).square().mean() - x.square().sum(1).log().mean()
+        loss: Tensor = self.body(x).square().mean() - x.square().sum(1).log().mean()
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)

@@ -82,7 +82,8 @@ def test_a_unit_is_not_called_a_sample_where_there_are_as_many(tmp_path: Path) -
 class OneBadSample(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = batch * self.body.weight.sum()
-        return self.body(batch).square().mean() + x.square().sum(1).log().mean()
+        loss: Tensor = self.body(batch).square().mean() + x.square().sum(1).log().mean()
+        return loss
 
 
 def test_a_sample_is_called_one_where_the_layer_is_as_wide(tmp_path: Path) -> None:
