@@ -74,13 +74,13 @@ def says_nothing(outcome: StepOutcome) -> bool:
 
 
 def _run(rerun: StepRerun) -> tuple[tuple[str, ...], Sequence[int]]:
-    recorder = _Recorder()
+    recorder = _ValueRecorder()
     with torch.compiler.set_stance("force_eager"):
         rerun.run(within=recorder)
     return tuple(recorder.names), [int(each) for each in recorder.digests]
 
 
-class _Recorder(DispatchMode):
+class _ValueRecorder(DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
