@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memtools._torch import DispatchMode, operator_schema
+from lightning_memtools._torch import DispatchMode, has_readable_values, operator_schema
 from lightning_memtools.memory.fingerprints import fingerprint
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.nonfinite.causes import public_name
@@ -92,7 +92,8 @@ class _ValueRecorder(DispatchMode):
         name = func.name().partition(".")[0].replace("::", ".")
         if self._is_over or name.rpartition(".")[2].startswith(_UNWRITTEN) or not _writes(func):
             return out
-        tensors = list(tensors_in(out))
+        # A second backward gives zero tensors without memory; to read one ends the process.
+        tensors = [each for each in tensors_in(out) if has_readable_values(each)]
         self._is_over = any((floats := floats_of(each)) is not None and bool(floats.isnan().any()) for each in tensors)
         if tensors and not self._is_over:
             self.names.append(name)
