@@ -56,8 +56,8 @@ class OptimalRanges:
     Args:
         units: The units of a step, in the order of its forward pass.
         limit_bytes: The largest amount of memory to solve for, usually the peak of the plain step.
-        resolution: The number of amounts that this is divided into. Sizes are rounded to the nearest.
         rows: The ranges that there may be, nested in any way; None for those that the units' chains allow.
+        resolution: The number of amounts that this is divided into. Sizes are rounded to the nearest.
         most_transitions: Where solving would take more steps than this, plans are found in a coarse solution first, and
             refined when they are asked for.
     """
@@ -66,9 +66,9 @@ class OptimalRanges:
         self,
         units: Sequence[Unit],
         limit_bytes: int,
+        rows: Sequence[Row] | None = None,
         resolution: int = 1000,
         most_transitions: int = MOST_TRANSITIONS,
-        rows: Sequence[Row] | None = None,
     ) -> None:
         self._units = list(units)
         self._rows = _flat_rows(units) if rows is None else list(rows)

@@ -255,7 +255,7 @@ class _PlanningGroup:
             # A little above the plain peak, because sizes are rounded.
             self._progress.doing = f"choosing what to recompute among {len(units)} layers"
             limit = int(1.02 * max(estimate(units, ()).peak_bytes, self.profile.plain.peak_bytes))
-            self._solved = (units, rows), OptimalRanges(units, limit, rows=rows)
+            self._solved = (units, rows), OptimalRanges(units, limit, rows)
         return self._solved[1]
 
     def predicted(self, plans: Sequence[ChainPlan]) -> StepCost:
