@@ -17,7 +17,7 @@ from lightning_memtools.nonfinite.capsule.capsule_file import Capsule, write_cap
 from lightning_memtools.nonfinite.cause.explain import explain
 from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.diagnosis import what_grew
-from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_before_nan
+from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_up_to_nan
 from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
 from lightning_memtools.nonfinite.halt_report import CapsuleNote
 from lightning_memtools.nonfinite.step_outcome import (
@@ -141,7 +141,7 @@ class BadStepRerun:
                 self._note_writes(before)
                 self._compare(plain)
                 if keeps and self._is_bad:
-                    self._values = values_before_nan(rerun)
+                    self._values = values_up_to_nan(rerun)
                 if not explains:
                     return RankFindings(
                         rank, None, "not asked for (explain=False)", self._again(), self._is_bad, self._written

@@ -1,6 +1,7 @@
-"""Digests of the values that a step computes before its first NaN: they show whether a rerun is the same step.
+"""Digests of the values that a step computes up to its first NaN: they show whether a rerun is the same step.
 
-Where the loss and all gradients are NaN, comparing these says nothing: one NaN equals another.
+Where the loss and all gradients are NaN, comparing these says nothing: one NaN equals another. The output that holds
+the first NaN belongs to the values with its other numbers: a NaN in the batch leaves the other samples finite.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _UNWRITTEN = ("empty", "new_empty", "resize_", "set_")
 
 @dataclass(frozen=True, slots=True)
 class EarlierValues:
-    """The operations of a step before its first NaN.
+    """The operations of a step up to the one that gives its first NaN.
 
     Attributes:
         operations: The names that PyTorch dispatches them by.
-        digests: A number for the bits of each one's outputs; 0 where two runs gave different ones.
+        digests: A number for the bits of each one's outputs, NaN as 0; 0 where two runs gave different ones.
     """
 
     operations: tuple[str, ...]
@@ -46,7 +47,7 @@ class EarlierValues:
                 return f"Operation {number} of the step, {public_name(one)}, gives other values than it gave then."
         if len(self.operations) != len(now.operations):
             n, n_now = len(self.operations), len(now.operations)
-            return f"The first NaN comes after {n_now} operations, in the training process it came after {n}."
+            return f"The first NaN comes in operation {n_now}, in the training process it came in operation {n}."
         return ""
 
     @property
@@ -55,8 +56,8 @@ class EarlierValues:
         return sum(map(bool, self.digests))
 
 
-def values_before_nan(rerun: StepRerun) -> EarlierValues:
-    """Run the step twice, and return what it computes before the first NaN.
+def values_up_to_nan(rerun: StepRerun) -> EarlierValues:
+    """Run the step twice, and return what it computes up to the first NaN.
 
     Raises:
         CannotRerunError: The step cannot be run again.
@@ -94,11 +95,18 @@ class _ValueRecorder(DispatchMode):
             return out
         # A second backward gives zero tensors without memory; to read one ends the process.
         tensors = [each for each in tensors_in(out) if has_readable_values(each)]
-        self._is_over = any((floats := floats_of(each)) is not None and bool(floats.isnan().any()) for each in tensors)
-        if tensors and not self._is_over:
+        if tensors:
             self.names.append(name)
-            self.digests.append(torch.stack([fingerprint(each).cpu() for each in tensors]).sum())
+            self.digests.append(torch.stack([fingerprint(self._without_nan(each)).cpu() for each in tensors]).sum())
         return out
+
+    def _without_nan(self, tensor: Tensor) -> Tensor:
+        """Return the numbers with zeros in the place of NaN, and note a NaN: it is the last output that is read."""
+        floats = floats_of(tensor)
+        if floats is None or not bool((is_nan := floats.isnan()).any()):
+            return tensor
+        self._is_over = True
+        return floats.masked_fill(is_nan, 0.0)
 
 
 def _writes(func: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A replay whose loss and gradients are all NaN is compared by the values before the first NaN."""
+"""A replay whose loss and gradients are all NaN is compared by the values up to the first NaN."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def changed(error: NonFiniteError, path: Path, change: Any) -> Path:
     return path
 
 
-def test_the_values_before_the_first_nan_are_compared(error: NonFiniteError) -> None:
+def test_the_values_up_to_the_first_nan_are_compared(error: NonFiniteError) -> None:
     assert "Run again: losses and gradients are NaN or Inf as in the step" in str(error)
     again = replay(error.capsule_path or "", model=AllNaN())
     assert again.says_nothing
     assert again.exact, again.summary()
     assert again.n_values >= 8, "up to the subtraction before the root"
-    assert f"the outputs of {again.n_values} operations before the first NaN" in again.summary()
+    assert f"the outputs of {again.n_values} operations up to the first NaN" in again.summary()
 
 
 def test_another_batch_that_gives_nan_too_is_not_the_same_step(error: NonFiniteError, tmp_path: Path) -> None:
@@ -70,6 +70,37 @@ def test_another_batch_that_gives_nan_too_is_not_the_same_step(error: NonFiniteE
     assert not again.exact
     assert "torch.nn.functional.linear" in str(again.mismatches) or "torch.addmm" in str(again.mismatches)
     assert "gives other values than it gave then" in again.summary()
+
+
+class FirstLayer(L.LightningModule):
+    """Its first operation reads the batch, and its only one besides the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize(("n_bad", "is_exact"), [(1, True), (8, False)])
+def test_the_samples_beside_a_nan_in_the_batch_are_compared(n_bad: int, is_exact: bool, tmp_path: Path) -> None:
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    batch[:n_bad] = torch.nan
+    data: Any = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, HaltOnNaN(directory=str(tmp_path)), logger=False).fit(FirstLayer(), data)
+    again = replay(caught.value.capsule_path or "", model=FirstLayer())
+    assert again.says_nothing
+    assert (again.exact, again.n_values) == (is_exact, int(is_exact))
+
+    def other(saved: dict[str, Any]) -> None:
+        saved["micro"][0]["batch"][7, 2] += 1e-6
+
+    assert not replay(changed(caught.value, tmp_path / "other.pt", other), model=FirstLayer()).exact
 
 
 def test_without_such_values_nothing_is_called_exact(error: NonFiniteError, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lightning_memtools.nonfinite.capsule.module_rebuild import Find, rebuilt
 from lightning_memtools.nonfinite.capsule.plain_values import LeftOut, dtype_named, from_plain
 from lightning_memtools.nonfinite.cause.explain import explain
 from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
-from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_before_nan
+from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_up_to_nan
 from lightning_memtools.nonfinite.micro_batches import BatchStart, FetchedBatch, MicroBatch, simple_items
 from lightning_memtools.nonfinite.step_outcome import TRAINER_FACTS, StepConditions, mismatches
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
@@ -52,7 +52,7 @@ class Replay:
         doubts: The reasons why it may not be exact, one sentence each.
         gradients_of: The run whose gradients were compared: ``"step"``, or ``"replay"`` for the rerun in the training
             process.
-        n_values: The number of operations before the first NaN whose outputs were compared with those of the rerun in
+        n_values: The number of operations up to the first NaN whose outputs were compared with those of the rerun in
             the training process.
         says_nothing: Whether no loss and no gradient holds a finite number to compare.
         explanation: The operation that made the first bad value; None where that was not found.
@@ -78,7 +78,7 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        """True if losses, gradients and what was computed before the first NaN are the same in every bit.
+        """True if losses, gradients and what was computed up to the first NaN are the same in every bit.
 
         False where there was nothing to compare: all losses and gradients are NaN or Inf, and so are any others.
         """
@@ -91,7 +91,7 @@ class Replay:
         lines.append(f"Gradients: {len(self.gradients)}, of which {len(bad)} hold NaN or Inf")
         if self.exact and self.says_nothing:
             lines.append(
-                f"Bit for bit the same as in the training process: the outputs of {self.n_values} operations before "
+                f"Bit for bit the same as in the training process: the outputs of {self.n_values} operations up to "
                 "the first NaN. Losses and gradients hold no finite number to compare."
             )
         elif self.exact:
@@ -199,7 +199,7 @@ def _replay(path: Path, model: Any, trusts: Callable[[str, str], bool]) -> Repla
                 values = _earlier_values(saved)
                 if values is not None and not outcome.is_finite:
                     n_values = values.n_compared
-                    difference = values.difference(values_before_nan(rerun))
+                    difference = values.difference(values_up_to_nan(rerun))
                     found += [difference] if difference else []
                 explanation = _explanation(saved, find)
                 # The explanation from then does not hold for code that has changed since.
