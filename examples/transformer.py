@@ -51,7 +51,7 @@ def peak_mib(logs: str, *callbacks: L.Callback) -> float:
 
 
 def main() -> None:
-    """Train plainly, then with what GradientCheckpointing finds by itself: blocks in a ModuleList, and parts of them."""
+    """Train plainly, then with what GradientCheckpointing finds by itself: blocks in a ModuleList and parts of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--logs", default="logs/transformer")
     logs = parser.parse_args().logs
