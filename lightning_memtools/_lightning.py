@@ -571,12 +571,8 @@ def watch_fetches(module: LightningModule, run: Callable[..., Any]) -> Callable[
     No hook sees the batches that such a step fetches. Other modules are left alone.
     """
     if "dataloader_iter" not in inspect.signature(module.training_step).parameters:
-        return _nothing
+        return lambda: None
     return replace_step(module, "training_step", run)
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 class _NothingLogged(dict[str, Any]):

@@ -34,9 +34,5 @@ def default_callbacks(**options: dict[str, Any] | bool) -> list[Callback]:
             raise TypeError(f"default_callbacks() has no {name}; it returns {', '.join(_DEFAULT)}. Add others by name.")
         if not isinstance(given, dict | bool):
             raise TypeError(f"{name}={given!r} is neither a dict of its arguments nor a bool.")
-    chosen = {name: options.get(name, True) for name in _DEFAULT}
-    return [
-        _DEFAULT[name](**(given if isinstance(given, dict) else {}))
-        for name, given in chosen.items()
-        if given is not False
-    ]
+    arguments = {name: {} if (given := options.get(name, True)) is True else given for name in _DEFAULT}
+    return [_DEFAULT[name](**given) for name, given in arguments.items() if isinstance(given, dict)]

@@ -21,7 +21,7 @@ from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureMoment
 from lightning_memtools.oom.killed_worker import killed_worker_page
 from lightning_memtools.oom.report_page import ReportPage
-from lightning_memtools.oom.saved_step import SavedStepError, Trusts, read_step, trust_nothing, write_step
+from lightning_memtools.oom.saved_step import SavedStepError, Trusts, read_step, write_step
 from lightning_memtools.oom.step_trials import NOT_REACHED, Deadline
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, write_report
@@ -231,9 +231,7 @@ def _run_checks(page: ReportPage, failed: FailedStep, deadline: Deadline) -> Non
         page.modules, page.modules_traced = checks.modules, True
 
 
-def finish_report(
-    path: Path, read_snapshot: Callable[[Path], dict[str, Any]], *, model: Any = None, trusts: Trusts = trust_nothing
-) -> str:
+def finish_report(path: Path, read_snapshot: Callable[[Path], dict[str, Any]], *, model: Any, trusts: Trusts) -> str:
     """Make all checks of a report that had no time for them, rewrite the report, and return it as markdown.
 
     Args:

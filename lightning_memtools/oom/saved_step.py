@@ -40,11 +40,6 @@ Trusts = Callable[[str, str], bool]
 """Called with the name of a module and its place; returns whether it may be imported, which runs its code."""
 
 
-def trust_nothing(_name: str, _place: str) -> bool:
-    """Allow no module to be imported that is not imported already."""
-    return False
-
-
 class SavedStepError(Exception):
     """A saved step cannot be read, or its module cannot be made; the message says why, and what to do."""
 
@@ -77,9 +72,9 @@ def write_step(path: Path, page: ReportPage, failed: FailedStep) -> bool:
 def read_step(
     path: Path,
     *,
-    model: Any = None,
-    trusts: Trusts = trust_nothing,
-    snapshot: Mapping[str, Any] | None = None,
+    model: Any,
+    trusts: Trusts,
+    snapshot: Mapping[str, Any] | None,
 ) -> tuple[ReportPage, FailedStep]:
     """Return the report, without actions, and the step that `write_step` wrote.
 
@@ -87,8 +82,8 @@ def read_step(
 
     Args:
         path: The file.
-        model: A LightningModule of the same class, or a function or class that makes one; by default the class is made
-            from its saved hyperparameters.
+        model: A LightningModule of the same class, or a function or class that makes one; None to make the class from
+            its saved hyperparameters.
         trusts: Decides which modules may be imported.
         snapshot: The memory snapshot that was written beside the report; None where there is none.
 

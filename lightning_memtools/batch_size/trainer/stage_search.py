@@ -181,8 +181,10 @@ class StageSearch:
 
     def _note_on_trials(self, stage: Stage, limits: SizeLimits, trials: Sequence[SizeTrial]) -> list[str]:
         """Returns a sentence if the search would have gone on but for `max_trials`."""
+        if len(trials) < self._settings.max_trials:
+            return []
         following = next_size(trials, round_down=limits.round_down, smallest=limits.smallest(), left=1)
-        if len(trials) < self._settings.max_trials or following is None:
+        if following is None:
             return []
         return [f"The search for {stage} ended with max_trials={len(trials)}; the next size to try was {following}."]
 

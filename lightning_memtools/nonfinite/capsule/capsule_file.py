@@ -43,7 +43,7 @@ class Capsule:
             existed or were shared by the ranks.
         doubts: The reasons why a replay may differ, one sentence each.
         about: Plain values to add to the JSON file.
-        values: What the step computes before its first NaN; None if it was not run again.
+        values: What the step computes up to its first NaN; None if it was not run again.
         explanation: The fields of the explanation, as plain values; None without one.
     """
 
