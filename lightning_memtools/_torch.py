@@ -518,14 +518,19 @@ def worker_exit_codes(error: BaseException) -> list[int]:
     """Returns the exit codes of the ended workers of the DataLoader that an error comes from; below 0 for signals.
 
     When a worker's end is noticed late, the error has no more than its number, and the iterator alone knows the rest.
-    A worker that is about to end is waited for, half a second at most.
+    A worker that is about to end is waited for, two seconds at most. Its files are closed a moment before its parent
+    is told, so it is joined too: torch's signal handler raises nothing for a worker that was joined, and cannot
+    interrupt what comes after this.
     """
     traceback = error.__traceback__
     while traceback is not None:
         iterator = traceback.tb_frame.f_locals.get("self")
         if isinstance(iterator, WorkerLoaderIterator):
             with suppress(RuntimeError):  # torch's signal handler tells of the worker's end by this error
-                wait([worker.sentinel for worker in iterator._workers], timeout=0.5)
+                ready = wait([worker.sentinel for worker in iterator._workers], timeout=2.0)
+                for worker in iterator._workers:
+                    if worker.sentinel in ready:
+                        worker.join()
             return [worker.exitcode for worker in iterator._workers if worker.exitcode is not None]
         traceback = traceback.tb_next
     return []
