@@ -1,9 +1,10 @@
 """What MemoryMonitor and LossCurves cost: a logged step and a step that is not logged.
 
-A logged step is compared with its irreducible parts, one reading of the statistics and bare logging of as many
-scalars, and with Lightning's DeviceStatsMonitor, on statistics of CUDA's shape (122 keys), in one run. The CUDA reader
-itself runs, over a dictionary as torch.cuda returns it; only the two driver calls under it are replaced, on a machine
-without a GPU.
+A logged step is compared with its irreducible parts: one reading of the statistics and of the process's host memory,
+and bare logging of as many scalars. It stands beside Lightning's DeviceStatsMonitor, on statistics of CUDA's shape (122
+keys), in one run. The CUDA reader itself runs, over a dictionary as torch.cuda returns it; only the two driver calls
+under it are replaced, on a machine without a GPU. Host memory is read from a file in /proc, which takes most of a
+millisecond to open in some sandboxes.
 
     python benchmarks/callbacks.py
 """
@@ -23,7 +24,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from machine import interleaved, save, spread
 
 from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
-from lightning_memtools.memory.readers import CudaReader
+from lightning_memtools.memory.readers import CudaReader, host_rss_bytes
 from lightning_memtools.reporting import monitored_calls
 from lightning_memtools.reporting.loggers import log_scalars
 
@@ -114,13 +115,15 @@ class Measure(L.Callback):
 
         def reading_and_logging() -> None:
             reader.stats()
+            host_rss_bytes()
             log_scalars(trainer, scalars, 0)
 
         loop._batches_that_stepped = 49  # the fiftieth step is logged
         self.logged = interleaved(
             {
                 "one reading": lambda: per_call_us(reader.stats),
-                "one reading and bare logging of as many scalars": lambda: per_call_us(reading_and_logging),
+                "one reading of host memory": lambda: per_call_us(host_rss_bytes),
+                "both readings and bare logging of as many scalars": lambda: per_call_us(reading_and_logging),
                 "MemoryMonitor": lambda: per_call_us(whole_step(self.ours)),
                 "LossCurves": lambda: per_call_us(whole_step(self.curves)),
                 "DeviceStatsMonitor": lambda: per_call_us(whole_step(self.theirs)),
@@ -171,7 +174,7 @@ def main() -> None:
         L.Trainer(accelerator="cpu", default_root_dir=root, max_steps=1, limit_val_batches=0,
                   enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
                   callbacks=[ours, curves, theirs, measure]).fit(BoringModel())  # fmt: skip
-    bare = measure.logged["one reading and bare logging of as many scalars"]
+    bare = measure.logged["both readings and bare logging of as many scalars"]
     ratios = [ours_us / bare_us for ours_us, bare_us in zip(measure.logged["MemoryMonitor"], bare, strict=True)]
     save(
         "callbacks",

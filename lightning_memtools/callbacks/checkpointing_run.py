@@ -1,0 +1,186 @@
+"""Connects the checkpoint planner to a Trainer: the step that it traces, the ranks that share a plan, the reports."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_memtools._lightning import ended_by_sigterm, is_compiled_by_lightning, training_step
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.chains import is_compiled
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
+from lightning_memtools.memory.peaks import PeakWindow, peak_counter
+from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.reporting.console import print_on_console, progress_printed
+from lightning_memtools.reporting.files import report_directory, write_report_or_warn
+from lightning_memtools.reporting.loggers import log_text
+from lightning_memtools.reporting.strategies import why_unsupported
+from lightning_memtools.reporting.tables import console_table
+from lightning_memtools.simulation.step_trace import TracedStep, device_of
+from lightning_memtools.simulation.trainer_stand_in import forward_of
+
+# The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
+_MEASURED_STEP = 3
+_REPORT = "checkpoint_plan.md"
+
+
+class CheckpointingRun:
+    """GradientCheckpointing in one fit.
+
+    Args:
+        trainer: The Trainer.
+        options: The arguments of GradientCheckpointing.
+
+    Attributes:
+        plan: The plan of this fit; None until one is made.
+        is_in_trial: Whether this is a trial of BatchSizeTuner, whose batch may be too small for a share to be reached.
+    """
+
+    def __init__(self, trainer: Trainer, options: CheckpointOptions) -> None:
+        self._trainer, self._options = trainer, options
+        self._directory = report_directory(trainer)
+        self._steps = 0
+        self._applied: AppliedPlan | None = None
+        self._window: PeakWindow | None = None
+        self.plan: CheckpointPlan | None = None
+        self.is_in_trial = False
+
+    def begin_step(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plan on the first batch and apply the plan; begin to measure the peak of a later step.
+
+        Collective on the first batch.
+
+        Raises:
+            ValueError: A pattern matches no module, or no plan fits the budget.
+        """
+        if self._steps == 0:
+            self._plan_and_apply(module, batch, batch_idx)
+        elif self._applied is not None and not self._applied.differing.keys() <= self._options.differing:
+            self._plan_again(self._applied, module, batch, batch_idx)
+        self._steps += 1
+        if self._steps == _MEASURED_STEP and self.plan is not None and self.plan.planned is not None:
+            reader = reader_for(self._trainer.strategy.root_device)
+            if reader is not None and reader.stats().peak_allocated is not None:
+                self._window = peak_counter(reader).open()
+                self._window.resume()
+
+    def end_step(self) -> None:
+        """Write the measured peak beside the predicted one, once it is known."""
+        if self._window is None or self.plan is None:
+            return
+        self._window.pause()
+        measured = self._window.allocated
+        self._window.close()
+        self._window = None
+        if measured is not None and self._trainer.is_global_zero:
+            self._write(self.plan.table(measured))
+            print_on_console(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
+
+    def undo(self) -> None:
+        """Give the model back as it was, and measure no more."""
+        if self._applied is not None:
+            self._applied.remove()
+        if self._window is not None:
+            self._window.close()
+        self._applied = self._window = None
+
+    def _plan_and_apply(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        made = _why_unplanned(self._trainer, module) or self._plan_on_rank_zero(module, batch, batch_idx)
+        if isinstance(made, CheckpointPlan):
+            self._apply(made, module)
+        elif self._trainer.is_global_zero:
+            warnings.warn(f"GradientCheckpointing leaves the model unchanged: {made}.", stacklevel=2)
+
+    def _plan_again(self, applied: AppliedPlan, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plan without the layers that did not repeat themselves in the first step.
+
+        Each rank for itself, which no other one waits for: plans may differ between ranks, gradients do not.
+        """
+        known = self._options.differing | applied.differing.keys()
+        self._options = replace(self._options, differing=frozenset(known))
+        applied.remove()
+        self._applied = None
+        made = self._planned_here(module, batch, batch_idx)
+        if isinstance(made, Exception):
+            warnings.warn(
+                f"GradientCheckpointing recomputes nothing any more: without {', '.join(sorted(known))}, which did not "
+                f"do the same when run again, there is no plan ({made}).",
+                stacklevel=2,
+            )
+            return
+        self._apply(made, module)
+
+    def _apply(self, plan: CheckpointPlan, module: LightningModule) -> None:
+        self.plan = plan
+        if self._trainer.is_global_zero and plan.plain is not None:
+            self._show(plan)
+        self._applied = plan.apply(module)
+
+    def _plan_on_rank_zero(self, module: LightningModule, batch: Any, batch_idx: int) -> CheckpointPlan | str:
+        """Returns on every rank the plan of rank 0, or the reason why there is none. Collective.
+
+        Raises:
+            ValueError: A pattern matches no module, or no plan fits the budget.
+        """
+        mine = self._planned_here(module, batch, batch_idx) if self._trainer.is_global_zero else None
+        # Failures are broadcast too, so that no rank is left waiting.
+        made = self._trainer.strategy.broadcast(mine)
+        if made is None:
+            # In a trial of BatchSizeTuner, nothing that one rank decides reaches another: each plans for itself.
+            made = self._planned_here(module, batch, batch_idx)
+        if isinstance(made, (ValueError, torch.OutOfMemoryError)):
+            raise made
+        if isinstance(made, Exception):
+            return (
+                f"a step could not be traced on fake tensors ({type(made).__name__}: "
+                f"{str(made).partition(chr(10))[0]}). plan_checkpoints(module, sample) can plan a part of the model "
+                "that does not read values"
+            )
+        return made
+
+    def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> CheckpointPlan | Exception:
+        """Returns this rank's plan, or the error that planning raised."""
+        step = TracedStep(
+            module,
+            batch,
+            forward_of(self._trainer, module, batch_idx),
+            tuple(self._trainer.optimizers),
+            device=device_of(cuda=self._trainer.strategy.root_device.type == "cuda"),
+        )
+        planner = StepPlanner(step)
+        try:
+            with ended_by_sigterm(), progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}"):
+                return planner.plan(self._options, nearest=self.is_in_trial)
+        except BudgetTooSmallError as error:
+            # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
+            return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error
+        except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
+            return error.with_traceback(None)
+
+    def _show(self, plan: CheckpointPlan) -> None:
+        self._write(plan.table())
+        print_on_console(console_table(plan.rows()))
+        if plan.refused is not None:
+            print_on_console(f"GradientCheckpointing recomputes nothing. {plan.refused}")
+        else:
+            print_on_console("GradientCheckpointing: " + "; ".join(plan.figures()))
+
+    def _write(self, text: str) -> None:
+        write_report_or_warn(self._directory, _REPORT, text)
+        log_text(self._trainer, "memtools/checkpoint_plan", text, training_step(self._trainer))
+
+
+def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:
+    """Returns why the model cannot be planned; None if it can."""
+    reason = why_unsupported("GradientCheckpointing", type(trainer.strategy))
+    if reason is None and (is_compiled_by_lightning(module) or is_compiled(module)):
+        return (
+            "it is compiled. torch.compile recomputes by itself with torch._functorch.config.activation_memory_budget"
+        )
+    return reason
