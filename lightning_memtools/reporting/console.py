@@ -8,25 +8,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
 
-def print_on_console(*parts: Any, style: str | None = None, soft_wrap: bool = False) -> None:
+def print_on_console(
+    *parts: Any, style: str | None = None, soft_wrap: bool = False, stream: TextIO | None = None
+) -> None:
     """Print texts and tables, each on lines of its own, without markup; what cannot be printed is left out.
 
-    Write files before: this is for the eye, and may show nothing.
+    Write files before: this is for the eye, and may show nothing. The stream is stdout unless another one is given.
     """
+    stream = sys.stdout if stream is None else stream
     try:
         console = Console(force_jupyter=False)  # a notebook would show an empty page beside the text
         # Printed by the stream itself: Console ends the program with SystemExit where a pipe is broken.
         with console.capture() as captured:
             for part in parts:
                 console.print(part, style=style, markup=False, highlight=False, soft_wrap=soft_wrap)
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        sys.stdout.write(captured.get().encode(encoding, errors="replace").decode(encoding))
-        sys.stdout.flush()
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(captured.get().encode(encoding, errors="replace").decode(encoding))
+        stream.flush()
     except BrokenPipeError:
         _drop_what_is_left()
     except (AttributeError, OSError, ValueError):  # no stdout at all, no room for a file, a closed stream
@@ -37,17 +40,19 @@ def print_on_console(*parts: Any, style: str | None = None, soft_wrap: bool = Fa
 def progress_printed(text: Callable[[], str], *, after_s: float = 2.0, every_s: float = 10.0) -> Iterator[None]:
     """Print the text, with the seconds that have passed, while the code within takes longer than a moment.
 
+    It goes to what is stdout at the beginning, also while the code within sends its own output elsewhere.
+
     Args:
         text: Returns what is being done; called from another thread.
         after_s: The seconds until the first line.
         every_s: The seconds between lines.
     """
-    begin, is_over = time.monotonic(), threading.Event()
+    begin, is_over, stream = time.monotonic(), threading.Event(), sys.stdout
 
     def tell() -> None:
         pause = after_s
         while not is_over.wait(pause):
-            print_on_console(f"{text()} ({time.monotonic() - begin:.0f} s so far)", soft_wrap=True)
+            print_on_console(f"{text()} ({time.monotonic() - begin:.0f} s so far)", soft_wrap=True, stream=stream)
             pause = every_s
 
     thread = threading.Thread(target=tell, daemon=True, name="memtools-progress")

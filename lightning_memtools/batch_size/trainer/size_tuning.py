@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,7 +28,7 @@ from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.reporting.carried_device import put_on_device
-from lightning_memtools.reporting.console import print_on_console
+from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.state.random_state import random_streams_restored
@@ -128,8 +129,11 @@ class SizeTuning:
         tuned: list[Stage] = [stage for stage in STAGES if stage in stages and has_data(trainer, stage)]
         before = self._sizes_before(trainer, attributes)
         rates = _learning_rates(trainer)
-        with left_out_of_counts(trainer, reader):
-            search = StageSearch(trainer, settings, sizes=self._sizes, before=before)
+        search = StageSearch(trainer, settings, sizes=self._sizes, before=before)
+        shows = (
+            progress_printed(lambda: f"BatchSizeTuner is {search.doing}") if trainer.is_global_zero else nullcontext()
+        )
+        with shows, left_out_of_counts(trainer, reader):
             result = search.run(tuned, hooks, begins=begins)
         self.found = {**self.found, **result.sizes}
         if result.accumulate is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
@@ -57,6 +58,9 @@ class StageSearch:
         settings: The arguments of BatchSizeTuner.
         sizes: The sizes that the sources read; they are changed.
         before: The sizes before the search.
+
+    Attributes:
+        doing: The trial that is run, in words.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class StageSearch:
         effective = settings.effective_batch_size
         self._per_rank = None if effective is None else samples_per_rank(effective, trainer.world_size)
         self._accumulate = trainer.accumulate_grad_batches
+        self.doing = "preparing trials"
 
     def run(self, stages: Sequence[Stage], hooks: Sequence[Callable[[], None]], *, begins: bool) -> SearchResult:
         """Search for the stages' sizes.
@@ -131,12 +136,18 @@ class StageSearch:
 
     def _search(self, runner: TrialRunner, stage: Stage, limits: SizeLimits, cached: int | None) -> list[SizeTrial]:
         """Verify a cached size with one trial; search where there is none, or where it does not fit."""
-        trials = [] if cached is None else [runner.run(stage, cached, limits)]
+        numbers = itertools.count(1)
+
+        def run(size: int) -> SizeTrial:
+            self.doing = f"trying batches of {size} in {stage}, trial {next(numbers)}"
+            return runner.run(stage, size, limits)
+
+        trials = [] if cached is None else [run(cached)]
         if largest_that_fits(trials) is not None:
             return trials
 
-        def run(size: int) -> SizeTrial:
-            trial = runner.run(stage, size, limits)
+        def run_limited(size: int) -> SizeTrial:
+            trial = run(size)
             unlimited = all(reading.limit is None for reading in trial.readings)
             if unlimited and self._reader is not None and limits.max_val is None and limits.n_samples is None:
                 raise ValueError(
@@ -147,7 +158,11 @@ class StageSearch:
 
         left = max(self._settings.max_trials - len(trials), 1)
         return trials + find_largest(
-            run, start=self._settings.init_val, round_down=limits.round_down, smallest=limits.smallest, max_trials=left
+            run_limited,
+            start=self._settings.init_val,
+            round_down=limits.round_down,
+            smallest=limits.smallest,
+            max_trials=left,
         )
 
     def _choose(self, stage: Stage, trials: Sequence[SizeTrial], runner: TrialRunner) -> SizeTrial:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
+import sys
+import time
 
 import lightning as L
 import pytest
@@ -63,6 +66,20 @@ def test_accumulation_does_not_multiply_the_work(tmp_path):
     _, run = fit(tmp_path, tuner, Counts(), accumulate_grad_batches=50)
     assert run.accumulate_grad_batches == 50
     assert len(n_batches) <= 4 * len(tuner.result.trials), "two steps of two micro-batches"
+
+
+def test_a_search_that_takes_longer_says_which_trial_it_is_at(tmp_path, capsys):
+    class Slow(Small):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 0 and any(isinstance(c, TrialProbe) for c in self.trainer.callbacks):
+                sys.stdout.write("of the trial")
+                time.sleep(2.5)
+            return super().training_step(batch, batch_idx)
+
+    fit(tmp_path, Tuner(stages=("train",), init_val=4, max_trials=1), Slow())
+    said = capsys.readouterr().out
+    assert re.search(r"BatchSizeTuner is trying batches of 4 in train, trial 1 \(\d+ s so far\)", said)
+    assert "of the trial" not in said
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
