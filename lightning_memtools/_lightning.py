@@ -138,50 +138,51 @@ def values_logged_in_evaluation(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class LoopMark:
-    """The counters and schedulers of the training loop at one moment, to restore them. See `mark_loops`."""
-
-    counters: list[tuple[object, dict[str, Any]]]
-    schedulers: list[tuple[Any, dict[str, Any]]]
-    batches_that_stepped: int
-
-
-def mark_loops(trainer: Trainer) -> LoopMark:
-    """Save every counter that a training step moves, and the state of every scheduler.
+class LoopMarker:
+    """Saves every counter that a training step moves, and the state of every scheduler, to restore them.
 
     `trainer.global_step` is read-only, and checkpoints are written from these counters. It can go when a Trainer can be
-    set back to an earlier step in public.
+    set back to an earlier step in public. Make it when training starts: only then all counters are in their places.
+
+    Args:
+        trainer: The Trainer.
     """
-    epoch_loop = trainer.fit_loop.epoch_loop
-    batches = epoch_loop.batch_progress
-    progresses: list[Any] = [
-        batches,
-        trainer.fit_loop.epoch_progress,
-        epoch_loop.scheduler_progress,
-        epoch_loop.automatic_optimization.optim_progress.optimizer.step,
-        epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad,
-        epoch_loop.manual_optimization.optim_step_progress,
-    ]
-    counters = [(tracker, vars(tracker).copy()) for each in progresses for tracker in (each.total, each.current)]
-    for _, values in counters[:2]:
-        # As if the present batch had not begun: otherwise, a run that resumes from here counts one step too many.
-        values.update(dict.fromkeys(values, values["completed"]))
-    counters.append((batches, {"is_last_batch": batches.is_last_batch}))
-    return LoopMark(
-        counters,
-        [(config.scheduler, config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
-        epoch_loop._batches_that_stepped,
-    )
 
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        epoch_loop = self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._batches = epoch_loop.batch_progress
+        progresses: list[Any] = [
+            self._batches,
+            trainer.fit_loop.epoch_progress,
+            epoch_loop.scheduler_progress,
+            epoch_loop.automatic_optimization.optim_progress.optimizer.step,
+            epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad,
+            epoch_loop.manual_optimization.optim_step_progress,
+        ]
+        self._counters: list[dict[str, Any]] = [vars(one) for each in progresses for one in (each.total, each.current)]
 
-def turn_back(trainer: Trainer, mark: LoopMark) -> None:
-    """Restore the counters and schedulers that `mark_loops` saved; the data loaders are not set back."""
-    for tracker, values in mark.counters:
-        vars(tracker).update(values)
-    for scheduler, state in mark.schedulers:
-        scheduler.load_state_dict(state)
-    trainer.fit_loop.epoch_loop._batches_that_stepped = mark.batches_that_stepped
+    def mark(self) -> Callable[[], None]:
+        """Save them now, and return the function that restores them; the data loaders are not set back."""
+        return partial(
+            self._turn_back,
+            list(map(dict.copy, self._counters)),
+            [(config.scheduler, config.scheduler.state_dict()) for config in self._trainer.lr_scheduler_configs],
+            self._epoch_loop._batches_that_stepped,
+            self._batches.is_last_batch,
+        )
+
+    def _turn_back(
+        self, counts: list[dict[str, Any]], schedulers: list[tuple[Any, Any]], stepped: int, is_last: bool
+    ) -> None:
+        for values in counts[:2]:
+            # As if the batch had not begun: otherwise, a run that resumes from here counts one step too many.
+            values.update(dict.fromkeys(values, values["completed"]))
+        for held, values in zip(self._counters, counts, strict=True):
+            held.update(values)
+        for scheduler, state in schedulers:
+            scheduler.load_state_dict(state)
+        self._epoch_loop._batches_that_stepped, self._batches.is_last_batch = stepped, is_last
 
 
 class EvaluationBatchEnd(NamedTuple):

@@ -11,14 +11,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.nn.parameter import is_lazy
 
 from lightning_memtools._lightning import (
+    LoopMarker,
     changes_gradients,
     forbid_saving_on_exception,
     gradient_scaler,
     guard_saving,
-    mark_loops,
     saves_on_exception,
     training_step,
-    turn_back,
     values_logged_in_evaluation,
     watch_fetches,
     watch_updates,
@@ -82,7 +81,7 @@ class HaltRun:
             amp_patience=self._options.amp_patience,
             gradients=gradients_under(type(trainer.strategy), world_size=trainer.world_size),
             ranks=self._ranks,
-            mark_loop=lambda: partial(turn_back, trainer, mark_loops(trainer)),
+            mark_loop=LoopMarker(trainer).mark,
             budget_bytes=int(4 * BATCH_SHARE * n_bytes),
             start=BatchStartRecorder(module).record if self._options.reruns else None,
             move=move_to_host if self._options.reruns else None,

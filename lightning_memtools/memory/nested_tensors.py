@@ -60,11 +60,15 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 
 def slots_of(thing: Any) -> dict[str, Any]:
     """Return the attributes that an object holds in slots, which have no dictionary."""
-    names = [name for kind in type(thing).__mro__ for name in _slot_names(kind)]
-    return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+    return {name: getattr(thing, name) for name in slot_names(type(thing)) if hasattr(thing, name)}
 
 
-def _slot_names(kind: type) -> list[str]:
+def slot_names(kind: type) -> list[str]:
+    """Return the names of the slots that objects of a class have, as `getattr` takes them."""
+    return [name for base in kind.__mro__ for name in _own_slot_names(base)]
+
+
+def _own_slot_names(kind: type) -> list[str]:
     slots = vars(kind).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     names = [f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") else name for name in names]

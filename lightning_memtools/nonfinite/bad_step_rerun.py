@@ -15,6 +15,7 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
 from lightning_memtools.nonfinite.capsule.capsule_file import Capsule, write_capsule
 from lightning_memtools.nonfinite.cause.explain import explain
+from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
 from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.diagnosis import what_grew
 from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_up_to_nan
@@ -93,7 +94,8 @@ class BadStepRerun:
         bad_step: The step.
         evidence: What is known of it.
         history: The last steps.
-        restored: The parameters that forward passes write, and that were restored.
+        restored: The parameters and attributes that forward passes write, and that were restored.
+        outside: The state besides, as it was when training began; None where it is not known.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class BadStepRerun:
         bad_step: BadStep,
         evidence: Evidence,
         history: Sequence[PastStep],
+        *,
         restored: Collection[str] = (),
+        outside: OutsideState | None = None,
     ) -> None:
         self._run, self._bad_step, self._evidence = run, bad_step, evidence
         self._micro = bad_step.step.micro
@@ -119,7 +123,7 @@ class BadStepRerun:
         self._digests, self._digests_of = self._own_digests(), "step"
         self._explanation: Explanation | None = None
         self._has_run = self._is_bad = False
-        self._restored = restored
+        self._restored, self._outside = restored, outside
         self._written: tuple[str, ...] = ()
         self._says_nothing = False
         self._values: EarlierValues | None = None
@@ -135,6 +139,8 @@ class BadStepRerun:
         if all(micro.batch is None for micro in self._micro):
             return RankFindings(rank, None, "not sought: the batch was no longer held")
         try:
+            # The first rerun changes more of it.
+            changed, unchanged = ([], []) if self._outside is None else self._outside.changed(self._restored)
             with self._step_rerun() as rerun:
                 before = _norms_by_name(self._run.module)
                 plain = rerun.run()
@@ -146,7 +152,10 @@ class BadStepRerun:
                     return RankFindings(
                         rank, None, "not asked for (explain=False)", self._again(), self._is_bad, self._written
                     )
-                self._explanation = explain(rerun, plain, replace(self._known, doubts=self._doubts))
+                known = replace(
+                    self._known, doubts=self._doubts, changed=changed, unchanged=unchanged, restored=self._restored
+                )
+                self._explanation = explain(rerun, plain, known)
         except CannotRerunError as error:
             if not self._has_run:
                 self._doubts.append(f"It could not be run again in the training process: {error}.")

@@ -116,7 +116,6 @@ class BufferKeeper:
         self._n_entries = -1
         self._forward = ForwardWrites(module) if all_state else None
 
-    @torch.no_grad()
     def keep(self, unless: Tensor | None = None, *, of_batch: bool = True) -> None:
         """Copy the buffers now.
 
@@ -124,11 +123,12 @@ class BufferKeeper:
             unless: A 0-dim tensor on a device; if it is not 0, the earlier copies stay.
             of_batch: Whether a batch begins; else the update of a step in manual optimization is about to be made.
         """
-        self._keep(unless)
+        if self._copies != [] or self._released or self._has_other_buffers():
+            with torch.no_grad():
+                self._keep(unless)
         if self._forward is not None:
             self._forward.start(of_batch=of_batch)
 
-    @torch.no_grad()
     def note_writes(self, updated: Sequence[Tensor], *, goes_on: bool) -> tuple[str, ...]:
         """Return the parameters and attributes that were written since `keep` and cannot be restored.
 
@@ -145,8 +145,8 @@ class BufferKeeper:
             return tuple(trained)
         # A tensor that an attribute no longer holds, and that nobody wrote, is still as it was.
         written = [slot for slot in new if write_count(slot.tensor) != slot.version or slot.look() is slot.tensor]
-        for slots in _by_kind(new):
-            self._copies = [*(self._copies or ()), _BufferCopies(slots)]
+        with torch.no_grad():
+            self._copies = [*(self._copies or ()), *map(_BufferCopies, _by_kind(new))]
         return (*(slot.name for slot in written), *trained)
 
     def _keep(self, unless: Tensor | None) -> None:
@@ -274,7 +274,8 @@ class ForwardWrites:
         """
         now = list(map(WRITE_COUNT, self._parameters))
         if now == self._writes and not self._addresses and not self._attributes:
-            self._ignored.update(map(id, updated) if goes_on else ())
+            if goes_on:
+                self._ignored.update(map(id, updated))
             return [], []
         indices = (
             [i for i, (a, b) in enumerate(zip(now, self._writes, strict=True)) if a != b] if now != self._writes else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FunctionType
@@ -35,6 +35,9 @@ class KnownOfStep:
         plain_sgd: Whether an update is the learning rate times the gradient.
         scaler: Says what the gradient scaler did, where that is the reason.
         doubts: The reasons why a rerun may differ from the step, one sentence each.
+        changed: The names of state that a rerun cannot put back, and that is not as it was when training began.
+        unchanged: Tensors besides weights, buffers and batch that are as they were then.
+        restored: The names of parameters and attributes that forward passes write, and that were put back.
     """
 
     grown: str = ""
@@ -42,6 +45,9 @@ class KnownOfStep:
     plain_sgd: bool = False
     scaler: str = ""
     doubts: Sequence[str] = ()
+    changed: Sequence[str] = ()
+    unchanged: Sequence[Tensor] = ()
+    restored: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import has_readable_values, l2_norm_of_each, sparse_values, write_count
+from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, sparse_values, write_count
 
 
 def floats_of(tensor: Tensor) -> Tensor | None:
@@ -60,12 +60,12 @@ def _stored_floats(tensor: Tensor) -> Tensor | None:
 
 def gradients_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters that the optimizer is about to update, and the floats of their gradients."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = list(map(_GRADIENT, parameters))
     # Asking each tensor for all that makes it special takes a microsecond or two; these take a tenth.
     if set(map(type, gradients)) == {Tensor} and set(map(_KIND, gradients)) <= _PLAIN:
         return parameters, gradients
-    pairs = [(p, floats) for p in parameters if (floats := floats_of(p.grad)) is not None]
+    pairs = [(p, floats) for p in parameters if p.grad is not None and (floats := floats_of(p.grad)) is not None]
     return [parameter for parameter, _ in pairs], [floats for _, floats in pairs]
 
 
@@ -98,6 +98,9 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
 # Below this, the time is that of starting kernels, which one call does for all.
 _FEW_ELEMENTS = 2**20
 _FEW_TENSORS = 64
+# Copying so few into one tensor takes less time than a call for each tensor.
+_VERY_FEW_ELEMENTS = 2**16
+_DOT_IS_EXACT = {torch.float32, torch.float64}
 
 
 def _norms_of_one_kind(tensors: Sequence[Tensor], *, exact: bool) -> Sequence[Tensor]:
@@ -141,15 +144,33 @@ def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: boo
 
 
 def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> list[float] | None:
-    """Return the numbers of `measure`. Waits for the device."""
-    if not gradients or gradients[0].device.type != "cpu" or len(set(map(_PLACE, gradients))) > 1:
+    """Return the numbers of `measure`; where all are finite, those of single gradients may be left out.
+
+    Waits for the device.
+    """
+    is_on_host = bool(gradients) and gradients[0].is_cpu
+    if is_on_host and gradients[0].dtype in _DOT_IS_EXACT and sum(map(Tensor.numel, gradients)) <= _VERY_FEW_ELEMENTS:
+        norm, read = _norm_of_few(gradients), list(map(float, losses))
+        if math.isfinite(norm) and all(map(math.isfinite, read)):
+            return [norm, *read]
+    if not is_on_host or len(set(map(_PLACE, gradients))) > 1:
         numbers = measure(gradients, losses)
         return None if numbers is None else numbers.tolist()
+    # On the CPU, reading a number costs less than computing with a tensor.
+    read = list(map(float, losses))
     with torch.no_grad():
         found = _norms_of_one_kind(gradients, exact=False)
-    # On the CPU, reading a number costs less than computing with a tensor.
     norms = list(map(float, found)) if len(found) < _FEW_TENSORS else torch.stack(list(found)).tolist()
-    return [math.hypot(*norms), *map(float, losses), *norms]
+    return [math.hypot(*norms), *read, *norms]
+
+
+def _norm_of_few(tensors: Sequence[Tensor]) -> float:
+    """Return the norm over all of some small tensors; NaN where they are on several devices."""
+    try:
+        flat = flattened(list(tensors))
+    except RuntimeError:
+        return math.nan
+    return float(flat.dot(flat).item() ** 0.5)
 
 
 @dataclass(frozen=True, slots=True)

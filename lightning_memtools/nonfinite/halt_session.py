@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
 from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun, RankFindings, TrainingRun, findings_to_report
+from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
 from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state, bad_state, diagnose, examine
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.halt_report import CapsuleNote, HaltReport, NonFiniteFinding, overflow_finding
@@ -127,6 +128,7 @@ class HaltSession:
         self._ranks, self._patient_ranks = ranks, patient_ranks
         self._bad_at_start = {each.name for each in self._bad_now()}
         guard.bad_before = frozenset(self._bad_at_start)
+        self._outside = OutsideState(run.module) if options.explain else None
         self._has_warned = False
         self._n_logged = 0
         self._metrics = metrics
@@ -249,8 +251,9 @@ class HaltSession:
         if report.diagnosis.rank in {None, rank}:
             try:
                 rerun = BadStepRerun(
-                    self._run, bad_step, evidence, tuple(self.guard.history), self.guard.written_and_restored()
-                )
+                    self._run, bad_step, evidence, tuple(self.guard.history),
+                    restored=self.guard.written_and_restored(), outside=self._outside,
+                )  # fmt: skip
                 mine = rerun.findings(
                     explains=options.explain and not bad_step.update,
                     keeps=options.capsule and self._actions.directory is not None,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import compress, islice
-from operator import attrgetter, is_, not_
+from operator import attrgetter, not_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_memtools._torch import is_in_memory, write_count_or_none
+from lightning_memtools._torch import WRITE_COUNT, is_in_memory, write_count_or_none
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of
@@ -54,6 +55,10 @@ class MicroBatch:
     resumed: BatchStart | None = None
     changed: tuple[str, ...] | None = None
     fetched: list[FetchedBatch] | None = None
+
+    def keep_if_bad(self) -> None:
+        """Note whether its loss is bad, as far as that is known without waiting for a device."""
+        self.keep = self.keep or any(each.is_cpu and not math.isfinite(each.item()) for each in self.losses)
 
     def written_in_place(self) -> tuple[str, ...]:
         """Return the names of the batch's tensors that were written since it was taken, as far as that is known."""
@@ -212,7 +217,7 @@ _NOT_OF_USERS = {*vars(Module()), "prepare_data_per_node", "allow_zero_length_da
 Attributes = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a step begins with one, and to make a frozen one takes three times as long
 class BatchStart:
     """The state that a batch began with.
 
@@ -298,16 +303,16 @@ class _AttributeReader:
         self.name, self.held = name, held
         self.generators: list[str] = []
         self._names: list[str] = []
-        self._kinds: list[type] = []
+        self._values: list[int] = []
         self._known: dict[str, Any] = {}
 
     def simple(self) -> dict[str, Any]:
         """Return the attributes of simple types: name to value."""
-        names, kinds = list(self.held), list(map(type, self.held.values()))
-        # Only simple values are held here: they are compared by identity, so that none must be asked for its equal.
-        is_same = names == self._names and kinds == self._kinds
-        if not is_same or not all(map(is_, map(self.held.get, self._known), self._known.values())):
-            self._names, self._kinds = names, kinds
+        # By identity, so that no value must be asked for its equal. Those that are returned are held in `_known`, so
+        # that no other value can take the place of one in memory.
+        names, values = list(self.held), list(map(id, self.held.values()))
+        if names != self._names or values != self._values:
+            self._names, self._values = names, values
             self._known = simple_items(self.held, skip=_n_of_every_module(self.held))
             self.generators = [
                 key
@@ -351,6 +356,9 @@ def restore_frozen(module: Module, frozen: frozenset[str] | None) -> None:
 
 def versions_of(batch: Any) -> tuple[int, ...]:
     """Return how often each tensor of a batch was written in place; -1 where it is not counted."""
+    parts = (batch,) if type(batch) is Tensor else batch
+    if type(parts) in {tuple, list} and set(map(type, parts)) == {Tensor} and not any(map(Tensor.is_inference, parts)):
+        return tuple(map(WRITE_COUNT, parts))
     return tuple(write_count_or_none(tensor) for _, tensor in named_tensors(batch, "batch"))
 
 

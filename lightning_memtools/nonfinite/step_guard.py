@@ -28,7 +28,7 @@ from lightning_memtools.nonfinite.finite_checks import (
 )
 from lightning_memtools.nonfinite.micro_batches import FetchedAgain, MicroBatch, release_batches, restore_frozen
 from lightning_memtools.nonfinite.tensor_names import names_of
-from lightning_memtools.nonfinite.update_check import UpdateCopies, why_update_is_bad
+from lightning_memtools.nonfinite.update_check import UpdateCopies, WeightBounds, why_update_is_bad
 from lightning_memtools.nonfinite.update_veto import (
     StateKeys,
     UpdateVeto,
@@ -44,6 +44,9 @@ from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
 
 Gradients = Literal["whole", "replicated", "sharded"]
+
+# Of an optimizer that evaluates the loss several times in a step, as LBFGS does.
+_MOVED_WITHIN = "the weights and the optimizer state that earlier evaluations of the loss within this step have moved"
 
 
 class StepGuard:
@@ -126,6 +129,7 @@ class StepGuard:
         self._updated: GuardedStep | None = None
         self._weights: ArrivingValues[GuardedStep] = ArrivingValues()
         self._checked: GuardedStep | None = None
+        self._bounds = WeightBounds()
 
     @property
     def carries_losses(self) -> bool:
@@ -161,18 +165,10 @@ class StepGuard:
     def check_updates(self) -> BadStep | None:
         """Return the step whose update has made weights NaN or Inf, if that is known by now. Waits for no device.
 
-        Call it after a batch, and before a checkpoint or evaluation. One pass over the weights that were updated.
+        Call it after a batch, and before a checkpoint or evaluation. One pass over the weights that were updated; on
+        the CPU once in 50 steps, as long as the update is sure to leave them finite.
         """
-        step, self._updated = self._updated, None
-        if step is not None:
-            if step.parameters[0].device.type == "cpu":
-                norm, *_ = measure_and_read(step.parameters, []) or [0.0]
-                if not math.isfinite(norm):
-                    self._weights.send([norm], step)
-            elif (numbers := measure(step.parameters, [])) is not None:
-                # The answer comes one step later; by then the batch is gone.
-                without = [replace(micro, batch=None) for micro in step.micro]
-                self._weights.send(numbers, replace(step, micro=without))
+        self._read_updated_weights()
         for (norm, *_), updated in self._weights.receive() if self._weights else ():
             if math.isfinite(norm) or updated.optimizer is None:
                 continue
@@ -189,17 +185,33 @@ class StepGuard:
                 self._note_skip(updated)
         return None
 
+    def _read_updated_weights(self) -> None:
+        step, self._updated = self._updated, None
+        if step is None or step.optimizer is None:
+            return
+        if step.parameters[0].device.type == "cpu":
+            with torch.no_grad():
+                norm, *_ = measure_and_read(step.parameters, []) or [0.0]
+            self._bounds.read(step.optimizer, norm, step.parameters)
+            if not math.isfinite(norm):
+                self._weights.send([norm], step)
+        elif (numbers := measure(step.parameters, [])) is not None:
+            # The answer comes one step later; by then the batch is gone.
+            without = [replace(micro, batch=None) for micro in step.micro]
+            self._weights.send(numbers, replace(step, micro=without))
+
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
         """Note a loss before its backward pass. It was divided for an accumulation and multiplied by the scaler."""
-        step = self._step or self._open()
+        step = self._step
+        if step is None:
+            step = self._open()
+            if self._now is not None:
+                step.written = (_MOVED_WITHIN,)
         step.restore_loop = step.restore_loop or self._mark_loop()
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         value = undivided_loss(loss, divided_by, scale)
-        micro = step.micro[-1]
-        micro.losses.append(value)
+        step.micro[-1].losses.append(value)
         self.saw_losses = True
-        if value.device.type == "cpu" and not math.isfinite(value.item()):  # on the CPU, reading waits for nothing
-            micro.keep = True
         if self.carries_losses:
             poison(loss)
 
@@ -209,7 +221,7 @@ class StepGuard:
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
         step.parameters, gradients = gradients_of(optimizer)
-        step.written = self._buffers.note_writes(step.parameters, goes_on=reopen)
+        step.written += self._buffers.note_writes(step.parameters, goes_on=reopen)
         self.saw_gradients = self.saw_gradients or bool(gradients)
         if (bad_update := self.check_updates()) is not None:  # of an earlier update in this batch
             return bad_update
@@ -242,10 +254,7 @@ class StepGuard:
             bad = find_bad(zip(names_of(self._model, parameters), gradients, strict=True))
             why = f"clipping or a hook then made the gradient of {bad[0]} NaN or Inf" if bad else ""
         if not why:
-            if self._gradients != "sharded" and step.parameters and set(map(type, step.parameters)) == {Parameter}:
-                self._updated = step
-                if self._undo_updates:
-                    step.copies = UpdateCopies(optimizer, step.parameters)
+            self._await_update(step, optimizer)
             return None
         if (earlier := self.drain()) is not None:
             return earlier
@@ -258,6 +267,17 @@ class StepGuard:
             return None
         losses = tuple(float(loss) for loss in step.losses())
         return BadStep(step, losses, self.history[-1].norm if self.history else math.nan, (), late=False, update=why)
+
+    def _await_update(self, step: GuardedStep, optimizer: Optimizer) -> None:
+        """Note that the updated weights are to be looked at, unless the update is sure to leave them finite."""
+        # Where hooks may change the gradients, or on a GPU, the norm of those that it takes is not known.
+        is_known = self.history and step.parameters and not self._checks_again and not self._undo_updates
+        if is_known and step.parameters[0].is_cpu and self._bounds.hold(optimizer, self.history[-1].norm):
+            return
+        if self._gradients != "sharded" and set(map(type, step.parameters)) == {Parameter}:
+            self._updated = step
+            if self._undo_updates:
+                step.copies = UpdateCopies(optimizer, step.parameters)
 
     def _checked_is_bad(self, step: GuardedStep) -> bool:
         return bool(self.skipped) and self.skipped[-1] == (step.number, tuple(micro.index for micro in step.micro))
@@ -299,6 +319,7 @@ class StepGuard:
         self._is_fused.clear()
         self._keys.clear()
         self._scaler_skips.clear()
+        self._bounds = WeightBounds()
 
     def _open(self, *, of_batch: bool = True) -> GuardedStep:
         number, micro = self._now or (0, MicroBatch(0, None))
@@ -320,9 +341,13 @@ class StepGuard:
 
     def _release_old_batches(self) -> None:
         pending = self._veto.notes() if self._veto is not None else ()
+        if not pending and self._step is not None and len(self._step.micro) == 1:
+            return
         steps = [*pending, *([self._step] if self._step else [])]
         held = [micro for step in reversed(steps) for micro in reversed(step.micro)]
-        if len(held) > 2:  # noqa: PLR2004, the present one and one more are always held
+        for micro in held[2:]:  # the present one and one more are always held
+            micro.keep_if_bad()
+        if len(held) > 2:  # noqa: PLR2004
             release_batches(held, self._budget_bytes, self._move)
 
     def _honours(self, optimizer: Optimizer) -> bool:
@@ -331,6 +356,17 @@ class StepGuard:
         return self._is_fused[optimizer]
 
     def _check_on_device(self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor]) -> BadStep | None:
+        losses = step.losses()
+        # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
+        n_deciding = 1 if self._gradients == "replicated" else 1 + len(losses)
+        if can_look_first(gradients):
+            if (earlier := self._read(wait=True)) is not None:
+                return earlier
+            values = measure_and_read(gradients, losses) or []
+            if all(map(math.isfinite, values[:n_deciding])) and (self._veto is None or not self._veto.flag):
+                # An optimizer that sees a flag takes longer, though it is 0.
+                self._note_good(step, values[1 : 1 + len(losses)], values[0])
+                return None
         keys = self._keys.get(optimizer)
         created = keys is not None and not keys.are_current()
         # Ranks must not differ in when they read. And state that a first step created without filling it must be
@@ -341,15 +377,6 @@ class StepGuard:
         if keys is None or created:
             keys = self._keys[optimizer] = StateKeys(optimizer)
         step.keys = keys
-        losses = step.losses()
-        # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
-        n_deciding = 1 if self._gradients == "replicated" else 1 + len(losses)
-        if gradients and gradients[0].device.type == "cpu":  # looking first waits for nothing here
-            values = measure_and_read(gradients, losses) or []
-            self._veto = self._veto or UpdateVeto(gradients[0].device, self._max_skips)
-            if all(map(math.isfinite, values[:n_deciding])) and not self._veto.flag:
-                self._veto.pass_on(optimizer, values, step)
-                return None
         numbers = measure(gradients, losses, exact=True)
         if numbers is None:
             return None
@@ -365,21 +392,26 @@ class StepGuard:
         for position, reading in enumerate(readings, start=1):
             step, n_losses = reading.note, len(reading.note.losses())
             losses, norms = reading.numbers[1 : 1 + n_losses], reading.numbers[1 + n_losses :]
+            if not reading.halts and not reading.bad:
+                self._note_good(step, losses, reading.numbers[0])
+                continue
             self._remember(step, losses, reading.numbers[0])
             if reading.halts:
                 assert step.traces is not None
                 bad = step.traces.bad(names_of(self._model, step.parameters), norms)
                 later = tuple(each.note for each in (*readings[position:], *self._veto.read(wait=True)))
                 return BadStep(step, tuple(losses), reading.numbers[0], tuple(bad), late=True, later=later)
-            if reading.bad:
-                assert step.keys is not None
-                step.keys.restore()
-                if step is self._latest:  # else the next step began by putting them back, on the device
-                    self._buffers.restore()
-                self._note_skip(step)
-            elif not all(map(math.isfinite, losses)):
-                self._warn_of_private_loss()
+            assert step.keys is not None
+            step.keys.restore()
+            if step is self._latest:  # else the next step began by putting them back, on the device
+                self._buffers.restore()
+            self._note_skip(step)
         return None
+
+    def _note_good(self, step: GuardedStep, losses: list[float], norm: float) -> None:
+        self._remember(step, losses, norm)
+        if not all(map(math.isfinite, losses)):
+            self._warn_of_private_loss()
 
     def _check_on_host(
         self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor], scaler: Any
@@ -400,13 +432,12 @@ class StepGuard:
             is_suspect = not all(map(math.isfinite, values[:1] if self._gradients == "replicated" else values))
         if scaler is not None and takes_scaled_gradients(optimizer):
             norm /= scaler.get_scale()  # these optimizers get their gradients still scaled
-        self._remember(step, loss_values, norm)
-        bad_loss = not all(map(math.isfinite, loss_values))
         if not is_suspect:
             self._scaler_skips.pop(optimizer, None)
-            if bad_loss:
-                self._warn_of_private_loss()
+            self._note_good(step, loss_values, norm)
             return None
+        self._remember(step, loss_values, norm)
+        bad_loss = not all(map(math.isfinite, loss_values))
         named = zip(names_of(self._model, step.parameters), gradients, norms, strict=True)
         bad_step = BadStep(step, tuple(loss_values), norm, tuple(count_bad(list(named))), late=False)
         return self._judge(bad_step, optimizer, scaler, bad_loss=bad_loss)
@@ -467,6 +498,11 @@ class StepGuard:
                 stacklevel=2,
             )
         self._has_warned = True
+
+
+def can_look_first(gradients: list[Tensor]) -> bool:
+    """Return whether the values of gradients can be read at once, as on the CPU, so that no step is decided late."""
+    return bool(gradients) and gradients[0].is_cpu
 
 
 def gradients_under(strategy: type, *, world_size: int) -> Gradients:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_memtools._torch import copy_each, step_hooks_of
 from lightning_memtools.nonfinite.bad_step import UPDATE_OVERFLOWED
@@ -16,6 +16,60 @@ from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.tensor_names import names_of
 from lightning_memtools.nonfinite.update_veto import StateKeys
+
+_LARGE_GRADIENT, _LARGE_WEIGHT = 1e12, 1e20  # norms
+_UPDATES_BETWEEN = 50
+
+
+class WeightBounds:
+    """Knows of PyTorch's own optimizers, on float32 and float64, that an update cannot make weights NaN or Inf.
+
+    The change of a weight is at most the learning rate times the largest gradient since training began over `eps`. As
+    long as these are far from the ends of float32, and the weights were when they were last looked at, nothing
+    overflows within 50 updates: so the weights are read after one in 51 updates, instead of after each.
+    """
+
+    def __init__(self) -> None:
+        self._n_left: dict[Optimizer, int] = {}
+
+    def hold(self, optimizer: Optimizer, norm: float) -> bool:
+        """Return whether the coming update, of gradients with this norm, is sure to leave the weights finite."""
+        n_left = self._n_left.get(optimizer, 0)
+        if (
+            n_left
+            and norm < _LARGE_GRADIENT
+            and not step_hooks_of(optimizer)
+            and all(map(_is_tame, optimizer.param_groups))
+        ):
+            self._n_left[optimizer] = n_left - 1
+            return True
+        self._n_left[optimizer] = 0
+        return False
+
+    def read(self, optimizer: Optimizer, norm: float, parameters: Sequence[Tensor]) -> None:
+        """Note the norm of the weights after an update."""
+        is_plain = type(optimizer) in {SGD, Adam, AdamW} and norm < _LARGE_WEIGHT
+        types = {parameter.dtype for parameter in parameters} if is_plain else set()
+        self._n_left[optimizer] = _UPDATES_BETWEEN if is_plain and types <= {torch.float32, torch.float64} else 0
+
+
+def _is_tame(group: dict[str, Any]) -> bool:
+    """Return whether the settings of a parameter group are in the usual ranges."""
+    rate = group["lr"]
+    # A rate that is a tensor may be on a device.
+    return (
+        type(rate) is float
+        and 0 <= rate <= 1
+        and 0 <= group["weight_decay"] <= 1
+        and group.get("eps", 1) >= 1e-12  # noqa: PLR2004, far from the end of float32
+        and 0 <= group.get("momentum", 0) < 0.999  # noqa: PLR2004
+        and _are_usual(*group.get("betas", (0.9, 0.9)))
+    )
+
+
+def _are_usual(first: float, second: float) -> bool:
+    # An average of squares that is infinite stays so unless it is multiplied by 0.
+    return 0 <= first < 0.9999 and 0.5 < second < 0.9999  # noqa: PLR2004
 
 
 def why_update_is_bad(

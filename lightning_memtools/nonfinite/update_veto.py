@@ -63,11 +63,6 @@ class UpdateVeto(Generic[Note]):
         verdict = torch.stack([bad.to(numbers.dtype), halts.to(numbers.dtype)])
         self._sent.send(torch.cat([verdict, numbers]), note)
 
-    def pass_on(self, optimizer: Optimizer, numbers: list[float], note: Note) -> None:
-        """Let a step pass whose numbers are known to be finite, as they are on a CPU; the flag must be 0."""
-        self._attach(optimizer)
-        self._sent.send([0.0, 0.0, *numbers], note)
-
     def _attach(self, optimizer: Optimizer) -> None:
         optimizer.found_inf = self.flag  # type: ignore[attr-defined]
         if all(optimizer is not other for other in self._attached):
@@ -112,15 +107,21 @@ def bad_setting(optimizer: Optimizer) -> str:
     """Say which learning rate or other number of the optimizer is NaN, or which rate is infinite; else ""."""
     for group in optimizer.param_groups:
         for key, value in group.items():
-            if isinstance(value, Tensor):
-                # A tensor on a device would have to be waited for.
-                if value.device.type != "cpu" or value.numel() != 1:
-                    continue
-            elif not isinstance(value, float):
+            # Asking each value whether it is a tensor would take longer.
+            if type(value) is not float and (type(value) in _NO_NUMBERS or not _is_number_at_hand(value)):
                 continue
             if not math.isfinite(value) and (key == "lr" or math.isnan(value)):
                 return f"{key} of {type(optimizer).__name__} is {float(value)}"
     return ""
+
+
+def _is_number_at_hand(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu" and value.numel() == 1  # on a device it would have to be waited for
+    return isinstance(value, float)
+
+
+_NO_NUMBERS = frozenset({bool, int, type(None), list, tuple, str})
 
 
 def hide_gradients(optimizer: Optimizer) -> None:

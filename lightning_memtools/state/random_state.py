@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: one is made in each step, and a frozen one takes three times as long
 class RandomState:
     """The state of every random stream at one moment.
 
@@ -143,50 +143,65 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+_N_BYTES = 4 * 625  # of a Mersenne Twister: 624 numbers, and the position in them
+
+
+class _FewWords:
+    """Reads a few words of a Mersenne Twister's memory: they tell whether anybody has drawn from it or seeded it.
+
+    A draw moves the position, which is one of them; 624 draws or a seed change all numbers. The chance that the others
+    stay is one in 2 to the 160.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._words = [ctypes.c_uint64.from_address(address + at) for at in (0, 16, 1000, _N_BYTES - 8)]
+
+    def read(self) -> list[int]:
+        return [word.value for word in self._words]
+
+
 class PythonStateReader:
     """Reads the state of the module `random`; quickly as long as nobody draws from it.
 
-    Python makes 624 numbers of its state, which is most of the cost of a step's start for a small model. Its memory is
-    compared instead, where that is laid out as in CPython: position and numbers behind the head of the object.
+    Python makes 624 numbers of its state, which is most of the cost of a step's start for a small model. A few words of
+    its memory are compared instead, where that is laid out as in CPython: position and numbers, behind the head.
     """
 
     def __init__(self) -> None:
         self._generator: Any = getattr(random.getstate, "__self__", None)
         self._state = random.getstate()
-        self._memory = self._read()
-        numbers = self._state[1]
-        self._is_known = self._memory == struct.pack("=i624I", numbers[-1], *numbers[:-1])
+        self._words: _FewWords | None = None
+        if type(self._generator) is random.Random and sys.implementation.name == "cpython":
+            address, numbers = id(self._generator) + object.__basicsize__, self._state[1]
+            if ctypes.string_at(address, _N_BYTES) == struct.pack("=i624I", numbers[-1], *numbers[:-1]):
+                self._words = _FewWords(address)
+                self._known = self._words.read()
 
     def __call__(self) -> Any:
         """Return the state."""
         # What `gauss` keeps is in no memory that is compared.
-        if not self._is_known or self._generator.gauss_next is not None:
+        if self._words is None or self._generator.gauss_next is not None:
             return random.getstate()
-        memory = self._read()
-        if memory != self._memory or self._state[2] is not None:
-            self._state, self._memory = random.getstate(), memory
+        words = self._words.read()
+        if words != self._known or self._state[2] is not None:
+            self._state, self._known = random.getstate(), words
         return self._state
-
-    def _read(self) -> bytes:
-        if type(self._generator) is not random.Random or sys.implementation.name != "cpython":
-            return b""
-        return ctypes.string_at(id(self._generator) + object.__basicsize__, 4 * 625)
 
 
 class NumpyStateReader:
     """Reads the state of NumPy's global generator; quickly as long as nobody draws from it.
 
-    NumPy takes some 50 microseconds to return its state. The memory of the generator itself is compared in one. It
-    does not show the half of a pair of normal numbers that NumPy may keep, so that once the generator has moved, or
+    NumPy takes some 50 microseconds to return its state. A few words of the generator's memory are compared in one.
+    They do not show the half of a pair of normal numbers that NumPy may keep, so that once the generator has moved, or
     where it has such a half, its state is always asked for.
     """
 
     def __init__(self) -> None:
         self._state: Any = None
-        self._memory = b""
+        self._known: list[int] = []
         self._moves = False
         self._generator: Any = None
-        self._address = 0
+        self._words: _FewWords | None = None
 
     def __call__(self) -> Any:
         """Return the state; None as long as NumPy is not imported."""
@@ -195,23 +210,21 @@ class NumpyStateReader:
             return None
         if self._moves:
             return numpy.random.get_state()
-        memory = self._read(numpy)
-        if self._state is None or memory != self._memory:
-            self._moves = not memory or self._state is not None
-            self._state, self._memory = numpy.random.get_state(), memory
+        words = self._read(numpy)
+        if self._state is None or words != self._known:
+            self._moves = not words or self._state is not None
+            self._state, self._known = numpy.random.get_state(), words
             self._moves = self._moves or bool(self._state[3])
         return self._state
 
-    def _read(self, numpy: Any) -> bytes:
-        """Return the bytes of NumPy's global generator; none if it cannot be told where they are."""
+    def _read(self, numpy: Any) -> list[int]:
+        """Return words of NumPy's global generator; none if it cannot be told where they are."""
         get_bit_generator = getattr(numpy.random, "get_bit_generator", None)  # NumPy 1.24
         generator: Any = None if get_bit_generator is None else get_bit_generator()
-        if type(generator).__name__ != "MT19937":
-            return b""
         if generator is not self._generator:
-            self._generator, self._address = generator, generator.ctypes.state_address
-        # 624 numbers and the position in them, each of 4 bytes.
-        return ctypes.string_at(self._address, 4 * 625)
+            self._generator, is_twister = generator, type(generator).__name__ == "MT19937"
+            self._words = _FewWords(generator.ctypes.state_address) if is_twister else None
+        return [] if self._words is None else self._words.read()
 
 
 @contextmanager

@@ -141,3 +141,26 @@ def test_an_absent_device_is_replaced_by_the_cpu_and_named(written: Any, tmp_pat
     found = replay(tmp_path / "device.pt")
     assert found.exact
     assert "device cpu, was cuda:7" in found.differences
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("default_dtype", "float99"), ("default_dtype", "int64"), ("autocast", "load")]
+)
+def test_a_type_that_torch_does_not_have_or_cannot_compute_in_is_named(
+    key: str, value: str, written: Any, tmp_path: Path
+) -> None:
+    saved = copy.deepcopy(written)
+    saved["conditions"][key] = value
+    torch.save(saved, tmp_path / "dtype.pt")
+    with pytest.raises(CapsuleError, match=rf"torch\.{value} is no|only floating-point types"):
+        replay(tmp_path / "dtype.pt")
+
+
+def test_weights_of_another_type_are_refused_and_not_computed_with(written: Any, tmp_path: Path) -> None:
+    saved = copy.deepcopy(written)
+    weights = saved["weights"]["parameters"]
+    name = next(name for name in weights if name.startswith("last"))
+    weights[name] = weights[name].double()
+    torch.save(saved, tmp_path / "weights.pt")
+    with pytest.raises(CapsuleError, match="dtype"):
+        replay(tmp_path / "weights.pt")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memtools.nonfinite import step_guard
 from lightning_memtools.nonfinite.bad_step import BadStep
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.diagnosis import diagnose, examine
@@ -79,8 +80,14 @@ def test_with_a_fused_kernel_it_is_returned_one_step_late_and_nothing_has_change
     assert differences(before, loop.bits()) == []
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Good steps are read at once on the CPU. Here they take the way of a GPU's, which are decided on the device."""
+    monkeypatch.setattr(step_guard, "can_look_first", lambda _gradients: False)
+
+
 def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
     """As on a GPU that is far behind the host: nothing arrives for some steps."""
+    as_on_a_gpu(monkeypatch)
     loop = Loop(fused=True)
     loop.step(good())
     loop.step(good())
@@ -96,6 +103,23 @@ def test_however_late_it_is_read_nothing_has_changed(monkeypatch):
     loop.guard.undo(trip)
     assert differences(before, loop.bits()) == []
     assert [past.step for past in loop.guard.history] == [0, 1, 2]
+
+
+def test_on_the_cpu_an_optimizer_sees_a_flag_only_from_the_first_bad_step_on():
+    """A fused kernel that is given a flag takes longer, though it is 0."""
+    loop = Loop(fused=True, max_skips=1)
+    loop.step(good())
+    assert not hasattr(loop.optimizer, "found_inf")
+    before = loop.bits()
+    assert loop.step(dirty()) is None
+    assert (
+        differences(before, {**loop.bits(), **{k: v for k, v in before.items() if "running" in k or "num_" in k}}) == []
+    )
+    for _ in range(2):
+        assert loop.step(good()) is None
+    assert [step for step, _ in loop.guard.skipped] == [1]
+    assert loop.optimizer.found_inf == 0
+    assert [past.step for past in loop.guard.history] == [0, 1, 2, 3]
 
 
 def test_drain_without_undecided_steps_does_nothing():
@@ -154,6 +178,7 @@ def test_old_micro_batches_beyond_the_budget_are_released_but_not_the_bad_one():
 
 
 def test_of_earlier_steps_one_batch_is_held_until_they_are_read(monkeypatch):
+    as_on_a_gpu(monkeypatch)
     loop = Loop(fused=True)
     loop.step(good())
     assert loop.guard._veto is not None
@@ -164,7 +189,8 @@ def test_of_earlier_steps_one_batch_is_held_until_they_are_read(monkeypatch):
     assert held == [False, False, False, True, True]
 
 
-def test_close_removes_the_flag():
+def test_close_removes_the_flag(monkeypatch):
+    as_on_a_gpu(monkeypatch)
     loop = Loop(fused=True)
     loop.step(good())
     assert hasattr(loop.optimizer, "found_inf")

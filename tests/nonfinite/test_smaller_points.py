@@ -106,3 +106,38 @@ def test_the_maker_of_a_nan_is_named_and_not_who_filled_other_memory(tmp_path: P
     error = halted(MaskBesideNaN(), tmp_path)
     assert error.explanation is not None
     assert error.explanation.operation == "aten.sqrt"
+
+
+class Searches(Net):
+    """Its optimizer evaluates the loss several times in a step; one evaluation is NaN."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self.bad, self.n_evaluations = bad, 0
+
+    def loss(self, x: Tensor, batch_idx: int) -> Tensor:
+        self.n_evaluations = self.n_evaluations + 1 if batch_idx == 2 else 0
+        return x.square().mean() * (torch.nan if self.n_evaluations == self.bad else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+
+class KeepsStart(L.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_the_weights_that_an_optimizer_has_moved_within_its_step_are_not_claimed(bad: int, tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    model, start = Searches(bad), KeepsStart()
+    batches: Any = DataLoader([torch.randn(BATCH, WIDTH) for _ in range(4)], batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, start, HaltOnNaN(directory=str(tmp_path)), logger=False).fit(model, batches)
+    is_as_before = all(torch.equal(value, start.weights[name]) for name, value in model.state_dict().items())
+    assert is_as_before == (bad == 1)
+    claimed = "weights, optimizer state and buffers are those before the step"
+    exception = ", except the weights and the optimizer state that earlier evaluations of the loss within this step"
+    assert claimed in str(caught.value)
+    assert (claimed + exception in str(caught.value)) == (not is_as_before)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.update_check import WeightBounds
 from tests.lightning_models import Regression, loader, trainer
 from tests.nonfinite.observe import differences, state_bits
 
@@ -187,3 +188,63 @@ def test_weights_that_were_bad_before_are_not_blamed_on_an_update(fused: bool, t
     run = trainer(tmp_path, HaltOnNaN(), logger=False)
     run.fit(Masked(), loader(64))
     assert run.global_step == 8
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_weights_that_an_update_cannot_make_bad_are_read_once_in_51_steps(kind: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, bounds = kind([weight], lr=1e-2), WeightBounds()
+    assert not bounds.hold(optimizer, 1.0), "nothing is known of the weights yet"
+    bounds.read(optimizer, 1.7, [weight])
+    assert [bounds.hold(optimizer, 1.0) for _ in range(51)] == [True] * 50 + [False]
+
+
+UNSURE = {
+    "a large gradient": lambda bounds, optimizer, _: bounds.hold(optimizer, 1e13),
+    "a NaN norm": lambda bounds, optimizer, _: bounds.hold(optimizer, torch.nan),
+    "a large rate": lambda bounds, optimizer, group: group.update(lr=1e9) or bounds.hold(optimizer, 1.0),
+    "a rate in a tensor": lambda bounds, optimizer, group: group.update(lr=torch.ones(())) or bounds.hold(optimizer, 1),
+    "eps 0": lambda bounds, optimizer, group: group.update(eps=0.0) or bounds.hold(optimizer, 1.0),
+    "decay": lambda bounds, optimizer, group: group.update(weight_decay=1e9) or bounds.hold(optimizer, 1.0),
+    "betas": lambda bounds, optimizer, group: group.update(betas=(0.9, 1.0)) or bounds.hold(optimizer, 1.0),
+    "a hook": lambda bounds, optimizer, _: (
+        optimizer.register_step_post_hook(lambda *_: None) and bounds.hold(optimizer, 1.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSURE)
+def test_weights_are_read_where_the_update_may_make_them_bad(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, bounds = torch.optim.AdamW([weight], lr=1e-2), WeightBounds()
+    bounds.read(optimizer, 1.7, [weight])
+    assert bounds.hold(optimizer, 1.0)
+    assert not UNSURE[name](bounds, optimizer, optimizer.param_groups[0])
+    optimizer.param_groups[0].update(lr=1e-2, eps=1e-8, weight_decay=0.0, betas=(0.9, 0.999))
+    assert not bounds.hold(optimizer, 1.0), "from then on nothing is known until they are read again"
+
+
+@pytest.mark.parametrize(("norm", "dtype"), [(1e21, torch.float32), (torch.inf, torch.float32), (1.0, torch.float16)])
+def test_large_or_narrow_weights_are_read_after_each_update(norm: float, dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer, bounds = torch.optim.AdamW([weight]), WeightBounds()
+    bounds.read(optimizer, norm, [weight])
+    assert not bounds.hold(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_largest_updates_that_are_not_read_leave_weights_finite(kind: Any, fused: bool) -> None:
+    """Gradients, rate and eps at the ends of what is held to be sure, and weights that were last read at theirs."""
+    weight = torch.nn.Parameter(torch.full((4,), 4e19))
+    extreme: dict[str, Any] = {"lr": 1.0, "fused": fused, "weight_decay": 1.0}
+    extreme |= {"momentum": 0.998} if kind is torch.optim.SGD else {"eps": 1e-12, "betas": (0.0, 0.9998)}
+    optimizer, bounds = kind([weight], **extreme), WeightBounds()
+    bounds.read(optimizer, 9e19, [weight])
+    n = 0
+    while bounds.hold(optimizer, 9e11):
+        weight.grad = torch.tensor([4e11, -4e11, 1e-30, 0.0])
+        optimizer.step()
+        n += 1
+    assert n == 50
+    assert torch.isfinite(weight).all()

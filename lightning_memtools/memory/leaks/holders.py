@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_memtools._torch import BACKWARD_HOOKS, MODULE_REGISTERS, backward_hooks_of
+from lightning_memtools.memory.nested_tensors import slot_names
 
 # Every link costs one pass over all Python objects. `module.metric.state["preds"][3]` has eight links, counting the
 # `__dict__`s.
@@ -118,7 +119,7 @@ def _direct_step(holder: Any, held: Any) -> ReferenceStep:
     if is_a(holder, Tensor) and held is backward_hooks_of(holder):
         return ReferenceStep(ReferenceKind.ATTRIBUTE, BACKWARD_HOOKS)
     # Python may keep attributes without making a dict of them.
-    for name in (*(namespace_of(holder) or ()), *_slots(type(holder))):
+    for name in (*(namespace_of(holder) or ()), *slot_names(type(holder))):
         if getattr(holder, name, None) is held:
             return ReferenceStep(ReferenceKind.ATTRIBUTE, name)
     return ReferenceStep(ReferenceKind.OTHER)
@@ -169,12 +170,6 @@ def _is_namespace(holder: Any, held: dict[Any, Any]) -> bool:
 
 def _key_of(mapping: dict[Any, Any], held: Any) -> Any:
     return next((key for key, value in mapping.items() if value is held), None)
-
-
-def _slots(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if is_a(slots, str) else slots
 
 
 def content_of(cell: CellType) -> Any:

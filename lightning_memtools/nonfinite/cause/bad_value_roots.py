@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lightning_memtools.nonfinite.cause.operation_trace import BadKinds, BadOperation
+from lightning_memtools.memory.nested_tensors import named_tensors
+from lightning_memtools.nonfinite.cause.operation_trace import BadKinds, BadOperation, StorageKeys
 from lightning_memtools.nonfinite.cause.tensor_facts import NAN
 from lightning_memtools.nonfinite.causes import public_name
-from lightning_memtools.nonfinite.micro_batches import list_samples
+from lightning_memtools.nonfinite.micro_batches import bad_inputs, list_samples
+from lightning_memtools.nonfinite.step_rerun import StepRerun
+from lightning_memtools.nonfinite.tensor_names import plain_name, tensors_in_attributes
 
 
 class ValueOrigin(StrEnum):
@@ -42,6 +45,28 @@ class PriorTensor:
 
 
 UNKNOWN = PriorTensor(ValueOrigin.ELSEWHERE, "a tensor from elsewhere", may_be_infinite=True)
+
+
+class PriorTensors:
+    """Knows the tensors in memory that no operation of the step wrote."""
+
+    def __init__(self, rerun: StepRerun, memory: StorageKeys) -> None:
+        self._known: dict[int | None, PriorTensor] = {}
+        for name, tensor in tensors_in_attributes(rerun.module):
+            self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.ATTRIBUTE, name, may_be_infinite=True)
+        for name, buffer in rerun.module.named_buffers():
+            self._known[memory.key(buffer)] = PriorTensor(ValueOrigin.BUFFER, plain_name(name), may_be_infinite=True)
+        for name, parameter in rerun.module.named_parameters():
+            leaf = PriorTensor(ValueOrigin.PARAMETER, plain_name(name), may_be_infinite=not parameter.requires_grad)
+            self._known[memory.key(parameter)] = leaf
+        for micro in rerun.micro:
+            masks = {bad.name for bad in bad_inputs(micro) if bad.is_mask}
+            for name, tensor in named_tensors(micro.batch, "batch"):
+                self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)
+
+    def __call__(self, key: int) -> PriorTensor:
+        """Return the tensor in the memory with this key."""
+        return self._known.get(key, UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,23 +10,21 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_memtools._torch import is_in_memory
-from lightning_memtools.memory.nested_tensors import named_tensors
 from lightning_memtools.nonfinite.cause.bad_value_roots import (
-    UNKNOWN,
     BadValueRoot,
-    PriorTensor,
+    PriorTensors,
     ValueOrigin,
     find_bad_value_root,
 )
 from lightning_memtools.nonfinite.cause.classifier import Classifier
 from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace, StorageKeys
-from lightning_memtools.nonfinite.cause.unrestored_state import state_not_restored
+from lightning_memtools.nonfinite.cause.reread_tensors import tensors_read_again
+from lightning_memtools.nonfinite.cause.unrestored_state import listed
 from lightning_memtools.nonfinite.causes import ADVICE, Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.micro_batches import bad_inputs
 from lightning_memtools.nonfinite.step_outcome import StepOutcome
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
-from lightning_memtools.nonfinite.tensor_names import plain_name, tensors_in_attributes
+from lightning_memtools.nonfinite.tensor_names import tensors_in_attributes
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Explanation:
@@ -64,7 +62,7 @@ def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Ex
 def _traced(rerun: StepRerun) -> tuple[OperationTrace, StepOutcome, BadValueRoot | None]:
     trace = OperationTrace(rerun.module)
     rerun.reset()
-    leaves = _PriorTensors(rerun, trace.memory)  # before the step can replace these tensors
+    leaves = PriorTensors(rerun, trace.memory)  # before the step can replace these tensors
     traced = rerun.run(within=trace.watching())
     return trace, traced, find_bad_value_root(trace.events, _bad_memory(traced, trace.memory), leaves)
 
@@ -92,39 +90,20 @@ def _position_of_bad(outcome: StepOutcome, rerun: StepRerun) -> int:
     return next((i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))), last)
 
 
-class _PriorTensors:
-    """Knows the tensors in memory that no operation of the step wrote."""
-
-    def __init__(self, rerun: StepRerun, memory: StorageKeys) -> None:
-        self._known: dict[int | None, PriorTensor] = {}
-        for name, tensor in tensors_in_attributes(rerun.module):
-            self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.ATTRIBUTE, name, may_be_infinite=True)
-        for name, buffer in rerun.module.named_buffers():
-            self._known[memory.key(buffer)] = PriorTensor(ValueOrigin.BUFFER, plain_name(name), may_be_infinite=True)
-        for name, parameter in rerun.module.named_parameters():
-            leaf = PriorTensor(ValueOrigin.PARAMETER, plain_name(name), may_be_infinite=not parameter.requires_grad)
-            self._known[memory.key(parameter)] = leaf
-        for micro in rerun.micro:
-            masks = {bad.name for bad in bad_inputs(micro) if bad.is_mask}
-            for name, tensor in named_tensors(micro.batch, "batch"):
-                self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)
-
-    def __call__(self, key: int) -> PriorTensor:
-        return self._known.get(key, UNKNOWN)
-
-
 def _not_reproducible(rerun: StepRerun, background: KnownOfStep) -> Explanation:
     if background.doubts:
         raise CannotRerunError(
             f"run again it was finite, but it could not be run exactly: {' '.join(background.doubts)}"
         )
-    again = rerun.run().is_finite
-    if not again:
+    read = tensors_read_again(rerun, background.unchanged, background.restored)
+    if not read.is_finite:
         raise CannotRerunError("run again it was finite once and bad once: the step itself is not deterministic")
     because = "the same weights, batch and random numbers gave a finite loss and finite gradients, twice"
-    changed = state_not_restored(rerun.module)
+    changed = [*background.changed, *read.others]
     if changed:
-        because += f"; the rerun began with these as the step had left them: {', '.join(changed)}"
+        because += f"; the rerun began with these as the step had left them: {listed(changed)}"
+    else:
+        because += f"; all {read.n_same} tensors that it reads are proved to be the same, by digests of their bits"
     return Explanation(
         cause=NonFiniteCause.NOT_REPRODUCIBLE,
         what="No operation gives NaN or Inf when the step is run again.",

@@ -1,79 +1,251 @@
-"""Finds the state of a step that a rerun cannot put back: iterators, files, caches and globals."""
+"""Finds the state that a step reads and that a rerun cannot put back: iterators, files, caches, globals.
+
+A step that was bad and is finite when it is run again is a sign of failing hardware only where nothing else can differ.
+So what a step reads besides tensors is compared with how it was when training began: it has not changed since where its
+digest is the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from io import IOBase
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
+from lightning_memtools._torch import has_readable_values
+from lightning_memtools.memory.fingerprints import fingerprint
+from lightning_memtools.memory.nested_tensors import attributes_of
+from lightning_memtools.memory.user_code import owner_of
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.state.random_state import generator_state
 
 _MOST = 5  # of them, how many are named
+_MOST_PARTS = 2000  # of a container, how many are compared
+_MOST_BYTES = 2**24
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "lightning_memtools.")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
+_BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, Module, Optimizer)
+_KINDS: tuple[tuple[Any, str], ...] = (
+    ((torch.Generator, random.Random), "a random generator"), (IOBase, "a file"), (Tensor, "a tensor"),
+    ((list, tuple, dict, set, deque), "a {}"), (_PLAIN, "a value"),
+)  # fmt: skip
+_NOT_IN_A_STEP = {
+    "__init__", "__new__", "setup", "prepare_data", "configure_model", "configure_optimizers", "train_dataloader",
+    "val_dataloader", "test_dataloader", "predict_dataloader", "validation_step", "test_step", "predict_step",
+}  # fmt: skip
+_WRITTEN_BY_LIGHTNING = {"_param_requires_grad_state", "_metric_attributes", "_current_fx_name"}
+_OUTSIDE = {"time": "the clock", "secrets": "the system's random numbers", "uuid": "the system's random numbers",
+            "socket": "a connection", "requests": "a connection"}  # fmt: skip
 
 
-def state_not_restored(module: Module) -> list[str]:
-    """Return the names of what a step may have read and changed, and that a rerun begins with as the step left it.
+@dataclass(slots=True)
+class _Held:
+    """A value that a step may read: its kind, and a digest of its contents; None where they cannot be compared."""
 
-    These are the iterators, files, random generators, containers and tensors among the attributes of modules that the
-    user wrote, and among the globals that their methods name. The walk does not enter containers.
+    kind: str
+    digest: int | None
+    tensors: list[Tensor] = field(default_factory=list)
+
+
+class OutsideState:
+    """Knows the state outside of weights, buffers and batches that a step may read, as it was when this was made.
+
+    It looks at the attributes of modules that the user wrote, and at the globals, closures and files that their methods
+    and the functions of the user that these call name. It is read once, and of what holds much only its name is noted.
+
+    Args:
+        module: The module that is trained.
     """
-    found = list(_in_attributes(module))
-    for kind in dict.fromkeys(type(part) for part in module.modules()):
-        found += _in_globals(kind)
-    found = list(dict.fromkeys(found))
-    return [*found[:_MOST], *([f"{len(found) - _MOST} more"] if len(found) > _MOST else [])]
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._began: dict[str, int | None] = {}
+        # Users' objects may refuse anything, and nothing that is looked at where all is well may end a run.
+        with contextlib.suppress(Exception):
+            self._began = {name: held.digest for name, held in _held_by(module)}
+
+    def changed(self, restored: Collection[str] = ()) -> tuple[list[str], list[Tensor]]:
+        """Return the names of what has changed since or cannot be compared, and the tensors that have not changed.
+
+        Args:
+            restored: The names of attributes that are put back, which do not count.
+        """
+        changed, unsure, same = [], [], list[Tensor]()
+        for name, held in _held_by(self._module):
+            if name.removeprefix("attribute ") in restored:
+                continue
+            if held.digest is None:
+                unsure.append(f"{name} ({held.kind})")
+            elif self._began.get(name) != held.digest:
+                changed.append(f"{name} ({held.kind})")
+            else:
+                same += held.tensors
+        return list(dict.fromkeys([*changed, *unsure])), same
 
 
-def _in_attributes(module: Module) -> Iterator[str]:
-    known = vars(Module())
+def listed(names: Sequence[str]) -> str:
+    """Return the first few names as text."""
+    return ", ".join([*names[:_MOST], *([f"{len(names) - _MOST} more"] if len(names) > _MOST else [])])
+
+
+def _held_by(module: Module) -> Iterator[tuple[str, _Held]]:
     for name, part in module.named_modules():
-        if _is_library(type(part)):
-            continue
-        for key, value in vars(part).items():
-            # Lightning keeps containers under private names, but neither iterators nor files.
-            # The module's own random generators are put back.
-            if key in known or generator_state(value) is not None:
-                continue
-            if what := _changeable(value, containers=not key.startswith("_")):
-                yield f"attribute {plain_name(name)}.{key} ({what})" if name else f"attribute {key} ({what})"
+        if not _is_library(type(part)):
+            prefix = f"attribute {plain_name(name)}." if name else "attribute "
+            yield from _in_items(prefix, vars(part), skip=_names_of_libraries(type(part)))
+    seen: set[int] = set()
+    owners = dict.fromkeys(owner for part in module.modules() for owner in type(part).__mro__)
+    for owner in owners:
+        if not _is_library(owner):
+            yield from _in_items(f"class attribute {owner.__name__}.", vars(owner), skip=("_abc_impl",))
+            for key, value in vars(owner).items():
+                if key not in _NOT_IN_A_STEP:
+                    yield from _read_by(_function_in(value), seen)
 
 
-def _in_globals(kind: type) -> Iterator[str]:
-    for owner in kind.__mro__:
-        if _is_library(owner):
+def _in_items(prefix: str, items: Mapping[str, Any], skip: Collection[str]) -> Iterator[tuple[str, _Held]]:
+    for key, value in items.items():
+        # Attributes of simple types and the module's own random generators are put back.
+        if key in skip or key.startswith("__") or isinstance(value, _PLAIN) or generator_state(value) is not None:
             continue
-        for function in vars(owner).values():
-            if not isinstance(function, types.FunctionType):
-                continue
-            for name in function.__code__.co_names:
-                what = _changeable(function.__globals__.get(name), containers=True)
-                if what:
-                    yield f"global {name} ({what})"
+        if (held := _held(value)) is not None:
+            yield prefix + key, held
+
+
+def _names_of_libraries(kind: type) -> Collection[str]:
+    """Return the attributes that torch and Lightning themselves give to a module."""
+    made = next((base() for base in kind.__mro__ if base.__name__ == "LightningModule" and _is_library(base)), Module())
+    return {*vars(made), *_WRITTEN_BY_LIGHTNING}
+
+
+def _function_in(value: Any) -> types.FunctionType | None:
+    for name in ("__func__", "fget", "__wrapped__"):
+        value = getattr(value, name, None) or value
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _read_by(function: types.FunctionType | None, seen: set[int]) -> Iterator[tuple[str, _Held]]:
+    """Yield what a function of the user reads of its surroundings, and the functions of the user that it calls."""
+    if function is None or id(function) in seen or owner_of(function.__code__.co_filename) != "user":
+        return
+    seen.add(id(function))
+    names = _names_in(function.__code__)
+    for name, value in _surroundings(function, names).items():
+        if isinstance(value, types.FunctionType):
+            yield from _read_by(value, seen)
+        elif isinstance(value, types.ModuleType) and value.__name__ in _OUTSIDE:
+            yield name, _Held(_OUTSIDE[value.__name__], None)
+        elif (held := _held(value)) is not None:
+            yield name, held
+    if "open" in names and "open" not in function.__globals__:
+        yield f"{function.__name__} calls open", _Held("a file", None)
+
+
+def _surroundings(function: types.FunctionType, names: Collection[str]) -> dict[str, Any]:
+    """Return the globals, closures and values of the user's own modules that a function names."""
+    found = {f"global {name}": value for name, value in function.__globals__.items() if name in names}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        found.update({f"variable {name}": value for value in _content(cell)})
+    for name, value in list(found.items()):
+        if isinstance(value, types.ModuleType) and owner_of(getattr(value, "__file__", None) or "<") == "user":
+            found.update({f"{name}.{key}": each for key, each in vars(value).items() if key in names})
+    return found
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _content(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # the variable has no value yet
+        return ()
 
 
 def _is_library(kind: type) -> bool:
-    return kind.__module__.startswith(_LIBRARIES) or kind.__module__ in {"builtins", "torch", "abc", "typing"}
+    return kind.__module__.startswith(_LIBRARIES) or kind.__module__ in {"builtins", "torch", "abc", "_abc", "typing"}
 
 
-def _changeable(value: Any, *, containers: bool) -> str:
-    """Return the kind of a value that a step can change without a trace; empty for others."""
-    if isinstance(value, (torch.Generator, random.Random)) or type(value).__name__ in {"Generator", "RandomState"}:
-        return "a random generator"
-    if isinstance(value, IOBase):
-        return "a file"
-    if isinstance(value, (list, dict, set, deque)):
-        return f"a {type(value).__name__}" if containers and value else ""
-    if isinstance(value, Tensor):
-        return "a tensor" if containers else ""
-    if not isinstance(value, (Module, type)) and hasattr(type(value), "__next__"):
-        return "an iterator"
-    return ""
+def _held(value: Any) -> _Held | None:
+    """Return a value's kind and digest; None for one that a step cannot change."""
+    kind = next((text for kinds, text in _KINDS if isinstance(value, kinds)), "")
+    if not kind and hasattr(type(value), "__next__"):
+        kind = "an iterator"
+    elif not kind and (isinstance(value, _BY_IDENTITY) or _is_library(type(value))):
+        has_variables = isinstance(value, types.FunctionType) and value.__closure__
+        kind = "a function with variables of its own" if has_variables else ""
+    elif not kind:
+        kind = "an object of {}"
+    if not kind:
+        return None
+    held = _Held(kind.format(type(value).__name__), None)
+    with contextlib.suppress(Exception):
+        held.digest, held.tensors = _digest(value)
+    return held
+
+
+def _digest(value: Any) -> tuple[int | None, list[Tensor]]:
+    """Return a number for the contents of a value, None where it has too many or hides them; and its tensors."""
+    parts, tensors, n_bytes = list[Any](), list[Tensor](), 0
+    waiting, seen = [value], set[int]()
+    while waiting:
+        one = waiting.pop()
+        parts.append(type(one))
+        if isinstance(one, (*_PLAIN, *_BY_IDENTITY, types.MethodType)):
+            parts.append(repr(one) if isinstance(one, _PLAIN) else id(getattr(one, "__func__", one)))
+            waiting += [one.__self__] if isinstance(one, types.MethodType) else []
+            cells = one.__closure__ or () if isinstance(one, types.FunctionType) else ()
+            waiting += [value for cell in cells for value in _content(cell)]
+            continue
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            n_bytes += one.numel() * one.element_size()
+            if n_bytes > _MOST_BYTES or not has_readable_values(one):
+                return None, []
+            tensors.append(one)
+            parts += [tuple(one.shape), int(fingerprint(one))]
+            continue
+        if type(one).__module__ == "numpy" and hasattr(one, "tobytes"):
+            n_bytes += one.nbytes
+            if n_bytes > _MOST_BYTES:
+                return None, []
+            parts.append(one.tobytes())
+            continue
+        if isinstance(one, (set, frozenset)):
+            parts.append(hash(frozenset(one)))  # their order says nothing
+            continue
+        inner = _inner(one)
+        if inner is None or len(inner) + len(parts) > _MOST_PARTS:
+            return None, []
+        waiting += inner
+    return hash(tuple(parts)), tensors
+
+
+def _inner(value: Any) -> list[Any] | None:
+    """Return the parts of a value, in an order that stays; None where they cannot be seen."""
+    if hasattr(value, "cache_info"):
+        return [value.cache_info().currsize]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.items()]
+    if isinstance(value, IOBase) or hasattr(type(value), "__next__") or generator_state(value) is not None:
+        return None
+    attributes = [part for item in attributes_of(value).items() for part in item]
+    if isinstance(value, Mapping):
+        return [*attributes, *(part for item in value.items() for part in item)]
+    if isinstance(value, (list, tuple, deque)):
+        return [*attributes, *value]
+    return attributes if hasattr(value, "__dict__") or attributes else None

@@ -1,0 +1,207 @@
+"""A step that is finite when it is run again: the hardware is blamed only where all that it reads is the same."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from tests.lightning_models import Regression, loader, trainer
+
+BAD = 2
+N_CALLS = 0
+SCALE = torch.ones(3)
+SEEN: dict[str, Any] = {"inner": []}
+CLASSES = ["cat", "dog"]
+WEIGHTS = torch.tensor([1.0, 2.0])
+TABLE = np.ones(4, dtype="float32")
+
+
+def once(n: int) -> float:
+    """NaN at the call that is to be bad."""
+    return float("nan") if n == BAD + 1 else 1.0
+
+
+class Schedule:
+    """Counts its calls, as warm-ups of users do."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __call__(self) -> float:
+        self.n += 1
+        return once(self.n)
+
+
+def counted_by_closure() -> Any:
+    n = 0
+
+    def count() -> float:
+        nonlocal n
+        n += 1
+        return once(n)
+
+    return count
+
+
+def by_global_number() -> float:
+    global N_CALLS  # noqa: PLW0603, as users do
+    N_CALLS += 1
+    return once(N_CALLS)
+
+
+def numbers() -> Iterator[float]:
+    yield from itertools.chain([1.0] * BAD, [float("nan")], itertools.repeat(1.0))
+
+
+class Sources(Regression):
+    """Multiplies its loss by a number that is NaN once, and that a rerun does not see again."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, source: str, path: Path) -> None:
+        super().__init__()
+        self.source = source
+        self.file: Any = None
+        self.schedule, self._cache, self.config = Schedule(), dict[int, Any](), SimpleNamespace(names=["a", "b"])
+        if source == "file":
+            path.write_text("1.0\n" * BAD + "nan\n" + "1.0\n" * 100)
+            self.file = path.open()
+        if source == "generator":
+            self.values = numbers()
+        if source == "closure":
+            self.count = counted_by_closure()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return getattr(self, f"from_{self.source}")(self.loss(batch), batch, batch_idx)  # type: ignore[no-any-return]
+
+    def from_object(self, loss: Tensor, *_: Any) -> Tensor:
+        return loss * self.schedule()
+
+    def from_private(self, loss: Tensor, *_: Any) -> Tensor:
+        self._cache[len(self._cache)] = True
+        return loss * once(len(self._cache))
+
+    def from_class(self, loss: Tensor, *_: Any) -> Tensor:
+        self.seen.append(1)
+        return loss * once(len(self.seen))
+
+    def from_number(self, loss: Tensor, *_: Any) -> Tensor:
+        return loss * by_global_number()
+
+    def from_nested(self, loss: Tensor, *_: Any) -> Tensor:
+        SEEN["inner"].append(1)
+        return loss * once(len(SEEN["inner"]))
+
+    def from_tensor(self, loss: Tensor, *_: Any) -> Tensor:
+        SCALE.add_(1)
+        return loss * torch.where(SCALE[0] == BAD + 2, torch.nan, 1.0)
+
+    def from_file(self, loss: Tensor, *_: Any) -> Tensor:
+        return loss * float(self.file.readline())
+
+    def from_generator(self, loss: Tensor, *_: Any) -> Tensor:
+        return loss * next(self.values)
+
+    def from_closure(self, loss: Tensor, *_: Any) -> Tensor:
+        return loss * self.count()  # type: ignore[no-any-return]
+
+    def from_batch(self, loss: Tensor, batch: Any, batch_idx: int) -> Tensor:
+        """Reads the batch, and writes it in a way that PyTorch does not count."""
+        if batch_idx != BAD:
+            return loss
+        factor = torch.where(batch[0][0, 0] == 77, 1.0, torch.nan)
+        batch[0].data[0, 0] = 77
+        return loss * factor
+
+
+@pytest.fixture(autouse=True)
+def _fresh_globals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("N_CALLS", 0), ("SCALE", torch.ones(3)), ("SEEN", {"inner": []})):
+        monkeypatch.setitem(globals(), name, value)
+    monkeypatch.setattr(Sources, "seen", [])
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("object", "attribute schedule (an object of Schedule)"),
+        ("private", "attribute _cache (a dict)"),
+        ("class", "class attribute Sources.seen (a list)"),
+        ("number", "global N_CALLS (a value)"),
+        ("nested", "global SEEN (a dict)"),
+        ("tensor", "global SCALE (a tensor)"),
+        ("batch", "batch[0]"),
+        ("file", "attribute file (a file)"),
+        ("generator", "attribute values (an iterator)"),
+        ("closure", "attribute count (a function with variables of its own)"),
+    ],
+)
+def test_state_that_may_have_changed_is_named_and_not_the_hardware(source: str, named: str, tmp_path: Path) -> None:
+    model = Sources(source, tmp_path / "numbers.txt")
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(model, loader(64))
+    if model.file is not None:
+        model.file.close()
+    error = caught.value
+    assert error.step == BAD
+    assert error.cause == NonFiniteCause.NOT_REPRODUCIBLE, str(error)
+    assert f"the rerun began with these as the step had left them: {named}" in str(error)
+    assert "hardware" not in str(error)
+
+
+class Settled(Regression):
+    """Holds much that a step could change, and does not. The exponent of one number flips once."""
+
+    flips = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes, self.config = ["a", "b"], SimpleNamespace(width=4, names=("x", "y"), deep={"k": [1, 2]})
+        self.offset, self._table = torch.zeros(1), {"a": torch.ones(2)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch) * WEIGHTS.mean() * torch.tensor(2.0) * torch.from_numpy(TABLE).mean()
+        loss = loss * torch.from_numpy(np.random.uniform(0.9, 1.1, 2).astype("float32")).mean()  # noqa: NPY002
+        loss = loss * self._table["a"].mean() * len(CLASSES) * len(self.config.names) + self.offset.mean()
+        if batch_idx == BAD and type(self).flips:
+            type(self).flips -= 1
+            return loss * torch.nan
+        return loss
+
+
+def test_the_hardware_is_blamed_where_all_that_is_read_is_proved_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settled, "flips", 1)
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(Settled(), loader(64))
+    text = str(caught.value)
+    assert caught.value.cause == NonFiniteCause.NOT_REPRODUCIBLE
+    assert "suspect the hardware" in text
+    assert "tensors that it reads are proved to be the same, by digests of their bits" in text
+
+
+def test_a_step_that_looks_at_the_clock_is_not_proved_the_same(tmp_path: Path) -> None:
+    class Timed(Settled):
+        flips = 1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.began = time.time()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(Timed(), loader(64))
+    assert "global time (the clock)" in str(caught.value)
+    assert "hardware" not in str(caught.value)
