@@ -43,7 +43,6 @@ _NOT_IN_A_STEP = {
     "__init__", "__new__", "setup", "prepare_data", "configure_model", "configure_optimizers", "train_dataloader",
     "val_dataloader", "test_dataloader", "predict_dataloader", "validation_step", "test_step", "predict_step",
 }  # fmt: skip
-_WRITTEN_BY_LIGHTNING = {"_param_requires_grad_state", "_metric_attributes", "_current_fx_name"}
 _OUTSIDE = {"time": "the clock", "secrets": "the system's random numbers", "uuid": "the system's random numbers",
             "socket": "a connection", "requests": "a connection"}  # fmt: skip
 
@@ -107,7 +106,7 @@ def _held_by(module: Module) -> Iterator[tuple[str, _Held]]:
     owners = dict.fromkeys(owner for part in module.modules() for owner in type(part).__mro__)
     for owner in owners:
         if not _is_library(owner):
-            yield from _in_items(f"class attribute {owner.__name__}.", vars(owner), skip=("_abc_impl",))
+            yield from _in_items(f"class attribute {owner.__name__}.", vars(owner), skip=())
             for key, value in vars(owner).items():
                 if key not in _NOT_IN_A_STEP:
                     yield from _read_by(_function_in(value), seen)
@@ -125,7 +124,7 @@ def _in_items(prefix: str, items: Mapping[str, Any], skip: Collection[str]) -> I
 def _names_of_libraries(kind: type) -> Collection[str]:
     """Return the attributes that torch and Lightning themselves give to a module."""
     made = next((base() for base in kind.__mro__ if base.__name__ == "LightningModule" and _is_library(base)), Module())
-    return {*vars(made), *_WRITTEN_BY_LIGHTNING}
+    return vars(made)
 
 
 def _function_in(value: Any) -> types.FunctionType | None:
