@@ -21,7 +21,7 @@ test-fast: .venv/installed
 # share them.
 CUDA_TESTS = $(shell grep -rl cuda_memory tests --include='test_*.py')
 test-cuda: .venv-cuda/installed
-	PYTHONPATH=$(CURDIR) .venv-cuda/bin/python -m lightning_memtools.null_cuda --capacity 4GiB \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .venv-cuda/bin/python -m lightning_memtools.null_cuda --capacity 4GiB \
 		-m pytest -m cuda_memory -n 2 --dist loadfile $(CUDA_TESTS)
 
 lint: .venv/installed

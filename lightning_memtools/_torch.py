@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -338,8 +338,19 @@ def label_cuda_memory(label: str) -> None:
 
 
 def cuda_memory_snapshot() -> dict[str, Any]:
-    """Returns the segments, blocks and recorded history; torch documents the function under its underscored name."""
-    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    """Returns the segments, blocks and recorded history; torch documents the function under its underscored name.
+
+    torch 2.13 looks in its compiler for lines of generated code, and so imports all of it, which takes 2 s. Where nobody
+    has imported it, there are no such lines, and a placeholder answers.
+    """
+    placeholder = None if "torch._inductor" in sys.modules else ModuleType("torch._inductor")
+    if placeholder is not None:
+        vars(torch)["_inductor"] = placeholder
+    try:
+        snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    finally:
+        if placeholder is not None and vars(torch).get("_inductor") is placeholder:
+            del vars(torch)["_inductor"]
     return snapshot
 
 

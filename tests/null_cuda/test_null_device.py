@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +19,50 @@ pytestmark = pytest.mark.cuda_memory
 MIB = 2**20
 
 
+def null_python(*options: str, **environment: str) -> dict[str, Any]:
+    """The arguments with which `subprocess` starts a fresh Python on null devices."""
+    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | environment
+    return {"args": [sys.executable, "-m", "lightning_memtools.null_cuda", *options], "env": clean, "text": True}
+
+
 def run_on_null(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh Python on null devices."""
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | environment
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_memtools.null_cuda", *options, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env=clean,
-        check=False,
-        timeout=300,
-    )
+    started = null_python(*options, "-c", textwrap.dedent(code), **environment)
+    return subprocess.run(**started, capture_output=True, check=False, timeout=300)
+
+
+# Imports torch once, which takes seconds, and runs each piece of code in a process forked from there.
+FORKS = """
+import json, os, sys, torch
+for code in map(json.loads, sys.stdin):
+    readable, writable = os.pipe()
+    if not (child := os.fork()):
+        os.dup2(writable, 1)
+        exec(code, {})
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writable)
+    text = open(readable).read()
+    assert os.waitpid(child, 0)[1] == 0
+    print(json.dumps(text), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Callable[[str], str]]:
+    """Runs code, which must succeed, in a process of its own without options, and returns what it printed."""
+    with subprocess.Popen(**null_python("-c", FORKS), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        asked, answered = process.stdin, process.stdout
+        assert asked is not None
+        assert answered is not None
+
+        def run(code: str) -> str:
+            asked.write(json.dumps(textwrap.dedent(code)) + "\n")
+            asked.flush()
+            return str(json.loads(answered.readline())).strip()
+
+        yield run
+        asked.close()
 
 
 def printed(code: str, *options: str, **environment: str) -> str:
@@ -75,16 +111,16 @@ def test_running_out_of_memory_is_pytorchs_own_error_after_its_own_retry():
     assert printed(code, "--capacity", "1GiB") == ("CUDA out of memory. Tried to allocate 100.00 MiB. GPU\n2 1")
 
 
-def test_what_is_read_back_is_zero():
+def test_what_is_read_back_is_zero(forks):
     code = """
         import torch
         x = torch.full((4,), 7.0, device="cuda")
         print(x.sum().item(), (x + 1).tolist(), x.nonzero().shape[0])
     """
-    assert printed(code) == "0.0 [0.0, 0.0, 0.0, 0.0] 0"
+    assert forks(code) == "0.0 [0.0, 0.0, 0.0, 0.0] 0"
 
 
-def test_what_nothing_has_touched_since_is_read_back_as_it_was_written():
+def test_what_nothing_has_touched_since_is_read_back_as_it_was_written(forks):
     """DDP writes the order of its buckets to the device, reads it back and indexes with it."""
     code = """
         import torch
@@ -94,10 +130,10 @@ def test_what_nothing_has_touched_since_is_read_back_as_it_was_written():
         y.add_(1)
         print(read, y.tolist())
     """
-    assert printed(code) == "[3, 4, 5] [0, 0, 0]"
+    assert forks(code) == "[3, 4, 5] [0, 0, 0]"
 
 
-def test_host_tensors_keep_their_values_beside_the_device():
+def test_host_tensors_keep_their_values_beside_the_device(forks):
     code = """
         import torch
         x = torch.arange(5).pin_memory()
@@ -105,7 +141,7 @@ def test_host_tensors_keep_their_values_beside_the_device():
         x.to("cuda", non_blocking=True)
         print(x.is_pinned(), y.is_pinned(), y.tolist())
     """
-    assert printed(code) == "True False [0, 1, 2, 3, 4]"
+    assert forks(code) == "True False [0, 1, 2, 3, 4]"
 
 
 def test_expandable_segments_are_torchs_own():
@@ -129,7 +165,7 @@ def test_the_backend_of_cuda_malloc_async_runs():
     assert printed(code, PYTORCH_ALLOC_CONF="backend:cudaMallocAsync") == "cudaMallocAsync 30"
 
 
-def test_cuda_graphs_are_refused_by_name():
+def test_cuda_graphs_are_refused_by_name(forks):
     code = """
         import torch
         graph = torch.cuda.CUDAGraph()
@@ -141,10 +177,10 @@ def test_cuda_graphs_are_refused_by_name():
             print(str(error).splitlines()[0])
     """
     expected = "CUDA error: CUDA graphs cannot be captured on a device that computes nothing (dry run)"
-    assert printed(code) == expected
+    assert forks(code) == expected
 
 
-def test_streams_and_events_never_wait():
+def test_streams_and_events_never_wait(forks):
     code = """
         import torch
         stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
@@ -156,10 +192,10 @@ def test_streams_and_events_never_wait():
         torch.cuda.synchronize()
         print(event.query(), stream.query())
     """
-    assert printed(code) == "True True"
+    assert forks(code) == "True True"
 
 
-def test_the_memory_history_is_torchs_own():
+def test_the_memory_history_is_torchs_own(forks):
     code = """
         import torch
         torch.cuda.memory._record_memory_history()
@@ -167,7 +203,18 @@ def test_the_memory_history_is_torchs_own():
         del x
         print([one["action"] for one in torch.cuda.memory._snapshot()["device_traces"][0]])
     """
-    assert printed(code) == "['segment_alloc', 'alloc', 'free_requested', 'free_completed']"
+    assert forks(code) == "['segment_alloc', 'alloc', 'free_requested', 'free_completed']"
+
+
+def test_a_snapshot_of_ours_does_not_import_torchs_compiler(forks):
+    code = """
+        import sys, torch
+        from lightning_memtools._torch import cuda_memory_snapshot, record_cuda_history
+        record_cuda_history(100)
+        x = torch.empty(3, device="cuda")
+        print(len(cuda_memory_snapshot()["device_traces"][0]), {"torch._dynamo", "torch._inductor"} & set(sys.modules))
+    """
+    assert forks(code) == "2 set()"
 
 
 def test_nvml_answers_for_the_pretended_gpu():
@@ -233,7 +280,7 @@ def test_a_program_that_used_every_part_ends_cleanly(time):
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
 
 
-def test_the_multilayer_perceptron_takes_what_arithmetic_says():
+def test_the_multilayer_perceptron_takes_what_arithmetic_says(forks):
     """Parameters, gradients and Adam's two moments: four times 40 MiB, and nothing else that lasts."""
     code = """
         import torch
@@ -245,4 +292,4 @@ def test_the_multilayer_perceptron_takes_what_arithmetic_says():
         torch._C._cuda_clearCublasWorkspaces()
         print(torch.cuda.memory_allocated() / 2**20)
     """
-    assert printed(code) == "160.0"
+    assert forks(code) == "160.0"

@@ -1,0 +1,81 @@
+"""Sizes that are found or advised on a dry run fit, and larger ones do not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_memtools.cli.dry_run import dry_run
+
+pytestmark = pytest.mark.cuda_memory
+
+
+def test_the_smallest_gpu_it_fits_really_fits_and_the_next_smaller_does_not(script):
+    path = script("import torch\nx = torch.empty(10 * 2**30, dtype=torch.uint8, device='cuda')\n")
+    too_small, enough = dry_run(path).smallest_fitting
+    assert enough is not None
+    assert too_small is not None
+    assert dry_run(path, gpu=enough).fits
+    assert dry_run(path, gpu=too_small).status == 3
+
+
+WIDE = """
+    import gc
+    import sys
+    import lightning as L
+    import torch
+    from lightning_memtools import BatchSizeTuner
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    class Wide(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 2**16), nn.Tanh(), nn.Linear(2**16, 8))
+        def training_step(self, batch, _):
+            return self.net(batch).sum()
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters())
+
+    for size in map(int, sys.argv[1:]):
+        tuner = [] if size else [BatchSizeTuner(stages=("train",), margin=0.0)]
+        trainer = L.Trainer(callbacks=tuner, logger=False, enable_checkpointing=False)
+        trainer.fit(Wide(), DataLoader(torch.zeros(1).expand(10**8, 8), batch_size=size or 2))
+        with open("sizes", "a") as file:
+            print(trainer.train_dataloader.batch_size, file=file)
+        del tuner, trainer
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        assert torch.cuda.memory_allocated() == 0
+"""
+
+
+def sizes_that_trained():
+    return [int(line) for line in Path("sizes").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("gpu", ["T4", "RTX 3060", "RTX 4090"])
+def test_the_batch_size_found_for_a_gpu_fits_it_and_two_percent_more_do_not(script, gpu):
+    """Two percent below the largest is what the tuner promises; the next size itself may still fit."""
+    path = script(WIDE)
+    tuned = dry_run(path, ["0"], gpu=gpu)
+    assert tuned.status == 0, tuned.error
+    (size,) = sizes_that_trained()
+    assert size > 1000
+    # From an empty device each: the script makes sure of it.
+    assert dry_run(path, [str(size), str(size * 100 // 98 + 1)], gpu=gpu).status == 3
+    assert sizes_that_trained() == [size, size]
+
+
+def test_what_the_report_of_a_run_out_of_memory_advises_fits_and_one_sample_more_does_not(script):
+    path = script(WIDE)
+    failed = dry_run(path, ["40000"], gpu="RTX 3060")
+    assert failed.status == 3
+    assert failed.report is not None
+    advice = re.search(r"batches of (\d+) in place of 40000", Path(failed.report).read_text())
+    assert advice is not None
+    size = int(advice[1])
+    assert dry_run(path, [str(size), str(size + 1)], gpu="RTX 3060").status == 3
+    assert sizes_that_trained() == [size]

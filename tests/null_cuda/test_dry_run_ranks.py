@@ -1,0 +1,156 @@
+"""Dry runs of one rank of several."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from lightning_memtools.cli.dry_run import dry_run
+from tests.null_cuda.dry_run_scripts import MIB, TRAINER, command
+
+pytestmark = pytest.mark.cuda_memory
+
+SPAWNS = """
+    import sys, torch
+    from torch import distributed, multiprocessing, nn
+
+    def train(rank, world_size):
+        distributed.init_process_group("nccl", rank=rank, world_size=world_size)
+        torch.cuda.set_device(rank)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2**20, 1, bias=False).cuda(), device_ids=[rank])
+        model(torch.ones(1, 2**20, device="cuda")).sum().backward()
+
+    if __name__ == "__main__":
+        multiprocessing.spawn(train, args=(2,), nprocs=2)
+"""
+
+
+def test_of_a_script_that_starts_a_process_for_each_rank_one_rank_is_run(script):
+    result = dry_run(script(SPAWNS), devices=2, rank=1)
+    assert result.status == 0, result.error
+    # The weight, DDP's bucket that its gradient lies in, and the input; cuBLAS's workspace for one thread or two.
+    (stage,) = result.stages
+    assert 12 * MIB < stage.peak_allocated < 12 * MIB + 2 * 33 * MIB
+
+
+def test_more_processes_than_devices_are_refused_with_the_option_that_is_missing(script):
+    done = command(str(script(SPAWNS)))
+    assert done.returncode == 1
+    assert "The script starts 2 processes for as many ranks, and the dry run has --devices 1: give --devices 2." in (
+        done.stdout
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_trainer_that_spawns_its_ranks_is_measured_as_one_of_them(script):
+    code = textwrap.dedent(TRAINER).replace(
+        "log_every_n_steps=1", "log_every_n_steps=1, devices=2, strategy='ddp_spawn'"
+    )
+    head, tail = code.split("batch_size = int")
+    path = script(head + "if __name__ == '__main__':\n" + textwrap.indent("batch_size = int" + tail, "    "))
+    result = dry_run(path, devices=2)
+    assert result.status == 0, result.error
+    train = next(one for one in result.stages if one.stage == "train")
+    assert train.by_category["parameters"] == 4 * (1024 * 4096 + 4096 * 10 + 4096) + 512
+
+
+def test_ranks_shard_a_model_with_fsdp_2(script):
+    path = script("""
+        import lightning as L
+        import torch
+        from lightning.pytorch.strategies import ModelParallelStrategy
+        from torch import nn
+        from torch.distributed.fsdp import fully_shard
+        from torch.utils.data import DataLoader
+
+        class Model(L.LightningModule):
+            def configure_model(self):
+                self.net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+                for layer in self.net:
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            def training_step(self, batch, _):
+                return self.net(batch).sum()
+            def configure_optimizers(self):
+                return torch.optim.Adam(self.parameters())
+
+        trainer = L.Trainer(devices=4, strategy=ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1))
+        trainer.fit(Model(), DataLoader(torch.randn(16, 1024), batch_size=1))
+    """)
+    result = dry_run(path, devices=4, rank=1)
+    assert result.status == 0, result.error
+    train = next(one for one in result.stages if one.stage == "train")
+    shard = 8 * 1024 * 1024 * 4 // 4
+    assert (train.by_category["parameters"], train.by_category["gradients"]) == (shard, shard)
+    assert train.by_category["optimizer"] == 2 * shard
+    assert "What NCCL allocates for itself is not counted." in result.notes
+
+
+def test_ranks_shard_a_model_with_fsdp_1(script):
+    path = script("""
+        import lightning as L
+        import torch
+        from lightning.pytorch.strategies import FSDPStrategy
+        from torch import nn
+        from torch.utils.data import DataLoader
+
+        class Model(L.LightningModule):
+            def configure_model(self):
+                self.net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+            def training_step(self, batch, _):
+                return self.net(batch).sum()
+            def configure_optimizers(self):
+                return torch.optim.Adam(self.parameters())
+
+        trainer = L.Trainer(devices=4, strategy=FSDPStrategy(auto_wrap_policy={nn.Linear}))
+        trainer.fit(Model(), DataLoader(torch.randn(16, 1024), batch_size=1))
+    """)
+    result = dry_run(path, devices=4)
+    assert result.status == 0, result.error
+    (train,) = result.stages
+    shard = 8 * 1024 * 1024 * 4 // 4
+    assert (train.by_category["parameters"], train.by_category["gradients"]) == (shard, shard)
+    assert train.by_category["optimizer"] == 2 * shard
+    assert {name for name, _ in result.layers} == {f"net.{i}" for i in range(8)}
+
+
+def test_ranks_split_layers_with_tensor_parallel(script):
+    path = script("""
+        import lightning as L
+        import torch
+        from lightning.pytorch.strategies import ModelParallelStrategy
+        from torch import nn
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.utils.data import DataLoader
+
+        class Model(L.LightningModule):
+            def configure_model(self):
+                wide, narrow = nn.Linear(1024, 8192, bias=False), nn.Linear(8192, 1024, bias=False)
+                self.net = nn.Sequential(wide, nn.ReLU(), narrow)
+                plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+            def training_step(self, batch, _):
+                return self.net(batch).sum()
+            def configure_optimizers(self):
+                return torch.optim.Adam(self.parameters())
+
+        trainer = L.Trainer(devices=4, strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=4))
+        trainer.fit(Model(), DataLoader(torch.randn(16, 1024), batch_size=1))
+    """)
+    result = dry_run(path, devices=4, rank=3)
+    assert result.status == 0, result.error
+    (train,) = result.stages
+    quarter = 2 * 1024 * 8192 * 4 // 4
+    assert (train.by_category["parameters"], train.by_category["gradients"]) == (quarter, quarter)
+    assert train.by_category["optimizer"] == 2 * quarter
+    assert "What NCCL allocates for itself is not counted." in result.notes
+
+
+def test_data_parallel_ranks_hold_the_whole_model_and_its_buckets(trained, script):
+    path = script(TRAINER.replace("log_every_n_steps=1", "log_every_n_steps=1, devices=2, strategy='ddp'"))
+    result = dry_run(path, devices=2)
+    assert result.status == 0, result.error
+    two, one = (next(s for s in r.stages if s.stage == "train") for r in (result, trained))
+    assert two.by_category["parameters"] == one.by_category["parameters"]
+    assert two.peak_allocated > one.peak_allocated
