@@ -403,7 +403,6 @@ REASONS = {
     "bilinear": "fake tensors do not show the products within aten::_trilinear",
     "topk": "the buffers of topk over several blocks, which depend on occupancy, are not simulated",
     "sort": "the indices of a segmented sort, 32 KB, are not simulated",
-    "gru": "its weights become one buffer on the device, which is not simulated, so other blocks are left whole",
     "rfft": "PyTorch has no Fourier transform in bfloat16; in float32 its parts are not seen on fake tensors",
     "pvt_v2_b0": "in backward one gradient has other strides on fake tensors, and is copied twice more",
     "gmlp_s16_224": "the padding of one gradient is freed a moment earlier",

@@ -340,8 +340,8 @@ def label_cuda_memory(label: str) -> None:
 def cuda_memory_snapshot() -> dict[str, Any]:
     """Returns the segments, blocks and recorded history; torch documents the function under its underscored name.
 
-    torch 2.13 looks in its compiler for lines of generated code, and so imports all of it, which takes 2 s. Where nobody
-    has imported it, there are no such lines, and a placeholder answers.
+    torch 2.13 looks in its compiler for lines of generated code, and so imports all of it, which takes 2 s. Where
+    nobody has imported it, there are no such lines, and a placeholder answers.
     """
     placeholder = None if "torch._inductor" in sys.modules else ModuleType("torch._inductor")
     if placeholder is not None:

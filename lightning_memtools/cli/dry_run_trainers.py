@@ -224,7 +224,7 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
 
     @functools.wraps(save)
     def save_checkpoint(self: Any, filepath: Any, *args: Any, **options: Any) -> None:
-        held = sum(one.untyped_storage().nbytes() for one in self.lightning_module.parameters())
+        held = sum(one.nbytes for one in self.lightning_module.parameters())
         if held > _LARGEST_CHECKPOINT_BYTES:
             observer.note(f"Checkpoints were not written: the model has {format_size(held)} of zeros.")
             return

@@ -65,6 +65,10 @@ class TensorExchange:
             self._originals.append(tensor)
         return made
 
+    def forget_memory(self) -> None:
+        """Hold memory no longer for tensors that may come and share it: stand-ins that got other memory free theirs."""
+        self._bases.clear()
+
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
             raise ValueError(

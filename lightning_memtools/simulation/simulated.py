@@ -16,6 +16,7 @@ from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
 from lightning_memtools.simulation.cuda_ops.kernel_table import kernels_on
 from lightning_memtools.simulation.cuda_ops.kernels import SIZED, GpuShape
+from lightning_memtools.simulation.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
 from lightning_memtools.state.random_state import random_streams_restored
 
@@ -60,6 +61,9 @@ def simulated(
             stack.enter_context(AlreadyOnCuda())
         if _holds_tensors(model):
             device.track(model)
+            if cuda and not values and flatten_weights(model):
+                exchange.forget_memory()
+                device.track(model)
         yield
 
 

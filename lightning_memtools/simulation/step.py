@@ -325,9 +325,10 @@ class _Scaler:
         assert self._state is not None
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         inverse = self._state[0].double().reciprocal().float()
-        self._found = [torch.full((), 0.0)]
-        unscale_gradients(gradients, self._found[0], inverse)
-        del inverse
+        found = torch.full((), 0.0)
+        # GradScaler makes a copy of both for each device, the first one too.
+        self._found = [found.to(found.device, copy=True)]
+        unscale_gradients(gradients, self._found[0], inverse.to(inverse.device, copy=True))
 
     def before(self, optimizer: Optimizer) -> None:
         """Make the sum of the flags for non-finite gradients of all devices, which a fused optimizer is given."""

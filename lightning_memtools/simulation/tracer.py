@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
+from lightning_memtools._torch import storage_id
 from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import Category, VirtualDevice
@@ -183,7 +184,9 @@ def trace(
         parameters = list(model.parameters())
         result.n_parameters = sum(parameter.numel() for parameter in parameters)
         result.n_gradients = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
-        result.parameter_bytes = sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *model.buffers()))
+        storages = (tensor.untyped_storage() for tensor in (*parameters, *model.buffers()))
+        # The weights of a recurrent layer share theirs.
+        result.parameter_bytes = sum({storage_id(one): one.nbytes() for one in storages}.values())
         recorder.finish(device)
     return result
 

@@ -11,10 +11,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 # For an LSTM four gates, the cell and its tanh; for a GRU three gates, and the hidden part of the last one.
 _KEPT_PER_UNIT = {"lstm": 6, "gru": 4, "rnn": 1}
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+
+
+class _CastIntoOne(torch.autograd.Function):
+    """Casts weights into one buffer, of which they are views from then on, as autocast does (AutocastRNN.cpp)."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, n_biases: int, *weights: torch.Tensor) -> Any:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return tuple(_views_of_one(weights, n_biases, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        # Each weight has a cast of its own there, and autograd goes through them from the last to the first.
+        return None, None, *[one.to(dtype) for one, dtype in reversed([*zip(gradients, ctx.dtypes, strict=True)])][::-1]
 
 
 class _CudnnRnn(torch.autograd.Function):
@@ -28,6 +43,7 @@ class _CudnnRnn(torch.autograd.Function):
         dropout: float,
         train: bool,
         n_biases: int,
+        is_flat: bool,
         source: torch.Tensor,
         hx: torch.Tensor,
         cx: torch.Tensor | None,
@@ -40,26 +56,21 @@ class _CudnnRnn(torch.autograd.Function):
         out = source.new_empty((*source.shape[:-1], n_out))
         n_places = source.numel() // source.shape[-1]
         states = [torch.empty_like(hx), *([] if cx is None else [torch.empty_like(cx)])]
-        # torch.backends.cudnn.is_acceptable knows no bfloat16, so its weights are not flattened once for all.
         n_flat = n_biases + sum(weight.numel() for weight in weights)
-        flat = source.new_empty(n_flat) if source.dtype is torch.bfloat16 else None
+        flat = None if is_flat else source.new_empty(n_flat)
         if train:
             kept = _KEPT_PER_UNIT[kind] * hidden * directions * n_layers
             between = n_out * (n_layers - 1) * (2 if dropout else 1)
             reserve = source.new_empty(n_places * (kept + between))
-            ctx.save_for_backward(source, hx, *([] if cx is None else [cx]), *weights, out, reserve)
-            ctx.flat = flat
-            ctx.shapes = (source, hx, cx)
-        ctx.n_weights, ctx.n_flat = len(weights), n_flat
+            ctx.save_for_backward(source, hx, cx, *weights, out, reserve, flat)
+        ctx.n_weights, ctx.n_biases = len(weights), n_biases
         ctx.batch_first = batch_first
         del in_time_order
         return out, *states
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        saved = ctx.saved_tensors
-        source, hx, cx = ctx.shapes
-        weights = saved[len(saved) - 2 - ctx.n_weights : -2]
+        source, hx, cx, *weights = ctx.saved_tensors[: 3 + ctx.n_weights]
         # Time steps come first in cuDNN: without batch_first, input and gradient lie so already.
         in_time_order = [torch.empty_like(one) for one in (source, gradients[0])] if ctx.batch_first else []
         # cuDNN computes these gradients on its way to those of the weights, wanted or not.
@@ -67,20 +78,64 @@ class _CudnnRnn(torch.autograd.Function):
         of_cx = None if cx is None else torch.empty_like(cx)
         del in_time_order
         in_time_order = [torch.empty_like(source)] if ctx.batch_first else []
-        # It writes the gradients of all weights into one tensor, of which they are views.
-        flat = source.new_empty(ctx.n_flat)
+        # It writes the gradients of all weights into one tensor, of which they are views. That of a layer without
+        # biases has those of biases too, so torch copies the others out of it (_cudnn_rnn_backward_weight).
+        parts = _views_of_one(weights, ctx.n_biases, source.dtype)
+        if ctx.n_biases:
+            parts = [torch.empty_like(weight) for weight in weights]
         del in_time_order
-        parts, offset = [], 0
-        for weight in weights:
-            parts.append(flat[offset : offset + weight.numel()].view(weight.shape))
-            offset += weight.numel()
         return (
-            *[None] * 5,
-            of_source if ctx.needs_input_grad[5] else None,
-            of_hx if ctx.needs_input_grad[6] else None,
-            of_cx if ctx.needs_input_grad[7] else None,
+            *[None] * 6,
+            of_source if ctx.needs_input_grad[6] else None,
+            of_hx if ctx.needs_input_grad[7] else None,
+            of_cx if ctx.needs_input_grad[8] else None,
             *parts,
         )
+
+
+def flatten_weights(model: nn.Module) -> bool:
+    """Move the weights of recurrent layers into one buffer for each layer, as moving a module to CUDA does.
+
+    Returns whether there was any. torch.backends.cudnn.is_acceptable knows no bfloat16: those weights stay apart, and
+    each call copies them.
+    """
+    found = False
+    for layer in model.modules():
+        weights = _weights_of(layer)
+        if weights and all(weight.dtype is weights[0].dtype for weight in weights) and _is_flattened(weights[0]):
+            found = True
+            with torch.no_grad():
+                parts = _views_of_one(weights, 0 if layer.bias else _n_biases(layer), weights[0].dtype)
+                for weight, part in zip(weights, parts, strict=True):
+                    weight.data = part
+    return found
+
+
+def _weights_of(layer: nn.Module) -> list[torch.Tensor]:
+    return [one for part in layer.all_weights for one in part] if isinstance(layer, nn.RNNBase) else []
+
+
+def _is_flattened(weight: torch.Tensor) -> bool:
+    return weight.dtype in torch.backends.cudnn.CUDNN_TENSOR_DTYPES
+
+
+def _n_biases(layer: nn.Module) -> int:
+    """Return the elements of a layer's biases in cuDNN's buffer, which holds them, wanted or not."""
+    return (
+        2
+        * _GATES[layer.mode.partition("_")[0].lower()]
+        * layer.hidden_size
+        * layer.num_layers
+        * (1 + layer.bidirectional)
+    )
+
+
+def _views_of_one(like: Sequence[torch.Tensor], n_biases: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return tensors of the same shapes in one new buffer, with room for so many elements of biases."""
+    sizes = [one.numel() for one in like]
+    buffer = like[0].new_empty(sum(sizes) + n_biases, dtype=dtype)
+    parts = buffer[: sum(sizes)].split(sizes)
+    return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]
 
 
 def _lstm(source: torch.Tensor, *args: Any) -> Any:
@@ -119,18 +174,20 @@ def _run(  # noqa: PLR0917, as torch's
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    if torch.is_autocast_enabled("cpu"):
-        # CUDA's autocast casts inputs, states and weights of cuDNN's recurrent layers.
-        dtype = torch.get_autocast_dtype("cpu")
-        source, hx = source.to(dtype), hx.to(dtype)
-        cx = None if cx is None else cx.to(dtype)
-        weights = [weight.to(dtype) for weight in weights]
     hidden = weights[1].shape[0] // _GATES[kind]
     layout = (hidden, num_layers, bidirectional, batch_first)
     # The buffer that cuDNN has for the weights holds biases, wanted or not.
     n_biases = 0 if has_biases else 2 * _GATES[kind] * hidden * num_layers * (1 + bidirectional)
+    is_flat = _is_flattened(weights[0])
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        if weights[0].dtype is torch.float32:
+            weights = _CastIntoOne.apply(dtype, n_biases, *weights)  # type: ignore[no-untyped-call]
+            is_flat = True
+        cx = None if cx is None else cx.to(dtype)
+        hx, source = hx.to(dtype), source.to(dtype)  # in this order
     return _CudnnRnn.apply(  # type: ignore[no-untyped-call]
-        kind, layout, dropout, train, n_biases, source, hx, cx, *weights
+        kind, layout, dropout, train, n_biases, is_flat, source, hx, cx, *weights
     )
 
 
