@@ -354,6 +354,11 @@ def cuda_memory_snapshot() -> dict[str, Any]:
     return snapshot
 
 
+def clear_cublas_workspaces() -> None:
+    """Frees the workspaces that torch keeps for cuBLAS; it has no public function for it."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def attach_cuda_oom_observer(observer: Callable[[int, int, int, int], object]) -> None:
     """Has CUDA's allocators call an observer before an out-of-memory error unwinds; torch offers no public hook.
 

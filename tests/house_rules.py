@@ -21,7 +21,7 @@ FLOOR = {
     "reporting": 2,
     "state": 2,
     "simulation": 3,
-    "null_cuda": 3,
+    "null_cuda": 2,
     "checkpointing": 4,
     "nonfinite": 4,
     "batch_size": 4,

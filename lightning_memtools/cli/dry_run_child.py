@@ -25,13 +25,13 @@ from lightning_memtools.cli.dry_run import (
     DryRunSpec,
     DryRunStage,
 )
-from lightning_memtools.cli.dry_run_convolutions import convolutions_in, growth_with_workspaces
 from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
 from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.sizes import context_bytes, known_gpus
+from lightning_memtools.null_cuda.convolutions import convolutions_in, growth_with_workspaces
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS
 from lightning_memtools.null_cuda.stubs import DryRunError
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from lightning_memtools.cli.targets import Target, UsageError
+from lightning_memtools.memory.sizes import find_gpu
+from lightning_memtools.null_cuda.launch import environment, is_on_null_device, null_devices
+from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.tables import Table, console_table
+
+if TYPE_CHECKING:
+    from lightning_memtools.estimate import MemoryEstimate
 
 PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 STAGES = ("train", "val", "test", "predict")
@@ -28,6 +37,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--accumulate", type=int, metavar="N", help="batches per optimizer step (default: 1)")
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm (default: no clipping)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="whose operators are simulated (default: cuda)")
+    parser.add_argument(
+        "--engine", choices=("auto", "simulation", "cuda"), default="auto",
+        help="simulation, or PyTorch's own CUDA code on a device that computes nothing (default: the latter where a "
+        "CUDA build of torch and a C compiler are installed and the step runs on it)",
+    )  # fmt: skip
     parser.add_argument("--allocator", metavar="CONF", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True")
     parser.add_argument("--capacity", metavar="SIZE", help='a size such as "24GiB", or a GPU such as "RTX 4090"')
     parser.add_argument("--max-batch", action="store_true", help="find the largest batch for --capacity")
@@ -40,26 +54,64 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.set_defaults(run=run)
 
 
-def run(chosen: argparse.Namespace) -> None:
-    """Estimate, and print the result.
+def run(chosen: argparse.Namespace) -> int:
+    """Estimate, print the result and return the exit status.
 
     Raises:
         UsageError: The target cannot be found or returns something else.
     """
-    import rich.console  # noqa: PLC0415, --help needs none of these
+    if chosen.engine != "simulation" and chosen.device != "cpu" and not is_on_null_device():
+        try:
+            variables = _environment_of(chosen.capacity)
+        except DryRunError as error:
+            if chosen.engine == "cuda":
+                raise UsageError(str(error)) from error
+            chosen.engine = "simulation"
+        else:
+            if chosen.allocator:
+                variables["PYTORCH_ALLOC_CONF"] = chosen.allocator
+            # This command itself: the device has to be there before torch is imported.
+            again = [sys.executable, "-m", "lightning_memtools.cli.main", *chosen.command_line]
+            return subprocess.run(again, env=variables, check=False).returncode  # noqa: S603
+    _estimate(chosen)
+    return 0
 
-    from lightning_memtools.estimate import estimate_memory  # noqa: PLC0415
 
-    if chosen.max_batch and chosen.capacity is None:
-        raise UsageError("--max-batch needs --capacity, such as --capacity 24GiB.")
+def _environment_of(capacity: str | None) -> dict[str, str]:
+    """Return the environment with a device like the GPU that is named, if one is, which nothing fills."""
+    gpu = None if capacity is None else find_gpu(capacity)
+    return environment(null_devices() if gpu is None else null_devices(gpu.name, 2**40))
+
+
+def _made(chosen: argparse.Namespace) -> MemoryEstimate:
+    from lightning_memtools.estimate import estimate_memory  # noqa: PLC0415, --help needs it not
+
     options = ("precision", "stage", "steps", "accumulate", "clip", "device", "allocator", "capacity")
     arguments = TARGET.arguments(chosen, options)
     if chosen.optimizer is not None:
         arguments["optimizer"] = optimizer_of(chosen.optimizer)
+    notes: tuple[str, ...] = ()
+    if chosen.engine == "cuda":
+        arguments["engine"] = "cuda"
+    elif chosen.engine == "auto" and chosen.device != "cpu":
+        try:
+            return estimate_memory(**arguments, engine="cuda")
+        except Exception as error:  # noqa: BLE001, an error of the user's comes from the simulation too
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            notes = (f"The steps do not run on PyTorch's CUDA code, so they were simulated. {why}",)
     try:
         estimate = estimate_memory(**arguments)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    return replace(estimate, notes=(*estimate.notes, *notes))
+
+
+def _estimate(chosen: argparse.Namespace) -> None:
+    import rich.console  # noqa: PLC0415, --help needs it not
+
+    if chosen.max_batch and chosen.capacity is None:
+        raise UsageError("--max-batch needs --capacity, such as --capacity 24GiB.")
+    estimate = _made(chosen)
     console = rich.console.Console()
     word = estimate.word_on_capacity()
     if word:

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dry_run.add_to(commands)
     report.add_to(commands)
     snapshot.add_to(commands)
-    chosen = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    chosen = parser.parse_args(given, argparse.Namespace(command_line=given))
     try:
         return chosen.run(chosen) or 0
     except UsageError as error:

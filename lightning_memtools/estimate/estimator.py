@@ -16,6 +16,7 @@ from lightning_memtools.estimate.trace_reading import read_estimate
 from lightning_memtools.memory.sizes import find_gpu
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
+from lightning_memtools.simulation.cuda_run import trace_on_cuda
 from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
 from lightning_memtools.simulation.step import STEP_NAMES, Precision, PrecisionName, Recipe, Stage
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
@@ -40,6 +41,7 @@ def estimate_memory(
     capacity: str | None = None,
     ddp_bucket_mb: float | None = None,
     gradient_as_bucket_view: bool = False,
+    engine: Literal["simulation", "cuda"] = "simulation",
 ) -> MemoryEstimate:
     """Predict the peak memory of training, from the model and one batch, without a GPU.
 
@@ -70,6 +72,9 @@ def estimate_memory(
             default.
         gradient_as_bucket_view: DDP's option of this name: gradients are then views of the buckets, and exist twice
             only at the start of the second forward, where DDP makes its buckets anew.
+        engine: "simulation", or "cuda" to run the steps on PyTorch's own CUDA code, which is several times faster for
+            large models. It needs a device that computes nothing: `memtools estimate` starts one where it can, and
+            ``python -m lightning_memtools.null_cuda`` any program. The estimate's ``engine`` says which one it was.
 
     Returns:
         The prediction. A step that reads values cannot run on fake tensors: it runs on real CPU tensors at small batch
@@ -78,7 +83,7 @@ def estimate_memory(
     Raises:
         ValueError: An argument is out of range; the message says what is accepted.
         TypeError: The step returns no loss, or an argument has a wrong type.
-        RuntimeError: A VirtualDevice is active.
+        RuntimeError: A VirtualDevice is active, or the steps cannot run on the wanted engine.
     """
     if VirtualDevice.current() is not None:
         raise RuntimeError(
@@ -105,7 +110,12 @@ def estimate_memory(
         cublas_workspace=cublas_workspace_of(capacity),
         gpu=GpuShape.of(None if capacity is None else find_gpu(capacity)),
     )
-    estimate = _estimate(subject, batch, recipe, settings, capacity)
+    if engine not in {"simulation", "cuda"}:
+        raise ValueError(f"Unknown engine {engine!r}. Accepted are 'simulation' and 'cuda'.")
+    if engine == "cuda" and device != "cuda":
+        raise ValueError(f'engine="cuda" runs the operators of CUDA: leave device={device!r} out, or the engine.')
+    make = _estimate if engine == "simulation" else _estimate_on_cuda
+    estimate = make(subject, batch, recipe, settings, capacity)
     is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())
     return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
 
@@ -124,6 +134,17 @@ def _estimate(
             raise
         return estimate_on_cpu(subject, batch, recipe, settings, obstacle, capacity=capacity)
     return read_estimate(traced, unwrapped(subject.model), batch, settings, capacity=capacity, retrace=retrace)
+
+
+def _estimate_on_cuda(
+    subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings, capacity: str | None
+) -> MemoryEstimate:
+    def retrace(size: int) -> MemoryEstimate:
+        return _estimate_on_cuda(subject, resized(batch, size), recipe, settings, capacity)
+
+    traced = trace_on_cuda(subject, batch, recipe, settings)
+    estimate = read_estimate(traced, unwrapped(subject.model), batch, settings, capacity=capacity, retrace=retrace)
+    return replace(estimate, engine="cuda")
 
 
 def _check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucket_mb: float | None) -> None:

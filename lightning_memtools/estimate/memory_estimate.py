@@ -64,7 +64,7 @@ class ModuleMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """The predicted memory of a step. Sizes in bytes; every figure is simulated.
+    """The predicted memory of a step. Sizes in bytes; no figure was measured on a GPU.
 
     Attributes:
         peak_allocated: The most that tensors hold at one moment, as torch.cuda.max_memory_allocated.
@@ -87,6 +87,7 @@ class MemoryEstimate:
         convolution_workspaces: By how much ``peak_reserved`` grows where cuDNN gets the workspaces that its heuristics
             ask for. It is in no other figure and not counted in `fits`: where memory is short, torch gives cached
             blocks back, or takes another engine.
+        engine: "simulation", or "cuda": the steps ran on PyTorch's own CUDA code and allocator, and computed nothing.
     """
 
     peak_allocated: int
@@ -104,6 +105,7 @@ class MemoryEstimate:
     notes: tuple[str, ...] = ()
     capacity: str | None = None
     convolution_workspaces: int = 0
+    engine: str = "simulation"
     _simulation: CachingAllocator = field(repr=False)
     _trace: AllocationTrace | None = field(repr=False)
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
@@ -184,7 +186,7 @@ class MemoryEstimate:
 
     def as_svg(self) -> str:
         """Return a picture of memory over the steps as SVG: stacked by category, with the peak marked."""
-        return draw(self.timeline, title=f"Estimated memory ({self.device}, simulated)", peak=str(self.peak_at))
+        return draw(self.timeline, title=f"Estimated memory ({self.device}, {self._made_by})", peak=str(self.peak_at))
 
     def save_picture(self, path: str | Path) -> None:
         """Write `as_svg` to a file."""
@@ -204,7 +206,11 @@ class MemoryEstimate:
             ("parameters", f"{self.parameter_count:,}"),
             ("parameters with a gradient", f"{self.gradient_count:,}"),
         ]
-        return Table(("estimate (simulated)", "value"), rows)
+        return Table((f"estimate ({self._made_by})", "value"), rows)
+
+    @property
+    def _made_by(self) -> str:
+        return "simulated" if self.engine == "simulation" else "PyTorch's CUDA code, nothing computed"
 
     def module_table(self, top: int | None = None) -> Table:
         """Return one row per module: its output, its parameters, and the activations that it keeps for backward.

@@ -39,7 +39,7 @@ class StepSnapshot:
         self._batch: Any = None
         self._phases: list[tuple[int, str]] = []
         self._owned: list[tuple[int, dict[str, list[int]]]] = []
-        self._labels: _ModuleLabels | None = None
+        self._labels: ModuleLabels | None = None
 
     @classmethod
     def begin(
@@ -52,7 +52,7 @@ class StepSnapshot:
         snapshot = cls(recording, reader, model, optimizers)
         snapshot._batch = batch
         if isinstance(reader, CudaReader):
-            snapshot._labels = _ModuleLabels(model)
+            snapshot._labels = ModuleLabels(model)
         return snapshot
 
     def mark(self, phase: str) -> None:
@@ -105,7 +105,7 @@ class StepSnapshot:
         return None if found is None else found[1].data_ptr()
 
 
-class _ModuleLabels:
+class ModuleLabels:
     """Labels what CUDA's allocator is asked for with the phase and the module of the request."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -120,11 +120,13 @@ class _ModuleLabels:
             ]
 
     def enter_phase(self, phase: str) -> None:
+        """Label requests with this phase from now on, and with no module until one is called."""
         self._phase = phase
         self._stack.clear()
         self._write("")
 
     def remove(self) -> None:
+        """Remove the hooks and the label."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

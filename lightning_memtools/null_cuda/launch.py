@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 _DEFAULT_GPU = "A100 80GB"
 _NO_LIMIT_BYTES = 2**40
 _DRY_RUN = " (dry run)"
+_NAME = "NULL_CUDA_NAME"
 # The variable that names a file in which each process that takes memory of the devices writes its number.
 USERS = "NULL_CUDA_USERS"
 # The variable that names a file in which each convolution that runs is written.
 CONVOLUTIONS = "NULL_CUDA_CONVOLUTIONS"
+
+
+def is_on_null_device() -> bool:
+    """Return whether this process was started on devices of a dry run; needs no torch."""
+    return _NAME in os.environ
 
 
 def computes_nothing(device: torch.device) -> bool:
@@ -120,7 +126,7 @@ def environment(
         "TORCH_CUDNN_V8_API_DISABLED": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices.count))),
         "NULL_CUDA_DEVICES": str(devices.count),
-        "NULL_CUDA_NAME": devices.name,
+        _NAME: devices.name,
         "NULL_CUDA_TOTAL": str(devices.total_bytes),
         "NULL_CUDA_CONTEXT": str(devices.context_bytes),
         "NULL_CUDA_CAPABILITY": devices.compute_capability.replace(".", ""),

@@ -60,11 +60,27 @@ def simulated(
         if cuda:
             stack.enter_context(AlreadyOnCuda())
         if _holds_tensors(model):
+            if cuda and not values:
+                _flatten_while_tracked(model, device, exchange)
             device.track(model)
-            if cuda and not values and flatten_weights(model):
-                exchange.forget_memory()
-                device.track(model)
         yield
+
+
+def _flatten_while_tracked(model: nn.Module, device: VirtualDevice, exchange: TensorExchange) -> None:
+    """Put modules on the device one after the other, if recurrent layers become one buffer each on their way."""
+
+    def move(module: nn.Module) -> None:
+        for child in module.children():
+            move(child)
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own:
+            device.track(own)
+        if isinstance(module, nn.RNNBase):
+            flatten_weights(module)
+
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        exchange.forget_memory()
+        move(model)
 
 
 def _skip_checks(model: nn.Module) -> None:

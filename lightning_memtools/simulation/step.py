@@ -34,11 +34,13 @@ class Precision:
         dtype: The type of parameters and floating-point inputs; None to leave them as they are.
         autocast: The type that autocast computes in; None for no autocast.
         scales: The loss is scaled (16-mixed).
+        device: The device of autocast. The tensors that stand for CUDA's are on the CPU (see cuda_ops/autocast.py).
     """
 
     dtype: torch.dtype | None = None
     autocast: torch.dtype | None = None
     scales: bool = False
+    device: str = "cpu"
 
     @classmethod
     def parse(cls, name: str) -> Precision:
@@ -55,8 +57,7 @@ class Precision:
         """Return the context in which forward runs."""
         if self.dtype is not None:
             return _default_dtype(self.dtype)
-        # The tensors that stand for CUDA's are on the CPU here (see cuda_ops/autocast.py).
-        return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+        return nullcontext() if self.autocast is None else torch.autocast(self.device, dtype=self.autocast)
 
 
 @contextmanager
@@ -318,14 +319,15 @@ class _Scaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         if self._state is None:  # the scale and the count of steps since it changed, made with the first loss
-            self._state = torch.full((), 65536.0), torch.full((), 0, dtype=torch.int32)
+            device = loss.device
+            self._state = torch.full((), 65536.0, device=device), torch.full((), 0, dtype=torch.int32, device=device)
         return loss * self._state[0]
 
     def unscale(self, model: nn.Module) -> None:
         assert self._state is not None
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         inverse = self._state[0].double().reciprocal().float()
-        found = torch.full((), 0.0)
+        found = torch.full((), 0.0, device=inverse.device)
         # GradScaler makes a copy of both for each device, the first one too.
         self._found = [found.to(found.device, copy=True)]
         unscale_gradients(gradients, self._found[0], inverse.to(inverse.device, copy=True))

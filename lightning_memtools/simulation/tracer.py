@@ -177,21 +177,27 @@ def trace(
 
         if subject.ddp is not None:
             buckets = Buckets(model, subject.ddp, count=count_bucket, on_host=not settings.cuda)
-        stack.enter_context(_noted_shapes(model, result.shapes))
+        stack.enter_context(noted_shapes(model, result.shapes))
         tracer = Tracer(device, recorder, batch, dtype, buckets, accumulate=recipe.accumulate, values=values)
-        _run(replace(subject, model=model), _make_optimizer(subject, exchange), recipe, tracer)
-        # `parameters()` yields a shared parameter once.
-        parameters = list(model.parameters())
-        result.n_parameters = sum(parameter.numel() for parameter in parameters)
-        result.n_gradients = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
-        storages = (tensor.untyped_storage() for tensor in (*parameters, *model.buffers()))
-        # The weights of a recurrent layer share theirs.
-        result.parameter_bytes = sum({storage_id(one): one.nbytes() for one in storages}.values())
+        run_steps(replace(subject, model=model), optimizer_maker(subject, exchange), recipe, tracer)
+        count_parameters(model, result)
         recorder.finish(device)
     return result
 
 
-def _run(subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe, hooks: LoopHooks) -> None:
+def count_parameters(model: nn.Module, result: Traced) -> None:
+    """Write what a model on the device holds into the result."""
+    # `parameters()` yields a shared parameter once.
+    parameters = list(model.parameters())
+    result.n_parameters = sum(parameter.numel() for parameter in parameters)
+    result.n_gradients = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
+    storages = (tensor.untyped_storage() for tensor in (*parameters, *model.buffers()))
+    # The weights of a recurrent layer share theirs.
+    result.parameter_bytes = sum({storage_id(one): one.nbytes() for one in storages}.values())
+
+
+def run_steps(subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe, hooks: LoopHooks) -> None:
+    """Run the loop that belongs to the kind of the model."""
     model, step = subject.model, subject.step
     if is_lightning_module(model):
         run_lightning(model, step, make_optimizer, recipe, hooks)
@@ -200,7 +206,8 @@ def _run(subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe,
         run_module(model, step, make_optimizer, recipe, hooks)
 
 
-def _make_optimizer(subject: Subject, exchange: TensorExchange) -> MakeOptimizer | None:
+def optimizer_maker(subject: Subject, exchange: TensorExchange) -> MakeOptimizer | None:
+    """Return the function that makes the optimizer of the stand-ins' parameters; None without one."""
     given = subject.optimizer
     if given is None:
         return None
@@ -219,7 +226,8 @@ def _make_optimizer(subject: Subject, exchange: TensorExchange) -> MakeOptimizer
 
 
 @contextmanager
-def _noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> Iterator[None]:
+def noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> Iterator[None]:
+    """Note the output shapes of each module's first forward within."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def note(module: nn.Module, _args: Any, out: Any) -> None:

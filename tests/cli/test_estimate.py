@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_memtools.cli.estimate import around_the_boundary
 from lightning_memtools.cli.main import main
@@ -124,3 +125,11 @@ def test_as_a_command_of_its_own_it_fails_with_a_message(tmp_path):
 def test_a_wrong_line_says_what_is_wrong(arguments, message, capsys):
     assert main(["estimate", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
+def test_the_engine_of_a_cuda_build_is_refused_on_a_build_for_the_cpu(capsys):
+    assert main(["estimate", "my_target:model_and_batch", "--engine", "cuda"]) == 1
+    assert "is a build for the CPU, and a dry run needs one for CUDA" in capsys.readouterr().err
+    assert main(["estimate", "my_target:model_and_batch", "--stage", "val"]) == 0
+    assert "estimate (simulated)" in capsys.readouterr().out

@@ -146,6 +146,8 @@ def test_a_capacity_below_the_parameters_says_by_how_much():
         ({"stage": "fit"}, "Unknown stage 'fit'. Accepted are 'train', 'val', 'test', 'predict'"),
         ({"precision": "fp16"}, "Unknown precision 'fp16'. Accepted are '32-true'"),
         ({"device": "mps"}, "Unknown device 'mps'"),
+        ({"engine": "gpu"}, "Unknown engine 'gpu'. Accepted are 'simulation' and 'cuda'"),
+        ({"engine": "cuda", "device": "cpu"}, "runs the operators of CUDA: leave device='cpu' out, or the engine"),
         ({"steps": 0}, "steps is 0: it has to be a whole number of at least 1"),
         ({"accumulate": 1.5}, "accumulate is 1.5"),
         ({"step": None}, "is no LightningModule.*Pass step=lambda model, batch"),

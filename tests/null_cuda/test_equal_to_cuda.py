@@ -108,6 +108,11 @@ RECURRENT = {
     "two directions, projected": (lambda: Outputs(nn.LSTM(64, 128, 2, bidirectional=True, proj_size=32)), {}),
     "gated, steps first": (lambda: Outputs(nn.GRU(64, 128)), {"optimizer": "AdamW"}),
     "plain": (lambda: Outputs(nn.RNN(64, 128, 3)), {}),
+    "before a layer": (lambda: nn.Sequential(Outputs(nn.GRU(64, 128, batch_first=True)), nn.Linear(128, 64)), {}),
+    "after a transposition": (
+        lambda: nn.Sequential(Turned(Outputs(nn.GRU(24, 128, batch_first=True)), 1, 2), nn.Linear(128, 64)),
+        {},
+    ),
     "bfloat16": (lambda: Outputs(nn.LSTM(64, 128, 2, batch_first=True)), {"precision": "bf16-true"}),
     "without biases": (lambda: Outputs(nn.RNN(64, 128, 3, bias=False)), {}),
     "bfloat16 without biases": (

@@ -52,8 +52,8 @@ class _CudnnRnn(torch.autograd.Function):
         hidden, n_layers, both_ways, batch_first = layout
         directions = 2 if both_ways else 1
         n_out = hx.shape[-1] * directions
-        in_time_order = torch.empty_like(source) if batch_first else None
-        out = source.new_empty((*source.shape[:-1], n_out))
+        in_time_order = _turned(source, batch_first).contiguous()
+        out = _turned(source.new_empty((*in_time_order.shape[:-1], n_out)), batch_first)
         n_places = source.numel() // source.shape[-1]
         states = [torch.empty_like(hx), *([] if cx is None else [torch.empty_like(cx)])]
         n_flat = n_biases + sum(weight.numel() for weight in weights)
@@ -71,13 +71,13 @@ class _CudnnRnn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         source, hx, cx, *weights = ctx.saved_tensors[: 3 + ctx.n_weights]
-        # Time steps come first in cuDNN: without batch_first, input and gradient lie so already.
-        in_time_order = [torch.empty_like(one) for one in (source, gradients[0])] if ctx.batch_first else []
+        # Time steps come first in cuDNN: without batch_first, input and gradient mostly lie so already.
+        in_time_order = [_turned(one, ctx.batch_first).contiguous() for one in (source, gradients[0])]
         # cuDNN computes these gradients on its way to those of the weights, wanted or not.
-        of_source, of_hx = torch.empty_like(source), torch.empty_like(hx)
+        of_source, of_hx = source.new_empty(in_time_order[0].shape), torch.empty_like(hx)
         of_cx = None if cx is None else torch.empty_like(cx)
         del in_time_order
-        in_time_order = [torch.empty_like(source)] if ctx.batch_first else []
+        in_time_order = [_turned(source, ctx.batch_first).contiguous()]
         # It writes the gradients of all weights into one tensor, of which they are views. That of a layer without
         # biases has those of biases too, so torch copies the others out of it (_cudnn_rnn_backward_weight).
         parts = _views_of_one(weights, ctx.n_biases, source.dtype)
@@ -86,55 +86,46 @@ class _CudnnRnn(torch.autograd.Function):
         del in_time_order
         return (
             *[None] * 6,
-            of_source if ctx.needs_input_grad[6] else None,
+            _turned(of_source, ctx.batch_first) if ctx.needs_input_grad[6] else None,
             of_hx if ctx.needs_input_grad[7] else None,
             of_cx if ctx.needs_input_grad[8] else None,
             *parts,
         )
 
 
-def flatten_weights(model: nn.Module) -> bool:
-    """Move the weights of recurrent layers into one buffer for each layer, as moving a module to CUDA does.
+def _turned(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """Return the tensor with its first two dimensions the other way round, if the batch is (or is to be) the first."""
+    return tensor.transpose(0, 1) if batch_first else tensor
 
-    Returns whether there was any. torch.backends.cudnn.is_acceptable knows no bfloat16: those weights stay apart, and
-    each call copies them.
+
+def flatten_weights(layer: nn.RNNBase) -> None:
+    """Move a layer's weights into one buffer, as moving it to CUDA does.
+
+    torch.backends.cudnn.is_acceptable knows no bfloat16: those weights stay apart, and each call copies them.
     """
-    found = False
-    for layer in model.modules():
-        weights = _weights_of(layer)
-        if weights and all(weight.dtype is weights[0].dtype for weight in weights) and _is_flattened(weights[0]):
-            found = True
-            with torch.no_grad():
-                parts = _views_of_one(weights, 0 if layer.bias else _n_biases(layer), weights[0].dtype)
-                for weight, part in zip(weights, parts, strict=True):
-                    weight.data = part
-    return found
-
-
-def _weights_of(layer: nn.Module) -> list[torch.Tensor]:
-    return [one for part in layer.all_weights for one in part] if isinstance(layer, nn.RNNBase) else []
+    weights = [one for part in layer.all_weights for one in part]
+    if len({weight.dtype for weight in weights}) == 1 and _is_flattened(weights[0]):
+        with torch.no_grad():
+            parts = _views_of_one(weights, _n_biases(layer), weights[0].dtype)
+            for weight, part in zip(weights, parts, strict=True):
+                weight.data = part
 
 
 def _is_flattened(weight: torch.Tensor) -> bool:
     return weight.dtype in torch.backends.cudnn.CUDNN_TENSOR_DTYPES
 
 
-def _n_biases(layer: nn.Module) -> int:
-    """Return the elements of a layer's biases in cuDNN's buffer, which holds them, wanted or not."""
-    return (
-        2
-        * _GATES[layer.mode.partition("_")[0].lower()]
-        * layer.hidden_size
-        * layer.num_layers
-        * (1 + layer.bidirectional)
-    )
+def _n_biases(layer: nn.RNNBase) -> int:
+    """Return the elements of biases that cuDNN's buffer has beside a layer's weights: it has them, wanted or not."""
+    n_rows: int = layer.all_weights[0][0].shape[0]
+    return 0 if layer.bias else 2 * n_rows * layer.num_layers * (1 + layer.bidirectional)
 
 
 def _views_of_one(like: Sequence[torch.Tensor], n_biases: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return tensors of the same shapes in one new buffer, with room for so many elements of biases."""
     sizes = [one.numel() for one in like]
     buffer = like[0].new_empty(sum(sizes) + n_biases, dtype=dtype)
-    parts = buffer[: sum(sizes)].split(sizes)
+    parts = torch.split(buffer[: sum(sizes)], sizes)
     return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]
 
 
@@ -180,7 +171,7 @@ def _run(  # noqa: PLR0917, as torch's
     n_biases = 0 if has_biases else 2 * _GATES[kind] * hidden * num_layers * (1 + bidirectional)
     is_flat = _is_flattened(weights[0])
     if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = torch.float16  # under autocast to bfloat16 too
         if weights[0].dtype is torch.float32:
             weights = _CastIntoOne.apply(dtype, n_biases, *weights)  # type: ignore[no-untyped-call]
             is_flat = True

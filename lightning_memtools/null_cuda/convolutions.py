@@ -56,23 +56,30 @@ def growth_with_workspaces(
     A convolution runs right after its result was allocated, so the workspaces are put there into the history.
     """
     entries: list[dict[str, Any]] = snapshot["device_traces"][device]
-    blocks = _workspace_blocks(entries, convolutions, gpu)
-    if not blocks:
+    sizes = workspaces_after(entries, convolutions, gpu)
+    if not sizes:
         return 0
-    longer = [one for at, entry in enumerate(entries) for one in (entry, *blocks.get(at, ()))]
+    longer = [one for at, entry in enumerate(entries) for one in (entry, *_passing(entry, sizes.get(at, ())))]
     before, after = (_peak_reserved(snapshot, history, device) for history in (entries, longer))
     return max(0, after - before)
 
 
-def _workspace_blocks(
+def _passing(entry: dict[str, Any], sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Yield the entries of blocks that are freed at once, one after the other."""
+    for n_bytes in sizes:
+        block = entry | {"addr": 0, "size": n_bytes}
+        yield from (block | {"action": "alloc"}, block | {"action": "free_completed"})
+
+
+def workspaces_after(
     entries: list[dict[str, Any]], convolutions: Iterable[RecordedConvolution], gpu: ConvolutionGpu
-) -> dict[int, list[dict[str, Any]]]:
-    """Return the entries of the workspaces, by the number of the entry that they follow."""
+) -> dict[int, list[int]]:
+    """Return the bytes of the workspaces, by the number of the history's entry that they follow."""
     places: dict[int, list[int]] = {}
     for at, entry in enumerate(entries):
         if entry["action"] == "alloc":
             places.setdefault(entry["addr"], []).append(at)
-    blocks: dict[int, list[dict[str, Any]]] = {}
+    sizes: dict[int, list[int]] = {}
     last = -1
     for one in convolutions:
         known = places.get(one.result, [])
@@ -81,9 +88,8 @@ def _workspace_blocks(
         last = known[following] if following < len(known) else last
         n_bytes = 0 if one.shape is None else one.shape.workspace(one.operation, gpu)
         if n_bytes and last >= 0:
-            block = entries[last] | {"addr": 0, "size": n_bytes}
-            blocks.setdefault(last, []).extend([block | {"action": "alloc"}, block | {"action": "free_completed"}])
-    return blocks
+            sizes.setdefault(last, []).append(n_bytes)
+    return sizes
 
 
 def _peak_reserved(snapshot: dict[str, Any], entries: list[dict[str, Any]], device: int) -> int:

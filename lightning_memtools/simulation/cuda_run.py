@@ -1,0 +1,244 @@
+"""Runs the user's step on PyTorch's own CUDA code, on a device that computes nothing, and leaves the objects unchanged.
+
+The result is read as that of the simulation is (`tracer.trace`): the history of torch's allocator is played on a
+`VirtualDevice`, with the owners, phases and modules that were noted while the steps ran. Operators have no names there,
+and the workspaces of kernels count as temporaries.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memtools._torch import (
+    clear_cublas_workspaces,
+    cuda_memory_snapshot,
+    record_cuda_history,
+    stop_cuda_history,
+)
+from lightning_memtools.memory.allocator import Block
+from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.owned import storage_of, tensors_by_owner
+from lightning_memtools.memory.sizes import parse_size
+from lightning_memtools.memory.step_snapshot import ModuleLabels
+from lightning_memtools.memory.virtual import Category, VirtualDevice
+from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
+from lightning_memtools.null_cuda.convolutions import convolutions_in, workspaces_after
+from lightning_memtools.null_cuda.launch import CONVOLUTIONS, computes_nothing
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed
+from lightning_memtools.simulation.recording import WORKSPACE, AllocationRecorder
+from lightning_memtools.simulation.step import Recipe, copy_of_batch
+from lightning_memtools.simulation.tracer import (
+    SimulationSettings,
+    Subject,
+    Traced,
+    count_parameters,
+    noted_shapes,
+    optimizer_maker,
+    run_steps,
+)
+from lightning_memtools.state.random_state import random_streams_restored
+
+_MOST_ENTRIES = 10_000_000
+_FEW = 1024
+_CATEGORIES = {
+    "parameters": Category.PARAMETER,
+    "buffers": Category.BUFFER,
+    "gradients": Category.GRADIENT,
+    "optimizer": Category.OPTIMIZER,
+}
+
+
+class CudaRunError(RuntimeError):
+    """The steps cannot run on PyTorch's CUDA code here; the message says why."""
+
+
+def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings) -> Traced:
+    """Run the steps on a CUDA device that computes nothing; the user's objects stay as they are.
+
+    Args:
+        subject: The model and its step.
+        batch: The batch. Only its sizes matter: everything that is read back from the device is zero.
+        recipe: The settings of the loop.
+        settings: The allocator's settings have to be those of this process; the GPU is the device's.
+
+    Raises:
+        CudaRunError: This process has no such device, or tensors on it already, or DDP's buckets are wanted.
+    """
+    if not (torch.cuda.is_available() and computes_nothing(torch.device("cuda"))):
+        raise CudaRunError(
+            'engine="cuda" needs a CUDA device that computes nothing: use `memtools estimate --engine cuda`, or start '
+            "this program with `python -m lightning_memtools.null_cuda`."
+        )
+    if subject.ddp is not None:
+        raise CudaRunError('engine="cuda" runs no DDP: take engine="simulation", or `memtools dry-run --devices 2`.')
+    _clean_up()
+    if torch.cuda.memory_allocated():
+        raise CudaRunError(
+            "Something else holds memory of the device in this process, so peaks would not be those of the steps."
+        )
+    model, dtype = subject.model, recipe.precision.dtype
+    exchange = _ZeroExchange(dtype)
+    recipe = replace(recipe, precision=replace(recipe.precision, device="cuda"))
+    torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder, borrowed([model], exchange), random_streams_restored():
+        exchange.forget_memory()
+        convolutions = Path(folder) / "convolutions.txt"
+        before = os.environ.get(CONVOLUTIONS)
+        os.environ[CONVOLUTIONS] = str(convolutions)
+        run = _CudaRun(model, batch, dtype)
+        result = Traced(run.device_for(settings), AllocationRecorder(run.device.allocator))
+        record_cuda_history(_MOST_ENTRIES)
+        try:
+            model.to("cuda")
+            with noted_shapes(model, result.shapes), torch.enable_grad():
+                run_steps(replace(subject, model=model), optimizer_maker(subject, exchange), recipe, run)
+            run.note_owners()
+            snapshot = cuda_memory_snapshot()
+            count_parameters(model, result)
+        finally:
+            stop_cuda_history()
+            run.labels.remove()
+            os.environ.pop(CONVOLUTIONS)
+            if before is not None:
+                os.environ[CONVOLUTIONS] = before
+        run.play(snapshot, convolutions, result.recorder, settings)
+    real = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    _clean_up()
+    played = result.device.stats()
+    if real != (played.peak_allocated, played.peak_reserved):
+        raise CudaRunError(f"The history of torch's allocator does not give its own peaks: {real} and {played}.")
+    return result
+
+
+class _ZeroExchange(TensorExchange):
+    """Makes stand-ins that are zero, as all is that the device computes; large ones are left without pages."""
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = super()._make(tensor)
+        if made.numel() <= _FEW:
+            made.data.zero_()
+        return made
+
+
+def _clean_up() -> None:
+    gc.collect()
+    clear_cublas_workspaces()
+    torch.cuda.empty_cache()
+
+
+class _CudaRun:
+    """Gives batches on the device to the loop, labels requests with the phase, and notes who owns which block then."""
+
+    def __init__(self, model: nn.Module, batch: Any, dtype: torch.dtype | None) -> None:
+        self._model = model
+        self._batch = batch
+        self._dtype = dtype
+        self._optimizers: list[Optimizer] = []
+        self._phase, self._step = "setup", -1
+        # (phase, step, categories of blocks by address)
+        self._notes: deque[tuple[str, int, dict[int, Category]]] = deque()
+        self.labels = ModuleLabels(model)
+        self.labels.enter_phase("setup")
+
+    def device_for(self, settings: SimulationSettings) -> VirtualDevice:
+        """Return the device that the history is played on."""
+        self.device = VirtualDevice(allocator=settings.allocator, cuda_like=True, record=True)
+        return self.device
+
+    def begin(self, phase: str, step: int | None = None) -> None:
+        """Note that a phase begins."""
+        self._phase, self._step = phase, self._step if step is None else step
+        self.labels.enter_phase(phase)
+        self.note_owners()
+
+    def next_batch(self) -> Any:
+        """Return a batch of the same sizes, copied to the device."""
+        batch = map_tensors(copy_of_batch(self._batch, self._dtype), lambda tensor: tensor.to("cuda"))
+        self._note(dict.fromkeys((one.data_ptr() for one in tensors_in(batch)), Category.INPUT))
+        return batch
+
+    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Move the state that an optimizer has already to the device, but for counts of steps."""
+        self._optimizers = optimizers
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        state[name] = value.to("cuda")
+
+    def note_owners(self) -> None:
+        """Note the blocks of parameters, gradients and optimizer states."""
+        owned: dict[int, Category] = {}
+        for name, tensors in tensors_by_owner(self._model, self._optimizers, None).items():
+            for tensor in tensors:
+                if name in _CATEGORIES and isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                    found = storage_of(tensor)
+                    if found is not None:
+                        owned[found[1].data_ptr()] = _CATEGORIES[name]
+        self._note(owned)
+
+    def _note(self, owned: dict[int, Category]) -> None:
+        self._notes.append((self._phase, self._step, owned))
+
+    def play(
+        self, snapshot: dict[str, Any], convolutions: Path, recorder: AllocationRecorder, settings: SimulationSettings
+    ) -> None:
+        """Play the history on the device and record it."""
+        entries = snapshot["device_traces"][0]
+        gpu = ConvolutionGpu(settings.gpu.compute_capability, settings.gpu.multiprocessors)
+        workspaces = workspaces_after(entries, convolutions_in(convolutions, 0), gpu)
+        allocator = self.device.allocator
+        live: dict[int, Block] = {}
+        for at, entry in enumerate(entries):
+            address = entry["addr"]
+            if entry["action"] == "alloc":
+                phase, _, label = entry.get("user_metadata", "").partition(" | ")
+                # Autograd's thread has no label before the first gradient of a module.
+                while phase and phase != recorder.phase and self._notes:
+                    self._pass(recorder, live)
+                module = self._module_of(label, recorder.phase)
+                block = allocator.malloc(entry["size"], label=module)
+                recorder.on_allocation(block, Category.ACTIVATION if recorder.step >= 0 else Category.OTHER, module)
+                live[address] = block
+                for n_bytes in workspaces.get(at, ()):
+                    recorder.on_library_workspace(n_bytes)
+            elif entry["action"] == "free_completed" and address in live:
+                block = live.pop(address)
+                known = recorder.allocations[block.id]
+                allocator.free(block)
+                recorder.on_free(block.id, None if known.kind == WORKSPACE else Category(known.kind), known.module)
+            elif entry["action"] == "segment_free":
+                allocator.empty_cache()
+        while self._notes:
+            self._pass(recorder, live)
+        for block in live.values():
+            known = recorder.allocations[block.id]
+            # What cuBLAS keeps has no owner, and stays.
+            if known.kind == Category.ACTIVATION and block.requested == parse_size(settings.cublas_workspace):
+                known.kind, known.module = WORKSPACE, "workspace"
+
+    def _pass(self, recorder: AllocationRecorder, live: dict[int, Block]) -> None:
+        phase, step, owned = self._notes.popleft()
+        if (phase, step) != (recorder.phase, recorder.step):
+            recorder.begin(phase, step)
+        for address, category in owned.items():
+            if address in live:
+                known = recorder.allocations[live[address].id]
+                known.kind, known.module = category, OUTSIDE
+
+    def _module_of(self, name: str, phase: str) -> str:
+        if phase in {"backward", "clip", "optimizer"}:
+            return BACKWARD if phase == "backward" else OPTIMIZER
+        root = type(self._model).__name__
+        return OUTSIDE if not name else root if name == root else f"{root}.{name}"

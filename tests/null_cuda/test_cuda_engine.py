@@ -1,0 +1,180 @@
+"""`estimate_memory(engine="cuda")`: the steps on PyTorch's own CUDA code, read as the simulation is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_memtools import estimate_memory
+from lightning_memtools.simulation.cuda_run import CudaRunError
+
+pytestmark = pytest.mark.cuda_memory
+
+
+class Network(nn.Module):
+    """Convolutions, a normalization, a recurrent layer and tied weights, which autocast casts once and we twice."""
+
+    def __init__(self, *, tied=True):
+        super().__init__()
+        self.convolutions = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3))
+        self.recurrent = nn.GRU(64, 64, batch_first=True)
+        self.tied, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+        if tied:
+            self.head.weight = self.tied.weight
+
+    def forward(self, x):
+        out, _ = self.recurrent(self.convolutions(x).flatten(2).transpose(1, 2))
+        return self.head(self.tied(out))
+
+
+def step(model, batch):
+    return F.cross_entropy(model(batch["x"])[:, -1], batch["y"])
+
+
+def batch(n=8):
+    return {"x": torch.zeros(n, 3, 48, 48), "y": torch.zeros(n, dtype=torch.long)}
+
+
+def both(model, **options):
+    return tuple(estimate_memory(model, batch(), step=step, engine=one, **options) for one in ("cuda", "simulation"))
+
+
+def categories(estimate):
+    """The composition; the history of CUDA's allocator does not tell workspaces of kernels from other temporaries."""
+    found = dict(estimate.composition)
+    found["temporaries"] += found.pop("workspace")
+    return found
+
+
+SETTINGS = [
+    {"optimizer": torch.optim.AdamW},
+    {"optimizer": torch.optim.SGD, "precision": "16-mixed", "clip": 1.0},
+    {"optimizer": torch.optim.Adam, "precision": "bf16-mixed", "accumulate": 2},
+    {"stage": "val", "precision": "bf16-true"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+def test_both_engines_give_the_same_bytes_categories_and_modules(settings):
+    real, simulated = both(Network(tied="precision" not in settings), **settings)
+    assert (real.engine, simulated.engine) == ("cuda", "simulation")
+    assert (real.peak_allocated, real.peak_reserved) == (simulated.peak_allocated, simulated.peak_reserved)
+    assert real.convolution_workspaces == simulated.convolution_workspaces
+    # A few scalars are told apart otherwise.
+    assert categories(real) == pytest.approx(categories(simulated), abs=2048)
+    assert real.step_peaks == simulated.step_peaks
+    assert (real.parameter_count, real.gradient_count) == (simulated.parameter_count, simulated.gradient_count)
+    assert real.parameter_bytes == simulated.parameter_bytes
+    assert [asdict(one) for one in real.modules] == [asdict(one) for one in simulated.modules]
+
+
+def test_the_users_objects_stay_as_they_were():
+    model, given = Network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, given).backward()
+    optimizer.step()
+    before = {
+        name: (one, one.data_ptr(), one.detach().clone()) for name, one in model.state_dict(keep_vars=True).items()
+    }
+    gradients = {name: one.grad for name, one in model.named_parameters()}
+    state = {name: one.clone() for name, one in optimizer.state[model.tied.weight].items()}
+    random = torch.get_rng_state(), torch.cuda.get_rng_state()
+    real = estimate_memory(model, given, step=step, optimizer=optimizer, engine="cuda")
+    simulated = estimate_memory(model, given, step=step, optimizer=optimizer)
+    # A few scalars are told apart otherwise.
+    assert categories(real) == pytest.approx(categories(simulated), abs=2048)
+    assert real.step_peaks == simulated.step_peaks
+    assert real.composition["optimizer"] == pytest.approx(real.composition["parameters"], rel=0.01)
+    for name, one in model.state_dict(keep_vars=True).items():
+        was, address, values = before[name]
+        assert one is was, name
+        assert (one.device.type, one.data_ptr()) == ("cpu", address)
+        assert torch.equal(one, values)
+    assert all(one.grad is gradients[name] for name, one in model.named_parameters())
+    assert all(torch.equal(one, state[name]) for name, one in optimizer.state[model.tied.weight].items())
+    assert not model._forward_hooks
+    assert torch.equal(torch.get_rng_state(), random[0])
+    assert torch.equal(torch.cuda.get_rng_state(), random[1])
+    assert torch.cuda.memory_allocated() == 0
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Network()
+
+    def training_step(self, batch, batch_idx):
+        loss = step(self.net, batch) + torch.zeros((), device=self.device)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_a_lightning_module_runs_its_own_step_and_is_on_the_host_again():
+    module = Module()
+    real, simulated = (estimate_memory(module, batch(), engine=one) for one in ("cuda", "simulation"))
+    assert (real.peak_allocated, real.peak_reserved) == (simulated.peak_allocated, simulated.peak_reserved)
+    assert module.device.type == "cpu"
+
+
+def test_the_largest_batch_is_that_of_the_simulation():
+    real, simulated = both(Network(), optimizer=torch.optim.AdamW)
+    assert real.max_batch_size("1GiB") == simulated.max_batch_size("1GiB") > 8
+
+
+def test_a_device_that_is_in_use_is_refused():
+    held = torch.ones(3, device="cuda")
+    with pytest.raises(CudaRunError, match="Something else holds memory of the device in this process"):
+        both(Network(), optimizer=torch.optim.SGD)
+    assert held.is_cuda
+
+
+TARGETS = """
+import torch
+from torch import nn
+
+def large():
+    with torch.device("meta"):
+        model = nn.Linear(2**15, 2**17, bias=False)
+    return model, torch.zeros(4, 2**15, device="meta"), lambda model, x: model(x).sum()
+
+def divides():
+    return nn.Linear(3, 3), torch.ones(2, 3), lambda model, x: model(x).sum() * (1 / x.sum().item())
+"""
+
+
+def command(folder, *arguments):
+    """What `memtools estimate` prints where no device of a dry run was prepared."""
+    (folder / "my_targets.py").write_text(TARGETS)
+    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" and name[:9] != "NULL_CUDA"}
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_memtools.cli.main", "estimate", *arguments],
+        capture_output=True, text=True, check=False, timeout=300, cwd=folder, env=clean | {"COLUMNS": "200"},
+    )  # fmt: skip
+
+
+def test_the_command_starts_a_device_and_a_model_on_meta_takes_no_memory_of_the_host(tmp_path):
+    done = command(tmp_path, "my_targets:large", "--stage", "val", "--capacity", "RTX 4090")
+    assert done.returncode == 0, done.stderr
+    assert "estimate (PyTorch's CUDA code, nothing computed)" in done.stdout
+    assert re.search(r"at the peak: parameters +16\.0 GiB", done.stdout)
+    assert "It fits in RTX 4090" in done.stdout
+
+
+def test_a_step_that_does_not_run_on_zeros_is_simulated_and_the_command_says_so(tmp_path):
+    done = command(tmp_path, "my_targets:divides")
+    assert done.returncode == 0, done.stderr
+    assert "estimate (simulated)" in done.stdout
+    assert "Note: The steps do not run on PyTorch's CUDA code, so they were simulated. ZeroDivisionError" in done.stdout
