@@ -60,11 +60,11 @@ def expandable_segments(trials: StepTrials) -> Iterator[Action]:
     history = trials.failed.history
     if history is None:
         raise NotFoundError("no history was recorded")
-    config = replace(trials.failed.config, expandable_segments=True)
 
     def whole_step() -> tuple[MemoryEstimate, bool]:
         plain = trials.plain
         assert plain.trace is not None
+        config = replace(plain.trace.config, expandable_segments=True)
         return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
 
     verdict = with_expandable_segments(history)

@@ -180,7 +180,8 @@ class FailedStep:
                 accumulate=min(accumulate or run.accumulate, 2) if stage == "train" else 1,
                 clip=run.clip,
                 device="cuda" if self.cuda else "cpu",
-                allocator=self.config.to_string(),
+                # The share that this process may reserve is part of `usable`.
+                allocator=replace(self.config, per_process_memory_fraction=1.0).to_string(),
                 capacity=self.gpu,
             )
 

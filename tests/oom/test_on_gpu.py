@@ -70,14 +70,7 @@ def test_the_report_takes_less_than_ten_seconds(name, tmp_path):
     assert float(re.search(r"This report took ([\d.]+) s", report)[1]) < 10
 
 
-# Of these two, the advice on a device that computes nothing is a batch of 241 where 292 fit: its replay of the traced
-# step fails at 242, while PyTorch's allocator serves it. The cause is not known, so they are not yet in make test-cuda.
-_NOT_YET = {"forward", "backward"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.gpu] if name in _NOT_YET else []) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_split_adds_up_and_the_suggested_batch_size_fits_and_the_next_does_not(name, tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_memtools.oom.oom_reporter.CHECKS_S", 600.0)  # on a busy machine, too
     call, sizes, key = CASES[name]
