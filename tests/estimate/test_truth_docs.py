@@ -33,6 +33,7 @@ def test_the_goals_are_reached():
     allocated, reserved = RESULTS["summary"]["allocated"], RESULTS["summary"]["reserved"]
     assert allocated["equal_pct"] >= 90
     assert reserved["equal_pct"] >= 80
+    assert allocated["within_half_percent_pct"] == reserved["within_one_percent_pct"] == 100
     assert allocated["median_error_pct"] == reserved["median_error_pct"] == 0
 
 

@@ -36,6 +36,7 @@ class CudaFunctions(TorchFunctionMode):
         # `Patches` gives the replacement the original's name, so it has to be an object of its own.
         self._patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attention))
         self._patches.replace(F, "linear", lambda original: partial(linear, original))
+        self._patches.replace(torch, "clear_autocast_cache", lambda original: partial(_clear_casts, original))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -179,9 +180,26 @@ def linear(original: Any, source: Any, weight: Any, bias: Any = None) -> Any:
         return original(source, weight, bias)
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        bias, weight, source = (one.to(dtype) for one in (bias, weight, source))  # in this order
+        bias, weight, source = (_cast(one, dtype) for one in (bias, weight, source))  # in this order
     with without_autocast_on_cpu():
         return torch.matmul(source, weight.t()).add_(bias)
+
+
+_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast as autocast does, which keeps the casts of parameters until it ends (cached_cast, autocast_mode.cpp)."""
+    if not (tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled()):
+        return tensor.to(dtype)
+    if id(tensor) not in _casts:
+        _casts[id(tensor)] = tensor, tensor.to(dtype)
+    return _casts[id(tensor)][1]
+
+
+def _clear_casts(original: Callable[[], None]) -> None:
+    _casts.clear()
+    original()
 
 
 def _rms_norm(
