@@ -318,6 +318,19 @@ def test_skips_of_the_gradient_scaler_are_normal_at_first(fused, tmp_path):
 
 
 @fused_or_not
+def test_a_default_scaler_that_takes_ten_skips_to_come_down_is_healthy(fused, tmp_path):
+    class Bigger(Big):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 20
+
+    scaler = half(2.0**16)
+    run = trainer(tmp_path, HaltOnNaN(), plugins=scaler)
+    run.fit(Bigger(fused=fused), loader())
+    assert run.global_step == 16
+    assert 1 <= scaler.scaler.get_scale() <= 2.0**6, "ten steps were skipped"
+
+
+@fused_or_not
 def test_too_many_skips_of_the_scaler_in_a_row_halt(fused, tmp_path):
     model = Big(fused=fused)
     before = state_bits(model, [])

@@ -143,6 +143,15 @@ def test_an_absent_device_is_replaced_by_the_cpu_and_named(written: Any, tmp_pat
     assert "device cpu, was cuda:7" in found.differences
 
 
+@pytest.mark.parametrize("kind", ["builtins:dict", "builtins:int", "torch.nn.modules.linear:Linear", "pathlib:Path"])
+def test_a_class_that_is_no_lightning_module_is_refused_by_its_name(kind: str, written: Any, tmp_path: Path) -> None:
+    saved = copy.deepcopy(written)
+    saved["module"]["class"] = kind
+    torch.save(saved, tmp_path / "class.pt")
+    with pytest.raises(CapsuleError, match=kind.replace(":", ".") + "|" + kind.rpartition(":")[2]):
+        replay(tmp_path / "class.pt", trust=True)
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("default_dtype", "float99"), ("default_dtype", "int64"), ("autocast", "load")]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,33 @@ def test_the_maker_of_a_nan_is_named_and_not_who_filled_other_memory(tmp_path: P
     error = halted(MaskBesideNaN(), tmp_path)
     assert error.explanation is not None
     assert error.explanation.operation == "aten.sqrt"
+
+
+class CopiedAfterwards(Net):
+    """The NaN is made before its memory is copied and partly overwritten, by a mask and by an assignment."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def loss(self, x: Tensor, batch_idx: int) -> Tensor:
+        made = torch.sqrt(x.square() + 1 - 1e6 * (batch_idx == 2))
+        copied = made.clone()
+        if self.how == "assigned":
+            copied[:, 0] = 1.0
+        elif self.how == "masked":
+            copied = copied.masked_fill(torch.eye(BATCH, dtype=torch.bool), 0.0)
+        elif self.how == "masked with infinities":
+            copied = torch.softmax(copied.masked_fill(torch.eye(BATCH, dtype=torch.bool), -torch.inf), 1)
+        return copied.square().mean()
+
+
+@pytest.mark.parametrize("how", ["copied", "assigned", "masked", "masked with infinities"])
+def test_the_maker_is_named_and_not_who_copied_or_filled(how: str, tmp_path: Path) -> None:
+    error = halted(CopiedAfterwards(how), tmp_path)
+    assert error.explanation is not None
+    assert error.explanation.operation == "aten.sqrt"
+    assert error.explanation.line == inspect.getsourcelines(CopiedAfterwards.loss)[1] + 1
 
 
 class Searches(Net):

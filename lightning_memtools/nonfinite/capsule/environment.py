@@ -10,19 +10,18 @@ import importlib.util
 import inspect
 import platform
 import sys
-from argparse import Namespace
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from lightning_memtools.memory.user_code import owner_of, short_path
+from lightning_memtools.nonfinite.capsule.plain_values import NAMESPACES
 
 _PACKAGES = ("lightning", "numpy", "lightning_memtools")
 
@@ -149,7 +148,7 @@ class UntrustedCodeError(ImportError):
 _CONTAINERS = {
     "builtins:dict": dict, "builtins:list": list, "builtins:tuple": tuple, "builtins:set": set,
     "builtins:frozenset": frozenset, "collections:OrderedDict": OrderedDict, "collections:defaultdict": defaultdict,
-    "types:SimpleNamespace": SimpleNamespace, "argparse:Namespace": Namespace,
+    **{f"{kind.__module__}:{kind.__name__}": kind for kind in NAMESPACES},
 }  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def _object_from_plain(value: Mapping[str, Any], find: Callable[[str], Any], wit
     made = made or _derived(value["class"].rpartition(":")[2], bases)
     if not _may_be_held(made):
         raise TypeError(f"{value['class']} is no class whose objects a capsule may hold")
-    new: Any = made() if made in _NAMESPACES else object.__new__(made)
+    new: Any = made() if made in NAMESPACES else object.__new__(made)
     for key, item in value["attributes"].items():
         held = from_plain(item, find, (*within, new))
         if hasattr(new, "__dict__"):
@@ -175,7 +175,7 @@ def _may_be_held(kind: type) -> bool:
 
     Not those of Python, torch and Lightning, nor what has code that runs when an object is dropped or only looked at.
     """
-    if kind in _NAMESPACES:
+    if kind in NAMESPACES:
         return True
     own = [each for each in kind.__mro__ if each.__module__ not in _WITHOUT_CODE]
     if not own or issubclass(kind, (torch.nn.Module, dict, list, tuple, set, frozenset)):
@@ -183,7 +183,7 @@ def _may_be_held(kind: type) -> bool:
     return not any(_package(each) in _NOT_HELD or {"__del__", "__getattribute__"} & vars(each).keys() for each in own)
 
 
-_NAMESPACES = {types.SimpleNamespace, argparse.Namespace}
+NAMESPACES = {types.SimpleNamespace, argparse.Namespace}
 _WITHOUT_CODE = {"builtins", "abc", "typing", "collections.abc"}
 _NOT_HELD = (sys.stdlib_module_names - {"__main__"}) | {"torch", "lightning", "pytorch_lightning", "lightning_memtools"}
 
