@@ -145,11 +145,10 @@ class UntrustedCodeError(ImportError):
 
 
 # Containers of batches and hyperparameters that are made without asking: their constructors only keep the values.
-_CONTAINERS = {
-    "builtins:dict": dict, "builtins:list": list, "builtins:tuple": tuple, "builtins:set": set,
-    "builtins:frozenset": frozenset, "collections:OrderedDict": OrderedDict, "collections:defaultdict": defaultdict,
-    **{f"{kind.__module__}:{kind.__name__}": kind for kind in NAMESPACES},
-}  # fmt: skip
+_CONTAINERS: dict[str, type] = {
+    f"{kind.__module__}:{kind.__name__}": kind
+    for kind in (dict, list, tuple, set, frozenset, OrderedDict, defaultdict, *NAMESPACES)
+}
 
 
 @contextmanager
