@@ -183,7 +183,7 @@ def _may_be_held(kind: type) -> bool:
     return not any(_package(each) in _NOT_HELD or {"__del__", "__getattribute__"} & vars(each).keys() for each in own)
 
 
-NAMESPACES = {types.SimpleNamespace, argparse.Namespace}
+NAMESPACES: set[Any] = {types.SimpleNamespace, argparse.Namespace}
 _WITHOUT_CODE = {"builtins", "abc", "typing", "collections.abc"}
 _NOT_HELD = (sys.stdlib_module_names - {"__main__"}) | {"torch", "lightning", "pytorch_lightning", "lightning_memtools"}
 
