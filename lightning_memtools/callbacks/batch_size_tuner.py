@@ -192,7 +192,7 @@ def tune_batch_size(
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
     if tuner.result is None:
         raise RuntimeError(
-            "tune_batch_size found nothing: the device keeps no memory statistics, or fast_dev_run is on. Run it on an "
-            "accelerator, or inside `with VirtualDevice('24GiB'):`."
+            "tune_batch_size found nothing: the device keeps no memory statistics, or fast_dev_run is on. Run it on "
+            "an accelerator, inside `with VirtualDevice('24GiB'):`, or the script by `memtools dry-run --gpu 'T4'`."
         )
     return tuner.result

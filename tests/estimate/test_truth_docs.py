@@ -43,3 +43,12 @@ def test_every_larger_difference_is_named():
         assert not too_far or one["reason"], key
         if too_far:
             assert key.split(",")[0] in DOCS, key
+
+
+def test_the_table_of_the_engines_is_that_of_the_results():
+    found = json.loads((ROOT / "benchmarks" / "results" / "estimate_engines.json").read_text())["processor_time"]
+    for name, one in found.items():
+        assert f"| {name} | {one['simulation_s']:.2f} s | {one['cuda_s']:.2f} s | {one['ratio']} |" in DOCS
+        assert one["allocated_equal"]
+        assert one["reserved_equal"]
+        assert one["ratio"] > 2
