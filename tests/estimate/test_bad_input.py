@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.simulation.cuda_run import CudaRunError
 from tests.estimate.networks import Classifier, Gan, mlp, total
 
 
@@ -226,3 +227,9 @@ def test_a_lazy_module_is_refused_until_it_has_run_once():
 def test_an_object_that_is_no_module_is_refused():
     with pytest.raises(TypeError, match="model is a function"):
         estimate_memory(lambda x: x, torch.ones(2, 4), step=total)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
+def test_the_engine_of_cuda_without_its_device_names_the_way_to_start_one():
+    with pytest.raises(CudaRunError, match=r"start this program with `python -m lightning_memtools\.null_cuda`"):
+        estimate_memory(mlp(4, 4), torch.zeros(2, 4), step=total, stage="val", engine="cuda")

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memtools import estimate_memory
-from lightning_memtools.simulation.cuda_run import CudaRunError
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -88,7 +87,7 @@ def test_the_users_objects_stay_as_they_were():
     }
     gradients = {name: one.grad for name, one in model.named_parameters()}
     state = {name: one.clone() for name, one in optimizer.state[model.tied.weight].items()}
-    random = torch.get_rng_state(), torch.cuda.get_rng_state()
+    random, allocated = (torch.get_rng_state(), torch.cuda.get_rng_state()), torch.cuda.memory_allocated()
     real = estimate_memory(model, given, step=step, optimizer=optimizer, engine="cuda")
     simulated = estimate_memory(model, given, step=step, optimizer=optimizer)
     # A few scalars are told apart otherwise.
@@ -105,7 +104,7 @@ def test_the_users_objects_stay_as_they_were():
     assert not model._forward_hooks
     assert torch.equal(torch.get_rng_state(), random[0])
     assert torch.equal(torch.cuda.get_rng_state(), random[1])
-    assert torch.cuda.memory_allocated() == 0
+    assert torch.cuda.memory_allocated() <= allocated
 
 
 class Module(L.LightningModule):
@@ -134,11 +133,13 @@ def test_the_largest_batch_is_that_of_the_simulation():
     assert real.max_batch_size("1GiB") == simulated.max_batch_size("1GiB") > 8
 
 
-def test_a_device_that_is_in_use_is_refused():
-    held = torch.ones(3, device="cuda")
-    with pytest.raises(CudaRunError, match="Something else holds memory of the device in this process"):
-        both(Network(), optimizer=torch.optim.SGD)
-    assert held.is_cuda
+def test_what_else_is_on_the_device_does_not_count():
+    alone, _ = both(Network(), optimizer=torch.optim.SGD)
+    held = [torch.ones(n, device="cuda") for n in (3, 2**20, 2**24)]
+    beside, _ = both(Network(), optimizer=torch.optim.SGD)
+    assert (beside.peak_allocated, beside.peak_reserved) == (alone.peak_allocated, alone.peak_reserved)
+    assert beside.composition == alone.composition
+    assert all(one.is_cuda for one in held)
 
 
 TARGETS = """
