@@ -4,13 +4,18 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-fast test-cuda lint format types docs check clean
+.PHONY: demo test test-fast test-cuda coverage lint format types docs check clean
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
 # A process for each core, four at most; a file's tests stay in one process, since they share runs.
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+
+# Lines that the suite runs, of each file that it does not run all of; what scripts run in other processes counts too.
+coverage: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
+		--cov --cov-report=term:skip-covered
 
 test-fast: .venv/installed
 	$(BIN)/python -m pytest tests/test_package.py tests/memory tests/state tests/reporting tests/nonfinite/test_detect.py \

@@ -33,7 +33,11 @@ def accelerator_reader(device: torch.device) -> MemoryReader | None:
         reader = CudaReader(device)
     elif device.type == "mps":
         reader = MpsReader()
-    elif torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(device.type):
+    elif (
+        hasattr(torch.accelerator, "memory_stats")  # since torch 2.9
+        and torch.accelerator.is_available()
+        and torch.accelerator.current_accelerator() == torch.device(device.type)
+    ):
         reader = AcceleratorReader(device)
     else:
         return None
@@ -100,6 +104,10 @@ class CudaReader(AcceleratorReader):
     def reset_peaks(self) -> None:
         """Set both peaks to the current values."""
         torch.cuda.reset_peak_memory_stats(self.index)
+
+    def empty_cache(self) -> None:
+        """Release unused cached memory."""
+        torch.cuda.empty_cache()
 
 
 class MpsReader:
