@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from tests.lightning_models import Regression, loader, trainer
@@ -205,3 +206,30 @@ def test_a_step_that_looks_at_the_clock_is_not_proved_the_same(tmp_path: Path) -
         trainer(tmp_path, HaltOnNaN(), logger=False).fit(Timed(), loader(64))
     assert "global time (the clock)" in str(caught.value)
     assert "hardware" not in str(caught.value)
+
+
+class Circles(Regression):
+    """Holds values that contain themselves, and more than is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def calls_itself(n: int) -> int:
+            return calls_itself(n - 1) if n else 0
+
+        self.calls_itself, self.method = calls_itself, self.configure_optimizers
+        self.ring: list[Any] = [1]
+        self.ring.append(self.ring)
+        self.owner: Any = Schedule()
+        self.owner.me, self.owner.method = self.owner, self.owner.__call__
+        self.many, self.more, self.most = set(range(100_000)), list(range(100_000)), [[n] for n in range(3000)]
+
+
+def test_values_that_contain_themselves_and_large_ones_end() -> None:
+    model = Circles()
+    state = OutsideState(model)
+    unsure = ["attribute many (a set)", "attribute more (a list)", "attribute most (a list)"]
+    assert sorted(state.changed()[0]) == unsure
+    model.ring.append(2)
+    model.owner.n = 2
+    assert state.changed()[0][:2] == ["attribute ring (a list)", "attribute owner (an object of Schedule)"]

@@ -31,7 +31,7 @@ from lightning_memtools.state.random_state import generator_state
 
 _MOST = 5  # of them, how many are named
 _MOST_PARTS = 2000  # of a container, how many are compared
-_MOST_BYTES = 2**24
+_MOST_BYTES = 2**22
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "lightning_memtools.")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, Module, Optimizer)
@@ -106,7 +106,9 @@ def _held_by(module: Module) -> Iterator[tuple[str, _Held]]:
     owners = dict.fromkeys(owner for part in module.modules() for owner in type(part).__mro__)
     for owner in owners:
         if not _is_library(owner):
-            yield from _in_items(f"class attribute {owner.__name__}.", vars(owner), skip=())
+            # Methods are read below.
+            items = {key: value for key, value in vars(owner).items() if not isinstance(value, types.FunctionType)}
+            yield from _in_items(f"class attribute {owner.__name__}.", items, skip=())
             for key, value in vars(owner).items():
                 if key not in _NOT_IN_A_STEP:
                     yield from _read_by(_function_in(value), seen)
@@ -197,41 +199,41 @@ def _held(value: Any) -> _Held | None:
 
 def _digest(value: Any) -> tuple[int | None, list[Tensor]]:
     """Return a number for the contents of a value, None where it has too many or hides them; and its tensors."""
-    parts, tensors, n_bytes = list[Any](), list[Tensor](), 0
-    waiting, seen = [value], set[int]()
+    parts, tensors, waiting = list[Any](), list[Tensor](), [value]
+    seen: dict[int, Any] = {}  # what it holds is alive, so that no id is given twice
     while waiting:
         one = waiting.pop()
         parts.append(type(one))
-        if isinstance(one, (*_PLAIN, *_BY_IDENTITY, types.MethodType)):
-            parts.append(repr(one) if isinstance(one, _PLAIN) else id(getattr(one, "__func__", one)))
-            waiting += [one.__self__] if isinstance(one, types.MethodType) else []
-            cells = one.__closure__ or () if isinstance(one, types.FunctionType) else ()
-            waiting += [value for cell in cells for value in _content(cell)]
+        if id(one) in seen and not isinstance(one, _PLAIN):
             continue
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            n_bytes += one.numel() * one.element_size()
-            if n_bytes > _MOST_BYTES or not has_readable_values(one):
-                return None, []
-            tensors.append(one)
-            parts += [tuple(one.shape), int(fingerprint(one))]
-            continue
-        if type(one).__module__ == "numpy" and hasattr(one, "tobytes"):
-            n_bytes += one.nbytes
-            if n_bytes > _MOST_BYTES:
-                return None, []
-            parts.append(one.tobytes())
-            continue
-        if isinstance(one, (set, frozenset)):
-            parts.append(hash(frozenset(one)))  # their order says nothing
-            continue
-        inner = _inner(one)
-        if inner is None or len(inner) + len(parts) > _MOST_PARTS:
+        seen[id(one)] = one
+        found = _part(one)
+        if found is None or len(found[1]) + len(parts) > _MOST_PARTS:
             return None, []
-        waiting += inner
+        parts.append(found[0])
+        waiting += found[1]
+        tensors += [one] if isinstance(one, Tensor) else []
     return hash(tuple(parts)), tensors
+
+
+def _part(value: Any) -> tuple[Any, list[Any]] | None:  # noqa: PLR0911, one return for each kind of value
+    """Return what a value is without the values within it, and those; None where that cannot be seen or is large."""
+    if isinstance(value, _PLAIN):
+        return value if isinstance(value, (str, bytes)) else repr(value), []
+    if isinstance(value, types.MethodType):
+        return "", [value.__func__, value.__self__]
+    if isinstance(value, _BY_IDENTITY):
+        cells = value.__closure__ or () if isinstance(value, types.FunctionType) else ()
+        return id(value), [content for cell in cells for content in _content(cell)]
+    if isinstance(value, Tensor):
+        is_small = has_readable_values(value) and value.numel() * value.element_size() <= _MOST_BYTES
+        return ((tuple(value.shape), int(fingerprint(value))), []) if is_small else None
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return (value.tobytes(), []) if value.nbytes <= _MOST_BYTES else None
+    if isinstance(value, (set, frozenset)):
+        return (hash(frozenset(value)), []) if len(value) <= _MOST_PARTS else None  # their order says nothing
+    inner = _inner(value)
+    return None if inner is None else ("", inner)
 
 
 def _inner(value: Any) -> list[Any] | None:
