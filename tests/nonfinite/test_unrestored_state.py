@@ -220,8 +220,8 @@ class Circles(Regression):
         self.calls_itself, self.method = calls_itself, self.configure_optimizers
         self.ring: list[Any] = [1]
         self.ring.append(self.ring)
-        self.owner: Any = Schedule()
-        self.owner.me, self.owner.method = self.owner, self.owner.__call__
+        self.owner = Schedule()
+        vars(self.owner).update(me=self.owner, method=self.owner.__call__)
         self.many, self.more, self.most = set(range(100_000)), list(range(100_000)), [[n] for n in range(3000)]
 
 

@@ -49,7 +49,8 @@ def test_numpys_state_is_the_present_one_after_every_draw(first: str) -> None:
     for name in (first, *DRAWS, first):
         DRAWS[name](np.random)
         for found in (reader(), reader()):
-            name_of, key, *rest = np.random.get_state()  # noqa: NPY002
+            state: Any = np.random.get_state()  # noqa: NPY002
+            name_of, key, *rest = state
             assert (found[0], found[1].tolist(), list(found[2:])) == (name_of, key.tolist(), rest), name
 
 
