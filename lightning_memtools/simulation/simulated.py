@@ -15,7 +15,7 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.simulation.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
 from lightning_memtools.simulation.cuda_ops.kernel_table import kernels_on
-from lightning_memtools.simulation.cuda_ops.kernels import SIZED, GpuShape
+from lightning_memtools.simulation.cuda_ops.kernels import SIZED, UNNEEDED, GpuShape
 from lightning_memtools.simulation.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
 from lightning_memtools.state.random_state import random_streams_restored
@@ -50,7 +50,7 @@ def simulated(
             stack.enter_context(fake_mode())
             # Replacements return tensors without values, which would be wrong for real tensors.
             own = kernels_on(gpu or GpuShape()) if cuda else {}
-            device.replace_operators({**SIZED, **own})
+            device.replace_operators({**UNNEEDED, **SIZED, **own})
         stack.enter_context(borrowed([model], exchange))
         if not values:
             _skip_checks(model)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_memtools._torch import FakeTensor
 from lightning_memtools.memory.convolution_workspaces import memory_format_of
 from lightning_memtools.memory.sizes import Gpu
 
@@ -101,6 +102,34 @@ def _bincount(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwa
 
 
 SIZED[aten.bincount.default] = _bincount
+
+
+def _device(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the device that a fake tensor has, for which optimizers ask a dozen times per parameter."""
+    return args[0].fake_device if isinstance(args[0], FakeTensor) else run(func, *args, **kwargs)
+
+
+def _nothing(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Leave an operator in place on lists out, half of the time of a fake optimizer's step: it makes no tensor.
+
+    Counts of steps are fake tensors that have values, by which optimizers divide.
+    """
+    if args[0] and isinstance(args[0][0], FakeTensor) and args[0][0].constant is None:
+        return None
+    return run(func, *args, **kwargs)
+
+
+_IN_PLACE = (
+    aten._foreach_add_, aten._foreach_sub_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_lerp_,
+    aten._foreach_addcmul_, aten._foreach_addcdiv_, aten._foreach_sqrt_, aten._foreach_neg_, aten._foreach_zero_,
+    aten._foreach_maximum_, aten._foreach_minimum_, aten._foreach_clamp_max_, aten._foreach_clamp_min_,
+    aten._foreach_copy_, aten._foreach_pow_, aten._foreach_reciprocal_, aten._foreach_sign_,
+)  # fmt: skip
+UNNEEDED: dict[Any, Any] = {
+    torch.ops.prim.device.default: _device,
+    **{getattr(one, name): _nothing for one in _IN_PLACE for name in one.overloads()},  # type: ignore[no-untyped-call]
+}
+"""Operators that need not run on fake tensors."""
 
 
 def nbytes(tensor: torch.Tensor) -> int:
