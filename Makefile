@@ -23,11 +23,12 @@ test-fast: .venv/installed
 
 # On PyTorch's CUDA build over stubs of NVIDIA's libraries: the real allocator and CUDA code, no GPU, nothing computed.
 # Four GiB: tests that look for the most that fits stay small. Only files that hold such tests are collected; two processes
-# share them.
-CUDA_TESTS = $(shell grep -rl cuda_memory tests --include='test_*.py')
+# share them: the longest first, and then the one that compares peaks, for which nothing else may be on the device.
+FIRST_CUDA_TESTS = $(wildcard tests/null_cuda/test_dry_run*.py) tests/null_cuda/test_equal_to_cuda.py
+CUDA_TESTS = $(FIRST_CUDA_TESTS) $(filter-out $(FIRST_CUDA_TESTS),$(shell grep -rl cuda_memory tests --include='test_*.py'))
 test-cuda: .venv-cuda/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .venv-cuda/bin/python -m lightning_memtools.null_cuda --capacity 4GiB \
-		-m pytest -m cuda_memory -n 2 --dist loadfile $(CUDA_TESTS)
+		-m pytest -m cuda_memory -n 2 --dist loadfile --no-loadscope-reorder $(CUDA_TESTS)
 
 lint: .venv/installed
 	$(BIN)/ruff check
