@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError
     from lightning_memtools.nonfinite.capsule.capsule_replay import Replay, replay
     from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+    from lightning_memtools.oom.release_failed_step import FailedStepRelease, release_failed_step
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _HOME_OF_NAME = {
     "DoctorReport": "doctor.findings",
     "DryRunResult": "cli.dry_run",
     "EmptyCache": "callbacks.empty_cache",
+    "FailedStepRelease": "oom.release_failed_step",
     "Finding": "doctor.findings",
     "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
@@ -63,6 +65,7 @@ _HOME_OF_NAME = {
     "dry_run": "cli.dry_run",
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
+    "release_failed_step": "oom.release_failed_step",
     "replay": "nonfinite.capsule.capsule_replay",
     "tune_batch_size": "callbacks.batch_size_tuner",
 }
@@ -75,6 +78,7 @@ __all__ = [
     "DoctorReport",
     "DryRunResult",
     "EmptyCache",
+    "FailedStepRelease",
     "Finding",
     "GradientCheckpointing",
     "HaltOnNaN",
@@ -94,6 +98,7 @@ __all__ = [
     "dry_run",
     "estimate_memory",
     "plan_checkpoints",
+    "release_failed_step",
     "replay",
     "tune_batch_size",
 ]

@@ -233,7 +233,7 @@ def changes_gradients(trainer: Trainer) -> bool:
     """Return whether code that is neither Lightning's nor ours runs between backward and update."""
     ours = ("lightning.", "pytorch_lightning.", "lightning_memtools.")
     hooks = [(trainer.lightning_module, "configure_gradient_clipping")]
-    hooks += [(each, "on_before_optimizer_step") for each in (trainer.lightning_module, *_callbacks(trainer))]
+    hooks += [(each, "on_before_optimizer_step") for each in (trainer.lightning_module, *callbacks_of(trainer))]
     return any(
         not getattr(getattr(type(owner), name, None), "__module__", "").startswith(ours) for owner, name in hooks
     )
@@ -296,14 +296,22 @@ def write_checkpoint(trainer: Trainer, path: Path) -> None:
     trainer.strategy.save_checkpoint(checkpoint, path)
 
 
-def _callbacks(trainer: Trainer) -> list[Any]:
+def callbacks_of(trainer: Trainer) -> list[Any]:
+    """Return the callbacks of a Trainer; its attribute for them is typed nowhere."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
     return callbacks
 
 
+def forget_batch(trainer: Trainer) -> None:
+    """Let go of the batch that the bookkeeping of `self.log` holds after a step has failed; nothing public does."""
+    results: Any = trainer._results
+    if results is not None:
+        results.batch = None
+
+
 def saves_on_exception(trainer: Trainer) -> bool:
     """Return True if a ModelCheckpoint will save when training fails."""
-    return any(getattr(callback, "save_on_exception", False) for callback in _callbacks(trainer))
+    return any(getattr(callback, "save_on_exception", False) for callback in callbacks_of(trainer))
 
 
 def forbid_saving_on_exception(trainer: Trainer) -> None:
@@ -311,7 +319,7 @@ def forbid_saving_on_exception(trainer: Trainer) -> None:
 
     It has no public switch, so its record says that this step is saved already.
     """
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if getattr(callback, "save_on_exception", False) and hasattr(callback, "_last_global_step_saved"):
             callback._last_global_step_saved = trainer.global_step
 
@@ -528,31 +536,27 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
 
     def made(make: Callable[..., Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = make(kwargs, optimizer, batch_idx)
-        if closure._backward_fn is None:
+        if closure._backward_fn is None or "batch" not in kwargs:
             return closure
+        # Nothing here refers to the closure: in a cycle it would keep the batch until garbage is collected.
+        step_fn = closure._step_fn
 
         def forward(batch: Any) -> Any:
             whole = kwargs["batch"]
             kwargs["batch"] = batch
             try:
-                return closure._step_fn()
+                return step_fn()
             finally:
                 kwargs["batch"] = whole
 
         step = StepClosure(
-            kwargs.get("batch"),
+            kwargs["batch"],
             forward,
             closure._backward_fn,
             closure._zero_grad_fn,
             partial(loop.output_result_cls, None),
         )
-        whole_closure = closure.closure
-
-        @torch.enable_grad()
-        def run_step(*args: Any, **options: Any) -> Any:
-            return run(step) if "batch" in kwargs else whole_closure(*args, **options)
-
-        closure.closure = run_step
+        closure.closure = torch.enable_grad()(lambda *_args, **_options: run(step))
         return closure
 
     return _MethodWithAddition(loop, "_make_closure", around=made).undo
@@ -564,6 +568,18 @@ def replace_step(module: LightningModule, name: str, run: Callable[..., Any]) ->
     It stays the module's own for Lightning, which looks at the names of its arguments and at whether it is overridden.
     """
     return _MethodWithAddition(module, name, around=run).undo
+
+
+def replace_update(optimizer: Any, run: Callable[..., Any]) -> Callable[[], None]:
+    """Let `run(step, *arguments)` run an optimizer's `step`; returns what undoes this.
+
+    No hook encloses the update. It can go when the Trainer has one.
+    """
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    update = _MethodWithAddition(optimizer, "step", around=run)
+    if scheduled:  # a scheduler of torch looks for its own mark, and would warn
+        vars(update)["_wrapped_by_lr_sched"] = True
+    return update.undo
 
 
 def watch_fetches(module: LightningModule, run: Callable[..., Any]) -> Callable[[], None]:

@@ -13,12 +13,15 @@ from lightning_memtools._lightning import (
     EitherCallback,
     LoggedValues,
     StepClosure,
+    callbacks_of,
     replace_closures,
     replace_step,
+    replace_update,
     training_step,
 )
-from lightning_memtools.oom.step_recovery import StepRecovery
+from lightning_memtools.oom.step_recovery import Recoveries, StepRecovery
 from lightning_memtools.oom.step_start import BatchStep
+from lightning_memtools.oom.update_recovery import UpdateRecovery
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.strategies import why_unsupported
@@ -59,7 +62,7 @@ class OOMRecovery(EitherCallback):
     takes_part_in_trials = False
     """BatchSizeTuner's trials leave this callback out."""
 
-    parts_of_a_run = ("_undo", "_recovery")  # what is replaced stays with the original: it is undone once
+    parts_of_a_run = ("_undo", "_recovery", "_updates")  # what is replaced stays with the original: it is undone once
 
     def __init__(
         self,
@@ -83,7 +86,9 @@ class OOMRecovery(EitherCallback):
         self.on_recover = on_recover
         self._undo: list[Callable[[], None]] | None = None
         self._recovery: StepRecovery | None = None
-        self._told = (0, 0)
+        self._updates: UpdateRecovery | None = None
+        self._found = Recoveries()
+        self._told = (0, 0, False)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies whose ranks would have to agree."""
@@ -102,6 +107,12 @@ class OOMRecovery(EitherCallback):
                 "OOMRecovery leaves training_step alone: in manual optimization it steps optimizers itself, and that "
                 "cannot be taken back."
             )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the optimizers' updates."""
+        assert self._undo is not None
+        self._updates = UpdateRecovery(trainer.strategy.root_device, n_ranks=trainer.world_size)
+        self._undo += [replace_update(each, partial(self._updates.run, each)) for each in trainer.optimizers]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the steps, unless that was done when fit began."""
@@ -131,7 +142,7 @@ class OOMRecovery(EitherCallback):
         self._stop()
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> list[Callable[[], None]]:
-        self._told = (0, 0)
+        self._updates, self._told = None, (0, 0, False)
         self._recovery = StepRecovery(
             pl_module,
             trainer.strategy.root_device,
@@ -140,6 +151,7 @@ class OOMRecovery(EitherCallback):
             loss=self.loss,
             allow_batch_norm=self.allow_batch_norm,
         )
+        self._found = self._recovery.recoveries
         run = partial(self._run_evaluation, trainer)
         self._undo = [replace_step(pl_module, name, run) for name in _EVALUATION_STEPS]
         return self._undo
@@ -154,18 +166,25 @@ class OOMRecovery(EitherCallback):
         assert self._recovery is not None
         return self._recovery.run(BatchStep(batch, lambda part: own(part, *rest), LoggedValues(trainer)))
 
+    @property
+    def memory_remark(self) -> str:
+        """A line on the latest call of the Trainer for the summary of MemoryMonitor; "" where nothing happened."""
+        return " ".join(filter(None, [str(self._found), self._updates.told if self._updates else ""]))
+
     def _tell(self, trainer: Trainer, step: int) -> None:
-        if self._recovery is None:
-            return
-        found = self._recovery.recoveries
-        now = (found.n_recovered, found.n_skipped)
+        now = (self._found.n_recovered, self._found.n_skipped, bool(self._updates and self._updates.told))
         if now == self._told:
             return
-        if self.on_recover == "warn" and any(new and not old for new, old in zip(now, self._told, strict=True)):
-            warnings.warn(f"OOMRecovery: {found.latest}", stacklevel=2)
-        self._told = now
-        scalars = {"memory/oom_recoveries": float(found.n_recovered), "memory/micro_batches": float(found.n_parts)}
-        log_scalars(trainer, scalars | {"memory/oom_skipped_batches": float(found.n_skipped)}, step)
+        texts = (self._found.latest, self._found.latest, self._updates.told if self._updates else "")
+        new = [text for text, n, before in zip(texts, now, self._told, strict=True) if n and not before]
+        is_first, self._told = not any(self._told), now
+        for text in dict.fromkeys(new) if self.on_recover == "warn" else ():
+            warnings.warn(f"OOMRecovery: {text}", stacklevel=2)
+        for callback in callbacks_of(trainer) if is_first else ():
+            if hasattr(callback, "report_recovered"):
+                callback.report_recovered(trainer, new[0])
+        scalars = {"memory/oom_recoveries": self._found.n_recovered, "memory/micro_batches": self._found.n_parts}
+        log_scalars(trainer, scalars | {"memory/oom_skipped_batches": self._found.n_skipped}, step)
 
     def _stop(self) -> None:
         for undo in reversed(self._undo or []):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EitherCallback, is_compiled_by_lightning, training_step
-from lightning_memtools.checkpointing.chains import is_compiled
-from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools._lightning import EitherCallback, forget_batch, training_step
+from lightning_memtools.callbacks.oom_report_run import failed_run_of, progress_of
 from lightning_memtools.memory.oom_errors import is_out_of_memory, worker_out_of_memory
-from lightning_memtools.oom.failed_step import FailedRun
-from lightning_memtools.oom.failure_capture import FailureCapture, RunProgress
+from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
+from lightning_memtools.oom.release_failed_step import forget_frames, release_cached
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import report_directory
 from lightning_memtools.reporting.loggers import log_text
-from lightning_memtools.reporting.strategies import why_unsupported
-from lightning_memtools.simulation.trainer_stand_in import forward_of
 
 
 class OOMReport(EitherCallback):
@@ -88,7 +86,7 @@ class OOMReport(EitherCallback):
             token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
             board = NoticeBoard(directory if isinstance(directory, Path) else None, token)
         self._reporter = OOMReporter(directory, self.top, board)
-        progress = partial(_progress_of, trainer)
+        progress = partial(progress_of, trainer)
         self._capture = FailureCapture(trainer.strategy.root_device, pl_module, progress, snapshot=self.snapshot)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -161,7 +159,7 @@ class OOMReport(EitherCallback):
             text: str | None
             if is_out_of_memory(exception):
                 batch_idx = capture.facts_of(exception).moment.batch_idx or 0
-                text = reporter.report(exception, capture, partial(_run_of, trainer, pl_module, batch_idx))
+                text = reporter.report(exception, capture, partial(failed_run_of, trainer, batch_idx))
             elif death := worker_out_of_memory(exception):
                 text = reporter.report_worker(exception, death, capture.facts_of(exception).moment)
             else:
@@ -176,6 +174,32 @@ class OOMReport(EitherCallback):
             )
         finally:
             self._stop()
+        if is_out_of_memory(exception):
+            forget_frames(exception)
+            forget_batch(trainer)
+            pl_module.zero_grad()
+            release_cached(trainer.strategy.root_device)
+
+    def report_recovered(self, trainer: Trainer, done: str) -> None:
+        """Report a step that ran out of memory and was run again; OOMRecovery calls this for the first one.
+
+        Args:
+            trainer: The Trainer.
+            done: What was done about it, in a sentence.
+        """
+        capture, reporter = self._capture, self._reporter
+        facts = None if capture is None else capture.first_facts()
+        if capture is None or reporter is None or facts is None:
+            return
+        capture.is_reporting = True
+        try:
+            read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
+            text = reporter.report_recovered(facts, capture, read_run, done)
+            log_text(trainer, "memtools/oom_report", text, training_step(trainer))
+        except Exception as error:  # noqa: BLE001, the run goes on without a report
+            warnings.warn(f"OOMReport: the report itself failed: {type(error).__name__}: {error}", stacklevel=2)
+        finally:
+            capture.is_reporting = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop observing."""
@@ -195,29 +219,3 @@ class OOMReport(EitherCallback):
             self._capture.stop()
         self._capture = self._reporter = None
         self._carried.leave()
-
-
-def _progress_of(trainer: Trainer) -> RunProgress:
-    return RunProgress(training_step(trainer), trainer.global_rank, trainer.world_size, trainer.optimizers)
-
-
-def _run_of(trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> FailedRun:
-    """Read the facts that the checks need from the Trainer."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
-    plans = [getattr(callback, "plan", None) for callback in callbacks]
-    automatic = pl_module.automatic_optimization
-    untraceable = why_unsupported("OOMReport", type(trainer.strategy)) or ""
-    if not untraceable and (is_compiled_by_lightning(pl_module) or is_compiled(pl_module)):
-        untraceable = "the model is compiled, and a trace would show its eager memory"
-    return FailedRun(
-        model=pl_module,
-        optimizers=tuple(trainer.optimizers),
-        forward=forward_of(trainer, pl_module, batch_idx),
-        precision=trainer.precision,
-        accumulate=trainer.accumulate_grad_batches if automatic else 1,
-        clip=trainer.gradient_clip_val if automatic else None,
-        untraceable=untraceable,
-        empties_cache=any(type(callback).__name__ == "EmptyCache" for callback in callbacks),
-        plan=next((plan for plan in plans if isinstance(plan, CheckpointPlan) and plan.refused is None), None),
-        predictions=trainer.predict_loop.predictions if trainer.state.fn == TrainerFn.PREDICTING else (),
-    )

@@ -17,7 +17,12 @@ class CannotSplitError(Exception):
 
 
 def n_samples_in(batch: Any) -> int | None:
-    """Return the size of the first dimension that a batch's tensors have in common; None where there is none."""
+    """Return the size of the first dimension that a batch's tensors have in common; None where there is none.
+
+    Of a batch that is made of a list, as those of PyTorch Geometric are, it is the length of that list.
+    """
+    if _is_made_of_list(batch):
+        return len(batch.to_data_list())
     sizes = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
     return sizes[0] if sizes and sizes.count(sizes[0]) > len(sizes) / 2 else None
 
@@ -52,7 +57,14 @@ def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, in
         )
     n_parts = min(n_parts, n_samples)
     ends = [n_samples * index // n_parts for index in range(n_parts + 1)]
+    if _is_made_of_list(batch):
+        samples = batch.to_data_list()
+        return [(type(batch).from_data_list(samples[start:end]), end - start) for start, end in pairwise(ends)]
     return [(_cut(batch, n_samples, start, end), end - start) for start, end in pairwise(ends)]
+
+
+def _is_made_of_list(batch: Any) -> bool:
+    return hasattr(batch, "to_data_list") and hasattr(type(batch), "from_data_list")
 
 
 def _cut(thing: Any, whole: int, start: int, end: int) -> Any:

@@ -197,6 +197,11 @@ class FailureCapture:
             return self._capture(requested=requested_bytes(exception))
         return self._captured[-min(n_observed, len(self._captured))]
 
+    def first_facts(self) -> FailureFacts | None:
+        """Return the facts that were captured first in the present step; None where no device told of it."""
+        step = self._progress().step
+        return next((facts for facts in self._captured if facts.moment.step == step), None)
+
     def last_moment(self) -> str:
         """Return where memory ran out last; "" where it did not."""
         return str(self._captured[-1].moment) if self._captured else ""

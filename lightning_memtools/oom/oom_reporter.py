@@ -18,7 +18,7 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.advice_checks import AdviceChecks
 from lightning_memtools.oom.failed_step import FailedRun, FailedStep, failed_step, processes_of
 from lightning_memtools.oom.failure_capture import FailureCapture
-from lightning_memtools.oom.failure_facts import FailureMoment
+from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
 from lightning_memtools.oom.killed_worker import killed_worker_page
 from lightning_memtools.oom.report_page import ReportPage
 from lightning_memtools.oom.saved_step import SavedStepError, Trusts, read_step, write_step
@@ -131,19 +131,41 @@ class OOMReporter:
             capture: The object that captured the facts.
             read_run: Reads the facts of the run that the checks need.
         """
-        begin, begin_cpu = time.monotonic(), time.thread_time()
         facts = capture.facts_of(exception)
-        line = user_line_of(exception)
+        page = self._page(facts, exception, capture, read_run)
+        exception.add_note(page.note())
+        return page.markdown()
+
+    def report_recovered(
+        self, facts: FailureFacts, capture: FailureCapture, read_run: Callable[[], FailedRun], done: str
+    ) -> str:
+        """Report as markdown that memory ran out, and what was done; other ranks are not told, for nothing ends."""
+        return self._page(facts, None, capture, read_run, done=done).markdown()
+
+    def _page(
+        self,
+        facts: FailureFacts,
+        exception: BaseException | None,
+        capture: FailureCapture,
+        read_run: Callable[[], FailedRun],
+        *,
+        done: str = "",
+    ) -> ReportPage:
+        """Make the page, write it and print its first lines."""
+        begin, begin_cpu = time.monotonic(), time.thread_time()
+        line = None if exception is None else user_line_of(exception)
         page = ReportPage(
             facts=facts,
-            error=str(exception),
+            error="" if exception is None else str(exception),
+            done=done,
             where="" if line is None else f"{line} in {line.function}" + (f": {line.source}" if line.source else ""),
             modules=() if facts.split is None else facts.split.by_module,
             processes=processes_of(capture.device, capture.virtual, facts),
             top=self.top,
         )
         notice = OOMNotice(facts.moment.rank, page.headline)
-        is_first = self.board is None or self.board.leave(notice)
+        board = None if done else self.board
+        is_first = board is None or board.leave(notice)
         # The facts are written before anything else is tried.
         page.file = self._write(_file_name(facts.moment), page.markdown())
         snapshot = None if capture.recording is None else capture.recording.take()
@@ -153,13 +175,12 @@ class OOMReporter:
         text = page.markdown()
         if isinstance(page.file, Path):
             write_report(page.file.parent, page.file.name, text)
-        if self.board is not None and is_first:
+        if board is not None and is_first:
             path = str(page.file) if isinstance(page.file, Path) else ""
-            self.board.replace(replace(notice, report=path))
-        exception.add_note(page.note())
+            board.replace(replace(notice, report=path))
         lines = page.console() if is_first else f"{page.headline} {page.file_line()}"
         print_on_console(lines, soft_wrap=True)
-        return text
+        return page
 
     def report_worker(self, exception: BaseException, death: str, moment: FailureMoment) -> str:
         """Report that a loader worker died for want of memory, and return the report as markdown."""

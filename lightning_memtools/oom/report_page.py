@@ -95,6 +95,7 @@ class ReportPage:
     Attributes:
         facts: The facts captured when memory ran out.
         error: The error's own text.
+        done: What was done about it, where the run goes on.
         where: The user's line of code; "" where it is not known.
         request: The bytes that the program requested, where they are known: the device is asked for whole segments.
         actions: The suggested actions, the best first.
@@ -112,6 +113,7 @@ class ReportPage:
 
     facts: FailureFacts
     error: str = ""
+    done: str = ""
     where: str = ""
     request: int | None = None
     actions: Sequence[Action] = ()
@@ -136,13 +138,13 @@ class ReportPage:
 
     def markdown(self) -> str:
         """Return the whole report."""
-        parts = [f"# {self.headline}", *self._what_to_do(), *self._facts()]
+        parts = [f"# {self.headline}", *self._what_was_done(), *self._what_to_do(), *self._facts()]
         parts += [*self._split(), *self._modules(), *self._fragmentation(), *self._others(), *self._files()]
         return "\n\n".join(parts) + "\n"
 
     def console(self) -> str:
         """Return the short form: what failed, what filled the device, what to do first, and the path of the report."""
-        lines = [self.headline]
+        lines = [self.headline, *self._what_was_done()]
         if self.facts.split is not None:
             lines.append(f"It held {_in_words(self.facts.split.by_category)}.")
         # "(backward)" and "(outside)" are no modules.
@@ -174,6 +176,9 @@ class ReportPage:
     def note(self) -> str:
         """Return the note for the error: what failed and where the report is. The console has the rest already."""
         return f"OOMReport: {self.headline}\n{self.file_line()}"
+
+    def _what_was_done(self) -> list[str]:
+        return [f"The run goes on. {self.done}"] if self.done else []
 
     def _what_to_do(self) -> list[str]:
         parts = ["## What to do"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,13 +12,11 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_memtools._torch import AnyBatchNorm, AnyDropout, StatisticsNorm
-from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
-from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
 from lightning_memtools.oom.batch_parts import CannotSplitError, join_parts, n_samples_in, split_batch, weighted_mean
-from lightning_memtools.oom.step_start import BatchStep, StepStart
+from lightning_memtools.oom.release_failed_step import forget_frames, release_cached
+from lightning_memtools.oom.step_start import BatchStep, RandomReader, StepBuffers, StepStart
 
 LossKind = Literal["auto", "mean", "sum"]
 
@@ -54,13 +51,24 @@ class Recoveries:
         n_recovered: The batches that ran out of memory and were run again in parts.
         n_skipped: The batches that were skipped.
         n_parts: The number of parts of the latest batch; 1 for a whole one.
+        most_parts: The largest number of parts of a batch.
         latest: The latest recovery, as a sentence; "" if there was none.
     """
 
     n_recovered: int = 0
     n_skipped: int = 0
     n_parts: int = 1
+    most_parts: int = 1
     latest: str = ""
+
+    def __str__(self) -> str:
+        """Return a line for a summary; "" where nothing happened."""
+        if not self.latest:
+            return ""
+        return (
+            f"OOMRecovery: {self.n_recovered} batches ran out of memory and were run again in up to {self.most_parts} "
+            f"parts; {self.n_skipped} were skipped."
+        )
 
 
 class StepRecovery:
@@ -98,9 +106,11 @@ class StepRecovery:
         self._skip_batch = skip_batch
         self._loss: LossKind = loss
         self._allow_batch_norm = allow_batch_norm
-        self._buffers = BufferKeeper(model)
+        self._random = RandomReader(device)
+        # Training and evaluation write different ones.
+        self._buffers = {True: StepBuffers(model), False: StepBuffers(model)}
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._norms = {name: module for name, module in model.named_modules() if isinstance(module, StatisticsNorm)}
+        self._norms = [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
         self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
         self._split = getattr(model, "split_batch", None)
         # Evaluation needs less memory than training.
@@ -114,8 +124,7 @@ class StepRecovery:
         """
         known = self._known_size(step)
         n_parts = self._parts_to_try(known)
-        keeps_buffers = step.backward is None or self._allow_batch_norm or not self._norms_over_batch()
-        before = StepStart(step, self._parameters, self._metrics, self._buffers if keeps_buffers else None)
+        before = StepStart(step, self._parameters, self._metrics, self._noted_buffers(step), self._random())
         is_recovering = False
         while True:
             try:
@@ -129,11 +138,11 @@ class StepRecovery:
                     error.add_note(f"OOMRecovery did not run this step again: {why_not or self._too_small(step)}.")
                     raise
                 text = str(error).partition("\n")[0]
-                _release_frames(error)
+                forget_frames(error)
             else:
                 self._note_success(step, known, n_parts, is_recovering=is_recovering)
                 return result
-            self._release()  # after the handler: until then the error holds the step's tensors
+            release_cached(self._device)  # after the handler: until then the error holds the step's tensors
             if more is None:
                 return self._skip(step, before, text)
             self._prove_loss(step, more, before, text)
@@ -168,9 +177,9 @@ class StepRecovery:
 
     def _why_not(self, step: BatchStep) -> str:
         """Return the reason why a step must not be run in parts; "" where it may."""
-        if step.backward is not None and not self._allow_batch_norm and (norms := self._norms_over_batch()):
+        if step.backward is not None and not self._allow_batch_norm and (norm := self._norm_over_batch()):
             return (
-                f"{norms[0]} normalizes with the statistics of its batch, and those of a part differ; "
+                f"{norm} normalizes with the statistics of its batch, and those of a part differ; "
                 "allow_batch_norm=True accepts that"
             )
         try:
@@ -179,13 +188,21 @@ class StepRecovery:
             return str(error)
         return ""
 
-    def _norms_over_batch(self) -> list[str]:
-        """Return the names of the modules that normalize with statistics of the batch now."""
-        return [
-            name
-            for name, module in self._norms.items()
-            if module.training and (isinstance(module, AnyBatchNorm) or module.track_running_stats)
-        ]
+    def _noted_buffers(self, step: BatchStep) -> StepBuffers | None:
+        """Note or copy the buffers; None where the step would not be run again."""
+        normalizes = self._norm_over_batch() is not None
+        if normalizes and step.backward is not None and not self._allow_batch_norm:
+            return None
+        buffers = self._buffers[step.backward is None]
+        buffers.start(uncounted=normalizes)
+        return buffers
+
+    def _norm_over_batch(self) -> str | None:
+        """Return the name of the first module that normalizes with statistics of the batch now."""
+        for name, module in self._norms:
+            if module.training and (isinstance(module, AnyBatchNorm) or module.track_running_stats):
+                return str(name)
+        return None
 
     def _next(self, step: BatchStep, n_parts: int) -> int | None:
         n_samples = n_samples_in(step.batch)
@@ -207,6 +224,7 @@ class StepRecovery:
 
     def _note_success(self, step: BatchStep, known: _KnownSize | None, n_parts: int, *, is_recovering: bool) -> None:
         self.recoveries.n_parts = n_parts
+        self.recoveries.most_parts = max(n_parts, self.recoveries.most_parts)
         if is_recovering:
             self.recoveries.n_recovered += 1
             self.recoveries.latest = (
@@ -274,24 +292,6 @@ class StepRecovery:
             f"are {one:.6g} and {other:.6g}, and that of both together is {whole:.6g}, neither their mean nor their "
             'sum. A loss over pairs of samples cannot be split; for any other give loss="mean" or loss="sum".'
         )
-
-    def _release(self) -> None:
-        free_failed_backward()
-        reader = reader_for(self._device)
-        if reader is not None:
-            reader.empty_cache()
-
-
-def _release_frames(error: BaseException) -> None:
-    """Let go of the local variables in the frames of an error and of those that it was raised from."""
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None:
-            traceback.clear_frames(one.__traceback__)
-            one.__traceback__ = None
-            waiting += [one.__cause__, one.__context__]
-            one.__cause__ = one.__context__ = None
 
 
 @contextmanager

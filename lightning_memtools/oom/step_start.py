@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from operator import is_not
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_memtools._torch import write_count
+from lightning_memtools._torch import WRITE_COUNT, buffers_of, write_count_or_none
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
-from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.state.random_state import NumpyStateReader, PythonStateReader, RandomState
+
+_IS_SET: Any = partial(is_not, None)
 
 
 class StepLog(Protocol):
@@ -54,11 +59,74 @@ class BatchStep:
     skipped: Callable[[], Any] | None = None
 
 
+class StepBuffers:
+    """Restores a model's buffers after a failed step. They are copied before a step only if steps are seen to write.
+
+    Else it is noted how often each was written, which costs no kernel. The first step is always copied for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._keeper = BufferKeeper(model, all_state=False)
+        self._held = [(name, held) for name, part in model.named_modules() if (held := buffers_of(part))]
+        self._registers = [held for _, held in self._held]
+        self._before: tuple[list[int], list[int]] | None = None
+        self._are_written = False
+        self._are_copied = False
+
+    def start(self, *, uncounted: bool) -> None:
+        """Note or copy the buffers. `uncounted`: the step may write some without counting it, as batch norm does."""
+        now = self._now()
+        self._are_written = self._are_written or (self._before is not None and now != self._before)
+        self._are_copied = uncounted or self._are_written or self._before is None
+        self._before = now
+        if self._are_copied:
+            self._keeper.keep()
+
+    def restore(self) -> str:
+        """Restore the buffers, and return the reason why that cannot be done, else ""."""
+        if self._are_copied:
+            unrestored = self._keeper.unrestored()
+            self._keeper.restore()
+        else:
+            unrestored = self._changed()
+        if not unrestored:
+            return ""
+        return f"the step wrote {unrestored[0]}, a buffer that no earlier step wrote, so that no copy was made"
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        # Without a loop in Python: it is asked in every step.
+        tensors: list[Tensor] = list(filter(_IS_SET, chain.from_iterable(map(dict.values, self._registers))))
+        try:
+            return list(map(id, tensors)), list(map(WRITE_COUNT, tensors))
+        except RuntimeError:  # an inference tensor is among them
+            return list(map(id, tensors)), list(map(write_count_or_none, tensors))
+
+    def _changed(self) -> list[str]:
+        now = self._now()
+        if now == self._before:
+            return []
+        names = [
+            f"{name}.{key}" if name else key
+            for name, held in self._held
+            for key, each in held.items()
+            if each is not None
+        ]
+        pairs = zip(names, zip(*now, strict=True), zip(*(self._before or ()), strict=True), strict=False)
+        return [name for name, after, before in pairs if after != before] or names[-1:]
+
+
 class StepStart:
     """The state that a step began with, to take a failed attempt back.
 
     The gradients of a batch that is the first of its optimizer step are None before it; those that earlier batches have
     accumulated are set aside while parts run, so that a failed part cannot touch them.
+
+    Args:
+        step: The step.
+        parameters: Those that it may give gradients.
+        metrics: Those that it may update.
+        buffers: The buffers, which have been noted; None where they need not be restored.
+        random: The random streams.
     """
 
     def __init__(
@@ -66,24 +134,23 @@ class StepStart:
         step: BatchStep,
         parameters: Sequence[nn.Parameter],
         metrics: Sequence[Metric],
-        buffers: BufferKeeper | None,
+        buffers: StepBuffers | None,
+        random: RandomState,
     ) -> None:
         self._step = step
         self._parameters = parameters
         self._buffers = buffers
+        self._random = random
         self._is_zeroed = step.zero_grad is None
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
-        self._gradients: list[tuple[nn.Parameter, Tensor | None, int]] = []
-        self._random = RandomState.now()
+        self._accumulated: list[Tensor | None] = []
+        self._write_counts: list[int] = []
         self._take_back_log = step.log.save()
-        self._metrics = [(metric, _copied(vars(metric))) for metric in metrics]
-        if buffers is not None:
-            buffers.keep()
+        # One that was not updated since its reset is reset again.
+        self._metrics = [(metric, _copied(vars(metric)) if metric.update_count else {}) for metric in metrics]
         if step.zero_grad is None and step.backward is not None:
-            self._gradients = [
-                (parameter, parameter.grad, -1 if parameter.grad is None else write_count(parameter.grad))
-                for parameter in parameters
-            ]
+            self._accumulated = [parameter.grad for parameter in parameters]
+            self._write_counts = list(map(WRITE_COUNT, filter(_IS_SET, self._accumulated)))
 
     def run_part(self, step: BatchStep, part: Any, weight: float) -> Any:
         """Run forward and backward of the batch or of a part."""
@@ -107,7 +174,11 @@ class StepStart:
 
     def set_gradients_aside(self) -> None:
         """Take the gradients that earlier batches accumulated out of the reach of backward."""
-        self._aside = [(parameter, gradient) for parameter, gradient, _ in self._gradients if gradient is not None]
+        self._aside = [
+            (parameter, gradient)
+            for parameter, gradient in zip(self._parameters, self._accumulated, strict=False)
+            if gradient is not None
+        ]
         for parameter, _ in self._aside:
             parameter.grad = None
 
@@ -123,22 +194,14 @@ class StepStart:
         self._random.restore()
         self._take_back_log()
         for metric, values in self._metrics:
-            vars(metric).update(_copied(values))
-        unrestored = self._buffers.unrestored() if self._buffers is not None else []
-        if self._buffers is not None:
-            self._buffers.restore()
-        if unrestored:
-            return (
-                f"the step wrote {unrestored[0]}, a large buffer that no earlier step wrote, so that no copy was made"
-            )
-        aside = {id(parameter) for parameter, _ in self._aside}
-        changed = [
-            gradient
-            for parameter, gradient, count in self._gradients
-            if id(parameter) not in aside
-            and (parameter.grad is not gradient or (gradient is not None and write_count(gradient) != count))
-        ]
-        if any(gradient is not None for gradient in changed):
+            if values:
+                vars(metric).update(_copied(values))
+            elif metric.update_count:
+                metric.reset()
+        if self._buffers is not None and (reason := self._buffers.restore()):
+            return reason
+        # Those that were set aside are out of the reach of backward.
+        if self._accumulated and not self._aside and self._has_added():
             return (
                 "its backward pass had added to gradients that earlier batches of the same optimizer step accumulated "
                 "before memory ran out, and sums cannot be taken apart exactly"
@@ -147,10 +210,29 @@ class StepStart:
             self.zero_once()
             for parameter in self._parameters:
                 parameter.grad = None
-        for parameter, gradient, _ in self._gradients:
+        for parameter, gradient in zip(self._parameters, self._accumulated, strict=False):
             parameter.grad = gradient
         self._aside = []
         return ""
+
+    def _has_added(self) -> bool:
+        """Return whether a gradient that was there is another tensor now, or was written."""
+        now = [parameter.grad for parameter in self._parameters]
+        if any(old is not None and new is not old for old, new in zip(self._accumulated, now, strict=True)):
+            return True
+        return list(map(WRITE_COUNT, filter(_IS_SET, self._accumulated))) != self._write_counts
+
+
+class RandomReader:
+    """Reads the random streams that a step on a device may draw from; quickly as long as nobody draws."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numpy, self._python = NumpyStateReader(), PythonStateReader()
+
+    def __call__(self) -> RandomState:
+        """Return the state of the streams now. Does not wait for the device."""
+        return RandomState.now(self._numpy, self._python, device=self._device)
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:

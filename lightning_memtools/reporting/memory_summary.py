@@ -27,6 +27,7 @@ class MemorySummary:
         host_rss: Bytes resident in this process at the end.
         processes: Other processes on the device, or why they are not known; None where there is no real device.
         ranks: The number of ranks that the peaks are taken over.
+        events: Lines on what happened in the run, such as recoveries from running out of memory.
         note: One more line, such as advice on how to see more.
     """
 
@@ -40,6 +41,7 @@ class MemorySummary:
     host_rss: int = 0
     processes: Sequence[GpuProcess] | str | None = None
     ranks: int = 1
+    events: Sequence[str] = ()
     note: str = ""
 
     def title(self) -> str:
@@ -80,6 +82,7 @@ class MemorySummary:
         elif self.processes is not None:
             listed = ", ".join(f"{p.name or 'process'} (pid {p.pid}, {_size(p.used_bytes)})" for p in self.processes)
             lines.append(f"Other processes on the device: {listed or 'none'}.")
+        lines += self.events
         if self.note:
             lines.append(self.note)
         return lines

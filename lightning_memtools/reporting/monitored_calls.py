@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import is_accumulating, prepared_loaders, training_step
+from lightning_memtools._lightning import callbacks_of, is_accumulating, prepared_loaders, training_step
 from lightning_memtools.memory.allocator import write_snapshot
 from lightning_memtools.memory.host_memory import HostWatch
 from lightning_memtools.memory.peaks import Phase, Stage
@@ -181,6 +182,8 @@ class MonitoredCalls:
             # Where the call has failed, memory may have run out since the last point.
             last = {} if waits_for_ranks else self._run.last_scalars()
             summary = self._run.summary(waits_for_ranks=waits_for_ranks)
+            events = [getattr(callback, "memory_remark", "") for callback in callbacks_of(trainer)]
+            summary = replace(summary, events=tuple(filter(None, events)))
             if last:
                 log_scalars(trainer, last, training_step(trainer))
             if trainer.is_global_zero:

@@ -23,26 +23,32 @@ class RandomState:
     Attributes:
         python: Of the module `random`.
         torch_cpu: Of torch's default generator on the CPU.
-        cuda: Of the default generator of each CUDA device; None as long as CUDA is not initialised.
+        cuda: Of the default generator of each CUDA device, None for one that was not read; None as long as CUDA is not
+            initialised.
         mps: Of the default generator of Apple's GPU, where there is one.
         numpy: Of NumPy's global generator; None as long as NumPy is not imported.
     """
 
     python: Any
     torch_cpu: Tensor
-    cuda: Sequence[Tensor] | None
+    cuda: Sequence[Tensor | None] | None
     mps: Tensor | None
     numpy: Any
 
     @classmethod
     def now(
-        cls, numpy_reader: NumpyStateReader | None = None, python_reader: PythonStateReader | None = None
+        cls,
+        numpy_reader: NumpyStateReader | None = None,
+        python_reader: PythonStateReader | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> RandomState:
         """Read the state of every stream. Does not wait for the device.
 
         Args:
             numpy_reader: Reads NumPy's state, for a caller that asks again and again.
             python_reader: Likewise.
+            device: The only device whose stream is read.
         """
         cuda: Any = torch.cuda
         read_numpy = numpy_reader or NumpyStateReader()
@@ -50,7 +56,7 @@ class RandomState:
             python=random.getstate() if python_reader is None else python_reader(),
             torch_cpu=torch.get_rng_state(),
             # Asking for the state would initialise CUDA.
-            cuda=cuda.get_rng_state_all() if cuda.is_initialized() else None,
+            cuda=_cuda_states(device) if cuda.is_initialized() else None,
             mps=torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
             numpy=read_numpy(),
         )
@@ -60,7 +66,9 @@ class RandomState:
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
         if self.cuda is not None:
-            torch.cuda.set_rng_state_all(self.cuda)
+            for index, state in enumerate(self.cuda):
+                if state is not None:
+                    torch.cuda.set_rng_state(state, index)
         if self.mps is not None:
             torch.mps.set_rng_state(self.mps)
         if self.numpy is not None:
@@ -115,6 +123,15 @@ class RandomState:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _cuda_states(device: torch.device | None) -> list[Tensor | None]:
+    if device is None:
+        return list(torch.cuda.get_rng_state_all())
+    if device.type != "cuda":
+        return []
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [*[None] * index, torch.cuda.get_rng_state(index)]
 
 
 GENERATORS = frozenset({"Generator", "Random", "RandomState"})

@@ -1,0 +1,145 @@
+"""What OOMRecovery costs in a step that does not run out of memory.
+
+Its own work is timed around a step whose forward and backward do nothing, for models with many parameters, with
+buffers that are not written, with BatchNorm in training, and while gradients are accumulated. Processor time of this
+thread, the least of several rounds: other work on the machine only adds. A second part runs a real Trainer with and
+without the callback, in turn.
+
+    python benchmarks/oom_recovery.py
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from machine import interleaved, save, spread
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools import OOMRecovery
+from lightning_memtools.oom.step_recovery import StepRecovery
+from lightning_memtools.oom.step_start import BatchStep
+
+STEPS, ROUNDS = 1000, 15
+GOAL_US = 20.0
+
+
+class NoLog:
+    """Logs nothing."""
+
+    def save(self) -> Callable[[], None]:
+        """Return what takes nothing back."""
+        return lambda: None
+
+
+def layers(n: int, *, norm: bool = False, buffers: int = 0) -> nn.Module:
+    """N small linear layers, with BatchNorm behind each or with constant buffers."""
+    model = nn.Sequential()
+    for index in range(n):
+        model.append(nn.Linear(4, 4))
+        if norm:
+            model.append(nn.BatchNorm1d(4))
+        if index < buffers:
+            model[-1].register_buffer("mask", torch.ones(4))
+    return model
+
+
+def own_cost(model: nn.Module, *, accumulates: bool = False, **options: Any) -> Callable[[], float]:
+    """Return a function that measures the microseconds that a step takes with the recovery, less those without."""
+    defaults: dict[str, Any] = {"max_splits": 8, "skip_batch": False, "loss": "auto", "allow_batch_norm": False}
+    recovery = StepRecovery(model, torch.device("cpu"), **(defaults | options))
+    result = SimpleNamespace(closure_loss=torch.zeros(()), extra={})
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if accumulates else None
+    step = BatchStep(
+        torch.zeros(8, 4),
+        lambda _batch: result,
+        NoLog(),  # type: ignore[arg-type]  # nothing is run in parts here
+        backward=lambda _loss: None,
+        zero_grad=None if accumulates else lambda: None,
+    )
+
+    def bare(step: BatchStep) -> Any:
+        found = step.forward(step.batch)
+        if step.zero_grad is not None:
+            step.zero_grad()
+        assert step.backward is not None
+        step.backward(found.closure_loss)
+        return found
+
+    def timed(run: Callable[[BatchStep], Any]) -> float:
+        for _ in range(20):
+            run(step)
+        begin = time.thread_time()
+        for _ in range(STEPS):
+            run(step)
+        return (time.thread_time() - begin) / STEPS * 1e6
+
+    return lambda: timed(recovery.run) - timed(bare)
+
+
+def trainer_step(root: Path, callbacks: Callable[[], list[Any]]) -> float:
+    """Return the microseconds of a step of a real Trainer on a tiny model."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        default_root_dir=root,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        callbacks=callbacks(),
+    )
+    data: Any = DataLoader([torch.zeros(2, 32)] * STEPS, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+    begin = time.thread_time()
+    trainer.fit(BoringModel(), data)
+    return (time.thread_time() - begin) / STEPS * 1e6
+
+
+def main() -> None:
+    """Measure and save."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    cases = {
+        "100 parameters": own_cost(layers(50)),
+        "1000 parameters": own_cost(layers(500)),
+        "100 parameters, 50 constant buffers": own_cost(layers(50, buffers=50)),
+        "100 parameters, accumulated gradients": own_cost(layers(50), accumulates=True),
+        "200 parameters, 50 BatchNorms, refused": own_cost(layers(50, norm=True)),
+        "200 parameters, 50 BatchNorms, allowed": own_cost(layers(50, norm=True), allow_batch_norm=True),
+    }
+    own = {name: min(samples) for name, samples in interleaved(cases, ROUNDS).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        runs = interleaved(
+            {
+                "without": lambda: trainer_step(Path(folder), list),
+                "with a callback without hooks": lambda: trainer_step(Path(folder), lambda: [L.Callback()]),
+                "with": lambda: trainer_step(Path(folder), lambda: [OOMRecovery()]),
+            },
+            7,
+        )
+    save(
+        "oom_recovery",
+        {
+            "goal_us": GOAL_US,
+            "own_us_per_step": {name: round(value, 1) for name, value in own.items()},
+            "trainer_step_us": {name: spread(samples) for name, samples in runs.items()},
+            "trainer_step_least_us": {name: min(samples) for name, samples in runs.items()},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What OOMReport reads from the Trainer about the run that failed."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_memtools._lightning import callbacks_of, is_compiled_by_lightning, training_step
+from lightning_memtools.checkpointing.chains import is_compiled
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.oom.failed_step import FailedRun
+from lightning_memtools.oom.failure_capture import RunProgress
+from lightning_memtools.reporting.strategies import why_unsupported
+from lightning_memtools.simulation.trainer_stand_in import forward_of
+
+
+def progress_of(trainer: Trainer) -> RunProgress:
+    """Return the present place in the run."""
+    return RunProgress(training_step(trainer), trainer.global_rank, trainer.world_size, trainer.optimizers)
+
+
+def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
+    """Read the facts that the checks need from the Trainer."""
+    callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
+    plans = [getattr(callback, "plan", None) for callback in callbacks]
+    automatic = pl_module.automatic_optimization
+    untraceable = why_unsupported("OOMReport", type(trainer.strategy)) or ""
+    if not untraceable and (is_compiled_by_lightning(pl_module) or is_compiled(pl_module)):
+        untraceable = "the model is compiled, and a trace would show its eager memory"
+    return FailedRun(
+        model=pl_module,
+        optimizers=tuple(trainer.optimizers),
+        forward=forward_of(trainer, pl_module, batch_idx),
+        precision=trainer.precision,
+        accumulate=trainer.accumulate_grad_batches if automatic else 1,
+        clip=trainer.gradient_clip_val if automatic else None,
+        untraceable=untraceable,
+        empties_cache=any(type(callback).__name__ == "EmptyCache" for callback in callbacks),
+        plan=next((plan for plan in plans if isinstance(plan, CheckpointPlan) and plan.refused is None), None),
+        predictions=trainer.predict_loop.predictions if trainer.state.fn == TrainerFn.PREDICTING else (),
+    )

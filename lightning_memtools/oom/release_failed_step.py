@@ -1,0 +1,162 @@
+"""Gives the memory of a failed step back: its frames, gradients and cached blocks; and names who holds the rest."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memtools._torch import tree_leaves
+from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
+from lightning_memtools.memory.leaks.leak_detector import LivingTensor, TensorCensus
+from lightning_memtools.memory.memory_releaser import free_failed_backward
+from lightning_memtools.memory.oom_errors import error_chain
+from lightning_memtools.memory.owned import OnDevice, on_device_of, owned_by, storage_of
+from lightning_memtools.memory.readers import allocated_bytes, reader_for
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.user_code import short_path
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FailedStepRelease:
+    """The memory that came back after a failed step, and what did not. `print` it.
+
+    Attributes:
+        freed_bytes: The allocated memory that was freed, over all devices.
+        allocated_bytes: What is allocated still.
+        owned_bytes: The part of that which the models and optimizers that were found own.
+        holders: Who holds the largest of the rest, each with its size.
+    """
+
+    freed_bytes: int
+    allocated_bytes: int
+    owned_bytes: int
+    holders: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = (
+            f"{format_size(self.freed_bytes)} came back, and {format_size(self.allocated_bytes)} are allocated still, "
+            f"{format_size(self.owned_bytes)} of it for models and optimizers."
+        )
+        return "\n".join([text, *(f"Held still: {holder}." for holder in self.holders)])
+
+
+def release_failed_step(error: BaseException, model: nn.Module | None = None) -> FailedStepRelease:
+    """Free what a step that ran out of memory still holds, so that the program can go on.
+
+    The local variables in the frames of the error are let go of, gradients become None, what autograd keeps of a failed
+    backward pass is freed, garbage is collected, and the cache is emptied. Weights and optimizer states stay. Frames
+    that still run, such as the one that caught the error, keep their variables; what they hold is named.
+
+    Args:
+        error: The error that was caught.
+        model: The model whose gradients become None. Without it, all modules that the error's frames hold.
+    """
+    running = _running_frames_of(error)
+    models = _models_of(error) if model is None else [model]
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+    places = {tensor.device for one in models for tensor in one.parameters()} or {torch.device("cpu")}
+    devices = {id(reader): (reader, place) for place in places if (reader := reader_for(place)) is not None}.values()
+    before = sum(allocated_bytes(reader) for reader, _ in devices)
+    for one in models:
+        for parameter in one.parameters():
+            parameter.grad = None
+    forget_frames(error)
+    gc.collect()
+    for place in places:
+        release_cached(place)
+    owned, holders = 0, []
+    for reader, place in devices:
+        own, held = _held_on(on_device_of(reader, place), models, optimizers, running)
+        owned += own
+        holders += held
+    after = sum(allocated_bytes(reader) for reader, _ in devices)
+    return FailedStepRelease(max(0, before - after), after, owned, tuple(holders))
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the local variables in the frames of an error, and of those of errors that it was raised from.
+
+    Frames that still run keep theirs. The traceback still tells where the error came from.
+    """
+    for one in error_chain(error):
+        traceback.clear_frames(one.__traceback__)
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            _variables(frame)  # empties the snapshot that whoever looked for the module in a frame has left there
+
+
+def release_cached(device: torch.device) -> None:
+    """Free what autograd keeps of a failed backward pass, and give cached blocks back to the device."""
+    free_failed_backward()
+    reader = reader_for(device)
+    if reader is not None:
+        reader.empty_cache()
+
+
+def _running_frames_of(error: BaseException) -> list[FrameType]:
+    """Return the frames of the error that have not returned: those of the functions that caught it."""
+    frames = [] if error.__traceback__ is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    running = set()
+    frame = inspect.currentframe()
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    return [frame for frame in frames if id(frame) in running]
+
+
+def _models_of(error: BaseException) -> list[nn.Module]:
+    """Return the models that local variables of the error's frames are, without parts of other models."""
+    frames = [frame for one in error_chain(error) for frame, _ in traceback.walk_tb(one.__traceback__)]
+    values = [value for frame in frames for value in _variables(frame).values()]
+    found = list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
+    parts = {id(part) for one in found for part in one.modules() if part is not one}
+    return [one for one in found if id(one) not in parts]
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of a frame."""
+    snapshot = frame.f_locals
+    variables = dict(snapshot)
+    # Until Python 3.13 the frame keeps the snapshot, and with it what the function deletes later.
+    if type(snapshot) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        snapshot.clear()
+    return variables
+
+
+def _held_on(
+    on_device: OnDevice, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], running: Iterable[FrameType]
+) -> tuple[int, list[str]]:
+    """Return the bytes that models and optimizers own on a device, and who holds the largest of the rest."""
+    owned = owned_by(nn.ModuleList(models), optimizers, on_device)
+    rest = TensorCensus(on_device).take(owned.storages)
+    rest.sort(key=lambda one: -one.n_bytes)
+    names = {key: name for model in models for key, name in names_of_modules(model).items()}
+    variables = {
+        found[0]: f"`{name}` in {frame.f_code.co_name} ({short_path(frame.f_code.co_filename)}:{frame.f_lineno})"
+        for frame in running
+        for name, value in _variables(frame).items()
+        for tensor in tree_leaves(value)
+        if isinstance(tensor, Tensor) and (found := storage_of(tensor)) is not None
+    }
+    by_holder: dict[str, int] = {}
+    for one in rest[:_MOST_NAMED]:
+        found = storage_of(one.tensor)
+        who = variables.get(found[0], "") if found is not None else ""
+        who = who or _holder_of(one, names, (rest,))
+        by_holder[who] = by_holder.get(who, 0) + one.n_bytes
+    return owned.total_bytes, [f"{format_size(n_bytes)} by {who}" for who, n_bytes in by_holder.items()]
+
+
+def _holder_of(one: LivingTensor, names: dict[int, str], ignore: tuple[Any, ...]) -> str:
+    holder = find_holder(one.tensor, names, ignore=(one, *ignore))
+    return "nobody that Python sees, such as an autograd graph" if holder is None else holder.path + holder.place
