@@ -126,11 +126,8 @@ class FailsInUpdate(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_update = self.model.updates == 1 and self.model.trainer.global_step == 0
-        is_copy = any(name in str(func) for name in ("aten.detach", "aten._to_copy", "aten.copy_", "aten.clone"))
-        is_own = not self.always or any(
-            name in str(func) for name in ("_foreach", "zeros_like", "lerp", "sqrt", "addc")
-        )
-        if is_update and not is_copy and is_own and (self.always or not self.has_failed):
+        is_own = any(name in str(func) for name in ("_foreach", "zeros_like", "lerp", "sqrt", "addc"))
+        if is_update and is_own and (self.always or not self.has_failed):
             self.n += 1
             if self.n > self.at:
                 self.has_failed = True
@@ -141,7 +138,7 @@ class FailsInUpdate(TorchDispatchMode):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_that_runs_out_of_memory_anywhere_is_run_again_from_the_same_weights(name, tmp_path):
     ends = []
-    for at in (None, *range(0, 40, 3)):
+    for at in (None, *range(14)):
         model, recovery = Wide(OPTIMIZERS[name], n_groups=2), OOMRecovery(on_recover="ignore")
         with VirtualDevice("10MiB"):  # memory is short: the weights take 1 MiB
             torch.manual_seed(3)
