@@ -6,6 +6,7 @@ import gc
 import inspect
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_memtools.memory.owned import OnDevice, on_device_of, owned_by, st
 from lightning_memtools.memory.readers import allocated_bytes, reader_for
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.user_code import short_path
+from lightning_memtools.memory.virtual import VirtualDevice
 
 _MOST_NAMED = 8
 
@@ -97,10 +99,17 @@ def forget_frames(error: BaseException) -> None:
 
 def release_cached(device: torch.device) -> None:
     """Free what autograd keeps of a failed backward pass, and give cached blocks back to the device."""
-    free_failed_backward()
+    with uncounted():
+        free_failed_backward()
     reader = reader_for(device)
     if reader is not None:
         reader.empty_cache()
+
+
+def uncounted() -> AbstractContextManager[None]:
+    """Return a context in which tensors on the CPU are the host's, and not a simulated device's."""
+    virtual = VirtualDevice.current()
+    return nullcontext() if virtual is None else virtual.suspended()
 
 
 def _running_frames_of(error: BaseException) -> list[FrameType]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.update_veto import StateKeys
-from lightning_memtools.oom.release_failed_step import forget_frames, release_cached
+from lightning_memtools.oom.release_failed_step import forget_frames, release_cached, uncounted
 
 # Adam makes two states and the foreach path one temporary of the parameters' size, AMSGrad one more of each; and the
 # allocator cannot use every gap.
@@ -55,7 +53,7 @@ class UpdateStart:
         if psutil.virtual_memory().available < 2 * n_bytes:
             return None
         try:
-            with _uncounted():
+            with uncounted():
                 return [tensor.detach().to("cpu", copy=True) for tensor in self._written]
         except (RuntimeError, MemoryError):  # the host is full too
             return None
@@ -184,8 +182,3 @@ def _advice(optimizer: Optimizer) -> str:
         "top. 8-bit optimizers have states of a quarter of the size, fused=True and foreach=False need no such "
         "temporaries, and FSDP or ZeRO divide both by the number of ranks."
     )
-
-
-def _uncounted() -> AbstractContextManager[None]:
-    virtual = VirtualDevice.current()
-    return nullcontext() if virtual is None else virtual.suspended()
