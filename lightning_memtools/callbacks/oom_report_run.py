@@ -1,4 +1,4 @@
-"""What OOMReport reads from the Trainer about the run that failed."""
+"""The facts of a failed run that OOMReport reads from the Trainer."""
 
 from __future__ import annotations
 
