@@ -70,11 +70,17 @@ def iterates_power(module: nn.Module) -> bool:
     return any(type(one).__name__ in _POWER_ITERATIONS for one in candidates)
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Returns a module's own hooks on its call and its backward, which cannot be listed in public."""
+    kinds: list[Any] = [
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    ]  # fmt: skip
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Returns whether a module has hooks of its own on its call or its backward: they cannot be listed in public."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """Returns whether a module has hooks of its own on its call or its backward."""
+    return bool(hooks_of(module))
 
 
 def compiled_call(module: nn.Module) -> Any:

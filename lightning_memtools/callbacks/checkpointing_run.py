@@ -156,7 +156,7 @@ class CheckpointingRun:
         planner = StepPlanner(step)
         try:
             with ended_by_sigterm(), progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}"):
-                return planner.plan(self._options, nearest=self.is_in_trial)
+                return planner.with_advice(planner.plan(self._options, nearest=self.is_in_trial))
         except BudgetTooSmallError as error:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error

@@ -69,10 +69,11 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
             for name in modules
             if name in found and not any(name != other and is_within(name, other) for other in found)
         ]
+    compiled = [name for name, module in modules.items() if is_compiled(module)]
     chains: list[Chain] = []
     flattened: set[str] = set()
     for name in taken:
-        if name in flattened or any(is_within(name, one) for one in excluded) or _in_compiled(modules, name):
+        if name in flattened or any(is_within(name, one) for one in (*excluded, *compiled)):
             continue
         module = modules[name]
         if is_plain(module):
@@ -208,5 +209,7 @@ def is_within(name: str, ancestor: str) -> bool:
     return name == ancestor or name.startswith(f"{ancestor}.") or ancestor == ""
 
 
-def _in_compiled(modules: dict[str, nn.Module], name: str) -> bool:
-    return any(is_within(name, other) and is_compiled(module) for other, module in modules.items())
+def ancestors(name: str) -> set[str]:
+    """Returns the qualified names of the modules that a module lies in."""
+    parts = name.split(".")
+    return {".".join(parts[:n]) for n in range(len(parts))} if name else set()

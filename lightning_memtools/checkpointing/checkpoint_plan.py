@@ -231,7 +231,7 @@ def with_figures(
             extra = sum(units[at].operations - units[at].tail_operations for at in mine)
         else:
             own = tuple(one for one in ranges if {one.start, one.stop - 1} <= mine)
-            extra = estimate(units, own).extra_operations
+            extra = sum(estimate(units, (one,), one.start, one.stop).extra_operations for one in own)
         kept_before, kept_after = (sum(kept[at] for at in mine) for kept in (before, after))
         found.append(replace(plan, plain_kept_bytes=kept_before, kept_bytes=kept_after, extra_operations=extra))
     return found

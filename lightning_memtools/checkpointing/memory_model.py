@@ -79,6 +79,8 @@ class Unit:
         forward_base: What is allocated when its forward pass begins, besides what earlier units keep and its input.
         backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
         backward_peak: The same at the peak of its backward pass; None if no gradient passes through it.
+        alongside: Tensors besides its input that are there when it begins though nothing is kept, because the code
+            around it refers to them: the index of the unit that made each, and its size.
     """
 
     own_bytes: int = 0
@@ -98,6 +100,7 @@ class Unit:
     forward_base: int = 0
     backward_base: int = 0
     backward_peak: int | None = None
+    alongside: tuple[tuple[int, int], ...] = ()
 
     def forward_need(self, *, keeping: bool, stops: bool) -> int:
         """Returns the peak of its forward pass, above what was allocated when it began.
@@ -232,10 +235,11 @@ class _SimulatedStep:
 
     def _run_range(self, one: Range, held: int, base: int | None) -> None:
         """Run a range forward: its input is held, and nothing else is kept."""
+        below = self._units[one.start].forward_base if base is None else base
         for at in range(one.start, one.stop):
             unit = self._units[at]
-            below = unit.forward_base if base is None else base
-            missing = 0 if at == one.start else self._sizes[at]
+            made = sum(size for maker, size in unit.alongside if maker >= one.start)
+            missing = 0 if at == one.start else self._sizes[at] + made
             self.peak = max(self.peak, held + missing + below + unit.forward_need(keeping=False, stops=False))
 
     def _run_unit(self, at: int, held: int, base: int | None, end: int | None, *, input_held: bool) -> None:

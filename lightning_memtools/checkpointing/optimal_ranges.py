@@ -27,7 +27,6 @@ from lightning_memtools.checkpointing.memory_model import (
     Unit,
     after_keeping,
     boundary_bytes,
-    last_saving,
 )
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
@@ -39,6 +38,7 @@ MOST_TRANSITIONS = 128**3
 _MOST_STATES = 160**2
 """The same to the power of two: the tables take 8 kB for each, in all 200 MB."""
 
+_RESOLUTION = 1000
 _MOST_ROUNDS = 6
 _LEAST_GAIN = 0.002
 # A chain of thousands of layers has tensors that are smaller than a thousandth of it, but must not count as nothing.
@@ -57,9 +57,13 @@ class OptimalRanges:
         units: The units of a step, in the order of its forward pass.
         limit_bytes: The largest amount of memory to solve for, usually the peak of the plain step.
         rows: The ranges that there may be, nested in any way; None for those that the units' chains allow.
-        resolution: The number of amounts that this is divided into. Sizes are rounded to the nearest.
+        resolution: The number of amounts that this is divided into. Sizes are rounded to the nearest. None for a
+            thousand, and up to four times as many where that takes no longer than the largest tree does.
         most_transitions: Where solving would take more steps than this, plans are found in a coarse solution first, and
             refined when they are asked for.
+
+    Attributes:
+        is_coarse: Whether that is so.
     """
 
     def __init__(
@@ -67,21 +71,25 @@ class OptimalRanges:
         units: Sequence[Unit],
         limit_bytes: int,
         rows: Sequence[Row] | None = None,
-        resolution: int = 1000,
+        resolution: int | None = None,
         most_transitions: int = MOST_TRANSITIONS,
     ) -> None:
         self._units = list(units)
         self._rows = _flat_rows(units) if rows is None else list(rows)
-        self._is_coarse = _is_too_much(self._rows, most_transitions)
+        self.is_coarse = _is_too_much(self._rows, most_transitions)
+        if resolution is None:
+            transitions, states = _work_and_states(self._rows)
+            finer = min(most_transitions / max(transitions, 1), _MOST_STATES / max(states, 1), _MOST_FINER)
+            resolution = int(_RESOLUTION * max(finer, 1))
         # The tensors between units add up: a quantum that divides their most common size rounds nothing there.
         self._quantum = max(limit_bytes / resolution, 1.0)
         often = _most_common(boundary_bytes(units), units)
-        if often > self._quantum / (_MOST_FINER if self._is_coarse else 1):
+        if often > self._quantum / (_MOST_FINER if self.is_coarse else 1):
             self._quantum = often / max(round(often / self._quantum), 1)
         n = int(limit_bytes / self._quantum) + 1
         self._most_transitions = int(most_transitions / max(n / resolution, 1))
         places = places_of(units, self._rows)
-        if self._is_coarse:
+        if self.is_coarse:
             places = coarse_places(units, self._most_transitions // 2, self._rows)
         self._solution = _Solution(self._units, self._rows, places, self._quantum, n)
         self._finer: _Solution | None = None
@@ -110,7 +118,7 @@ class OptimalRanges:
         slot = min(int(limit_bytes / self._quantum + 1e-6), len(self._solution.costs) - 1)
         if slot < 0 or self._solution.costs[slot] == INFINITE:
             return None
-        if not self._is_coarse:
+        if not self.is_coarse:
             return self._solution.plan(slot)
         finer = self._finer
         if finer is None or not (1 - _NEAR) * len(finer.costs) <= slot + 1 <= len(finer.costs):
@@ -158,19 +166,28 @@ def coarse_places(units: Sequence[Unit], most_transitions: int, rows: Sequence[R
 
 def _is_too_much(rows: Sequence[Row], most_transitions: int) -> bool:
     """Returns whether ranges between these places take too long to solve, or too much memory."""
-    ends = _ends(rows)
+    transitions, states = _work_and_states(rows)
+    return transitions > most_transitions or states > _MOST_STATES
+
+
+def _work_and_states(rows: Sequence[Row]) -> tuple[int, int]:
+    """Returns the steps and the states of solving for ranges between these places.
+
+    It counts ranges without listing them: in a chain of thousands of layers there are millions.
+    """
+    beginning: dict[int, int] = {}  # how many ranges begin at a place
     starts: dict[int, int] = {}
-    for first, lasts in ends.items():
-        for last in lasts:
-            starts[last] = min(first, starts.get(last, first))
-    places = sorted({place for row in rows for place in row})
+    for row in rows:
+        for at, place in enumerate(row):
+            beginning[place] = beginning.get(place, 0) + len(row) - 1 - at
+            if at:
+                starts[place] = min(row[0], starts.get(place, row[0]))
+    places = sorted(beginning)
     at_of = {place: at for at, place in enumerate(places)}
-    # The number of ranges that begin before a place.
-    begun = [0, *(int(one) for one in np.cumsum([len(ends.get(place, ())) for place in places]))]
+    begun = [0, *(int(one) for one in np.cumsum([beginning[place] for place in places]))]
     columns = [(at_of[first], at_of[last]) for last, first in starts.items()]
     states = 2 * sum(last - first for first, last in columns)
-    transitions = 3 * sum(begun[last] - begun[first] for first, last in columns)
-    return transitions > most_transitions or states > _MOST_STATES
+    return 3 * sum(begun[last] - begun[first] for first, last in columns), states
 
 
 def _ends(rows: Iterable[Row]) -> dict[int, list[int]]:
@@ -277,7 +294,15 @@ class _Solution:
         # In numbers that a float holds exactly.
         self._operations = np.array([0, *np.cumsum([unit.operations for unit in units])], dtype=np.float64)
         self._dropping = np.array(self._sizes[:-1], dtype=np.float64) + [unit.dropping_bytes for unit in units]
+        self._alongside = np.array(
+            [(at, maker, size) for at, unit in enumerate(units) for maker, size in unit.alongside], dtype=np.int64
+        ).reshape(-1, 3)
+        self._running: dict[int, Costs] = {}
         self._forward_base = np.array([unit.forward_base for unit in units], dtype=np.float64)
+        self._forward_bytes = np.array([unit.forward_bytes for unit in units], dtype=np.float64)
+        # The last unit before each place that keeps anything.
+        saving = [at if unit.saves else -1 for at, unit in enumerate(units)]
+        self._saving_before = [-1, *(int(at) for at in np.maximum.accumulate(saving))] if saving else [-1]
         self._same_until = _same_until(units)
         self._cells = {
             (cell, held): self._cell(cell, held=held) for cell in range(len(places) - 1) for held in (False, True)
@@ -444,16 +469,19 @@ class _Solution:
     def _need_of(self, cell: int, held: bool) -> int:
         """Returns the least memory for a cell outside of ranges."""
         one, units = self._cells[cell, held], slice(self.places[cell], self.places[cell + 1])
-        running = one.running + self._forward_base[units] + [unit.forward_bytes for unit in self._units[units]]
+        running = one.running + self._forward_base[units] + self._forward_bytes[units]
         return max(one.top, int((one.before + self._needs(running)).max()))
 
     def _keep_inner(self, first: int, last: int, held: bool) -> tuple[int, int, float, bool]:
         """Returns for a cell in a range that runs again: least memory, memory added, cost, if its output is held."""
         one, start, stop = self._cells[first, held], self.places[first], self.places[first + 1]
-        units, end = self._units[start:stop], self.places[last]
+        end = self.places[last]
         # Running again stops in the last unit that keeps anything, and does not reach those after it.
-        saving = last_saving(self._units, start, end)
-        runs = [unit.stopped_bytes if at == saving else unit.forward_bytes for at, unit in enumerate(units, start)]
+        saving = self._saving_before[end] if self._saving_before[end] >= start else -1
+        runs = self._forward_bytes[start:stop]
+        if start <= saving < stop:
+            runs = runs.copy()
+            runs[saving - start] = self._units[saving].stopped_bytes
         needs = self._needs(one.running + runs + self._units[end - 1].backward_base)
         ran = max(min(saving + 1, stop), start)
         needs[ran - start :] = 0
@@ -464,11 +492,19 @@ class _Solution:
 
     def _running_needs(self, first: int, ends: Any, base: int | None) -> list[int]:
         """Returns the memory that running forward needs, for ranges from `first` to each of the ends."""
-        start, stop = self.places[first], self.places[int(ends[-1])]
-        needed = self._dropping[start:stop] + (self._forward_base[start:stop] if base is None else base)
-        needed[0] -= self._sizes[start]
-        highest = np.maximum.accumulate(self._needs(needed))
-        found: list[int] = highest[self._at[ends] - start - 1].astype(int).tolist()
+        start = self.places[first]
+        if first not in self._running:
+            stop = self.places[int(self._ends[first][-1])]
+            needed = self._dropping[start:stop].copy()
+            needed[0] -= self._sizes[start]
+            at, maker, size = self._alongside.T
+            inside = (maker >= start) & (at > start) & (at < stop)
+            needed += np.bincount(at[inside] - start, weights=size[inside], minlength=stop - start)
+            self._running[first] = np.maximum.accumulate(needed)
+        highest = self._running[first][self._at[ends] - start - 1]
+        found: list[int] = (
+            self._needs(highest + (self._forward_base[start] if base is None else base)).astype(int).tolist()
+        )
         return found
 
     def _is_same(self, first: int, last: int) -> bool:

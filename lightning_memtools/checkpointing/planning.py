@@ -12,10 +12,10 @@ from torch import nn
 from lightning_memtools.checkpointing.chains import (
     Chain,
     NothingToApplyTo,
+    ancestors,
     depths,
     find_chains,
     find_modules,
-    is_within,
     nothing_found_message,
 )
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
@@ -28,6 +28,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import (
 )
 from lightning_memtools.checkpointing.fixed_segments import cut
 from lightning_memtools.checkpointing.key_value_caches import modules_with_caches
+from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Ranges, Unit, estimate
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges, Row
 from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
@@ -40,6 +41,8 @@ MOST_OPERATIONS = 1.33
 # "auto" refuses a plan that saves a smaller share of the peak: each recomputed range costs some 0.5 ms of host time.
 LEAST_SAVING = 0.01
 _MOST_ATTEMPTS = 6
+_MOST_COMPARED = 8
+_WORTH_A_NOTE = 0.1  # of the peak
 
 
 class BudgetTooSmallError(ValueError):
@@ -90,7 +93,8 @@ def plan_checkpoints(
     options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude)
     device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
     step = TracedStep(module, sample_args, lambda model, args: model(*args), device=device)
-    return StepPlanner(step).plan(options)
+    planner = StepPlanner(step)
+    return planner.with_advice(planner.plan(options))
 
 
 @dataclass(slots=True)
@@ -146,6 +150,20 @@ class StepPlanner:
         if plan.refused is not None and not options.has_budget:
             return replace(plan, refused=f"{plan.refused} {self._alternatives(options)}")
         return plan
+
+    def with_advice(self, plan: CheckpointPlan) -> CheckpointPlan:
+        """Returns the plan, with a note where much of its peak is what no plan lowers: a language model's logits."""
+        if plan.planned is None:
+            return plan
+        self.progress.doing = "tracing a step with another loss"
+        try:
+            head = step_with_chunked_loss(self._step, plan.chains)
+        except Exception:  # noqa: BLE001, the user's step may do anything with logits that are not there
+            return plan
+        peak = plan.planned.peak_bytes
+        if head is None or head.cost.peak_bytes > (1 - _WORTH_A_NOTE) * peak:
+            return plan
+        return replace(plan, notes=(*plan.notes, head.note(peak)))
 
     def _skipping_or_recomputing(self, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
         """Returns the plan that runs no BatchNorm or Dropout layer twice, or one that does if there is none."""
@@ -309,13 +327,21 @@ class _GroupPlan:
         optimal = self._group.optimal(self._units, self._rows)
         operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
         resident = self._group.resident_bytes
-        found: Ranges = ()
-        for _ in range(2):  # of a long chain, the first plan refines the frontier around it
-            points = [(peak, operations + extra) for peak, extra in optimal.frontier()]
-            allowed = [point for point in points if point[1] <= MOST_OPERATIONS * self._plain.operations] or points[:1]
-            peak = min(allowed, key=lambda point: (max(point[0] - resident, 1) * point[1], point[0]))[0]
-            found = optimal.best(peak) or ()
-        return found
+
+        def product(peak: int, extra: int) -> int:
+            return max(peak - resident, 1) * (operations + extra)
+
+        found: list[Ranges] = []
+        for _ in range(2 if optimal.is_coarse else 1):  # of a long chain, the first plan refines the frontier around it
+            points = optimal.frontier()
+            most = MOST_OPERATIONS * self._plain.operations
+            allowed = [one for one in points if operations + one[1] <= most] or points[:1]
+            allowed.sort(key=lambda one: (product(*one), one[0]))
+            found = [optimal.best(peak) or () for peak, _ in allowed[: 1 if optimal.is_coarse else _MOST_COMPARED]]
+        # The frontier's peaks are rounded: the estimates of the first few are not.
+        exact = [estimate(self._units, ranges) for ranges in found]
+        products = [product(one.peak_bytes, one.extra_operations) for one in exact]
+        return found[products.index(min(products))] if found else ()
 
     def _fitting(self, limit: int) -> CheckpointPlan:
         """Returns the plan with the least recomputation whose traced peak is within the limit."""
@@ -363,12 +389,11 @@ def _takes_all(options: CheckpointOptions) -> bool:
 
 def _worth_showing(plans: Sequence[ChainPlan], profile: StepProfile) -> Iterator[ChainPlan]:
     """Yields the plans that recompute something, the outermost Sequentials, and what only running showed not to."""
-    left_out = [plans[index] for index, _ in profile.outside if plans[index].is_module]
-    chains = [plan for plan in plans if not plan.is_module]
+    left_out = {plans[index].name for index, _ in profile.outside if plans[index].is_module}
+    chains = {plan.name for plan in plans if not plan.is_module}
     for plan in plans:
         others = left_out if plan.is_module else chains
-        outermost = plan in others and not any(one is not plan and is_within(plan.name, one.name) for one in others)
-        if plan.ranges or outermost:
+        if plan.ranges or (plan.name in others and others.isdisjoint(ancestors(plan.name))):
             yield plan
 
 

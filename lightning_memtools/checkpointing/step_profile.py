@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +18,10 @@ from lightning_memtools.checkpointing.chains import Chain
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
 from lightning_memtools.checkpointing.key_value_caches import caches_off
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Unit
+from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.simulation.hook_variables import hook_variables
 from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
 
 
@@ -53,6 +56,7 @@ class _Record:
     operations_at_last_save: int = 0
     peak_at_last_save: int = 0
     dropping: int | None = None
+    alongside: tuple[tuple[int, int], ...] = ()
     saves: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     input: dict[int, int] = field(default_factory=dict)
@@ -110,6 +114,7 @@ class _Recorder:
         self._backward: _Record | None = None
         self._inside = False
         self._keeping = True
+        self._alive: _AliveBlocks | None = None
         # A layer that holds another chain is no unit of its own: the layers of that chain are, and the code between.
         holding = {chain.name for chain in chains if not chain.is_module}
         for chain in chains:
@@ -126,7 +131,7 @@ class _Recorder:
 
     def around_forward(self) -> Any:
         if self._keeping:
-            self.static = {entry.serial for entry in self._trace.device.blocks()}
+            self.static = {entry.block.id for entry in self._trace.device.blocks()}
         self._begin(None, ())
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -146,6 +151,8 @@ class _Recorder:
         """Within, a second forward pass is measured in which no tensor is kept: each unit frees most before it ends."""
         first, spans = self.records, self.spans
         self.records, self.spans, self._keeping = [], {}, False
+        self._alive = _AliveBlocks(lambda: len(self.records))
+        self._trace.device.listen(self._alive)
         try:
             yield
         finally:
@@ -154,6 +161,7 @@ class _Recorder:
         if same and len(first) == len(second) + 1:  # without the unit after the last layer
             for one, other in zip(first, second, strict=False):
                 one.dropping = other.peak - other.allocated_before
+                one.alongside = other.alongside
 
     def call_layer(self, place: tuple[int, int], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer as a unit of its own, or as several if it holds other chains, and return its output."""
@@ -191,6 +199,8 @@ class _Recorder:
         record = _Record(place, self._trace.allocated(), operations_before=self._trace.counted.total)
         record.operations_at_last_save = record.operations_before
         record.input = self._keys(value)
+        if self._alive is not None:
+            record.alongside = self._alive.besides(record.input)
         self._trace.peak_since()
         self._open = record
 
@@ -239,9 +249,38 @@ class _Recorder:
         found: dict[int, int] = {}
         for one in tensors_in(value):
             entry = self._trace.device.block_of(one)
-            if entry is not None and entry.serial not in self.static:
-                found[entry.serial] = entry.block.size
+            if entry is not None and entry.block.id not in self.static:
+                found[entry.block.id] = entry.block.size
         return found
+
+
+class _AliveBlocks:
+    """The blocks that were allocated and not yet freed: which unit made each, and its size."""
+
+    def __init__(self, unit: Callable[[], int]) -> None:
+        self._unit = unit
+        self._blocks: dict[int, tuple[int, int]] = {}
+
+    def besides(self, keys: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """Returns the units and sizes of all but those with these ids."""
+        return tuple(one for key, one in self._blocks.items() if key not in keys)
+
+    def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
+        del category, module
+        self._blocks[block.id] = self._unit(), block.size
+
+    def on_free(self, block_id: int, category: Category | None, module: str) -> None:
+        del category, module
+        self._blocks.pop(block_id, None)
+
+    def on_operator(self, operator: Any) -> None:
+        """It is of no interest which operator runs, nor for which module."""
+
+    def on_module(self, name: str) -> None:
+        """See above."""
+
+    def on_library_workspace(self, n_bytes: int) -> None:
+        """See above."""
 
 
 def _was_written(given: list[tuple[weakref.ref[Tensor], int]]) -> bool:
@@ -308,21 +347,37 @@ def _state_of(model: nn.Module) -> dict[tuple[int, str], Any]:
     found: dict[tuple[int, str], Any] = {}
     for part in model.modules():
         for name, value in vars(part).items():
-            if isinstance(value, (int, float, str)):
-                found[id(part), name] = repr(value)
-            elif isinstance(value, (list, dict, set, deque)):
+            if isinstance(value, (list, dict, set, deque)):
                 found[id(part), name] = str(len(value))
-            elif isinstance(value, Tensor):
-                found[id(part), name] = value, write_count(value)
+            else:
+                _note(found, (id(part), name), value)
+        for variable in hook_variables(part):
+            name, value = f"{variable.name} (of a hook)", variable.value
+            if isinstance(value, (list, dict, set, deque)):
+                # The elements too: a list of what was seen may be emptied at the beginning of each step.
+                found[id(part), name] = tuple(value.values() if isinstance(value, dict) else value)
+            else:
+                _note(found, (id(part), name), value)
         for name, tensor in () if updates_statistics(part) else part.named_buffers(recurse=False):
             found[id(part), name] = tensor, write_count(tensor)
     return found
 
 
+def _note(found: dict[tuple[int, str], Any], key: tuple[int, str], value: Any) -> None:
+    if isinstance(value, (int, float, str)):
+        found[key] = repr(value)
+    elif isinstance(value, Tensor):
+        found[key] = value, write_count(value)
+
+
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
-        return one[0] is other[0] and one[1] == other[1]
+        return len(one) == len(other) and all(map(_is_same_element, one, other))
     return bool(one == other)
+
+
+def _is_same_element(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, (int, float, str)) and one == other)
 
 
 def _profile_of(
@@ -331,15 +386,16 @@ def _profile_of(
     records = recorder.records
     units: list[Unit] = []
     held: dict[int, int] = {}
+    kept = 0
     for record in records:
-        held_before = sum(held.values())
+        held_before = kept
         new = {key: size for key, size in record.saved.items() if key not in held}
         boundary = record.input.keys() | record.output.keys()
         same = bool(record.output) and record.output.keys() <= record.input.keys()
         in_bytes = sum(size for key, size in record.input.items() if key not in held)
         base = record.allocated_before - held_before - in_bytes
         held.update(new)
-        kept = sum(held.values())
+        kept += sum(new.values())
         chain = None if record.place is None else chains[record.place[0]]
         layer = -1 if record.place is None else record.place[1]
         units.append(
@@ -360,6 +416,7 @@ def _profile_of(
                 forward_base=base,
                 backward_base=0 if record.backward_before is None else record.backward_before - kept,
                 backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
+                alongside=record.alongside,
             )
         )
     places = tuple(one.place for one in records)

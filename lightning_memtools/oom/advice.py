@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.loss_head import CODE as CHUNKED_LOSS
+from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
@@ -35,6 +37,7 @@ ACCUMULATE = Action(
     code="Trainer(accumulate_grad_batches=...)",
 )
 RECOMPUTE = Action(kind=ActionKind.CHECKPOINTING, title="Recompute activations", code="GradientCheckpointing()")
+CHUNK_THE_LOSS = Action(kind=ActionKind.LOSS, title="Compute the loss without all logits at once", code=CHUNKED_LOSS)
 BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{BF16}")')
 SMALLER_STATE = Action(kind=ActionKind.OPTIMIZER, title="Use an optimizer with a smaller state")
 LARGER_GPU = Action(kind=ActionKind.LARGER_GPU, title="Use a larger GPU")
@@ -217,12 +220,24 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
     yield compared(trials, trials.failed.estimate(plan=plan), _recompute(plan, code), price=_price(plan))
 
 
+def chunked_loss(trials: StepTrials) -> Iterator[Action]:
+    """The loss of a language model in chunks, so that its logits are never all there."""
+    plan = trials.failed.run.plan
+    found = step_with_chunked_loss(trials.failed.step(), () if plan is None else plan.chains)
+    if found is None:
+        return
+    size = format_size(found.logits_bytes)
+    title = f"{CHUNK_THE_LOSS.title}: they take {size} for each copy ({found.rows:,} x {found.classes:,})"
+    fits = found.cost.peak_bytes <= trials.usable if trials.can_tell_what_fits else None
+    yield with_peak(trials, found.cost.peak_bytes, replace(CHUNK_THE_LOSS, title=title), fits=fits)
+
+
 def least_recomputation(trials: StepTrials) -> Iterator[Action]:
     """The checkpoint plan with the least recomputation that fits, if there is one."""
     planned = trials.plan_that_fits() if trials.can_tell_what_fits else None
     if planned is None or planned.plan.refused is not None:
         return
-    action = _recompute(planned.plan, f'GradientCheckpointing(memory_budget="{planned.budget}")')
+    action = _recompute(planned.plan, planned.code)
     yield compared(trials, planned.estimate, action, price=_price(planned.plan))
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from lightning_memtools.checkpointing.loss_head import may_have_large_logits
 from lightning_memtools.oom import advice
 from lightning_memtools.oom.combined_advice import COMBINE, combined
 from lightning_memtools.oom.failed_step import FailedStep
@@ -67,6 +68,11 @@ CHECKS = (
     AdviceCheck(advice.larger_gpu, advice.LARGER_GPU, lambda it: it.is_cuda_like),
     AdviceCheck(advice.smaller_batch, advice.SMALLER_BATCHES, lambda _: True),
     AdviceCheck(advice.accumulation, advice.ACCUMULATE, _is_training),
+    AdviceCheck(
+        advice.chunked_loss,
+        advice.CHUNK_THE_LOSS,
+        lambda it: _is_training(it) and may_have_large_logits(it.run.model),
+    ),
     AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true"),
     AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training),
     AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),

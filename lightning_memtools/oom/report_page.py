@@ -31,13 +31,14 @@ class ActionKind(IntEnum):
     EMPTY_CACHE = 2
     STOP_PROCESS = 3
     PREDICTIONS = 4
-    CHECKPOINTING = 5
-    ACCUMULATION = 6
-    BATCH_SIZE = 7
-    PRECISION = 8
-    OPTIMIZER = 9
-    COMBINATION = 10
-    LARGER_GPU = 11
+    LOSS = 5
+    CHECKPOINTING = 6
+    ACCUMULATION = 7
+    BATCH_SIZE = 8
+    PRECISION = 9
+    OPTIMIZER = 10
+    COMBINATION = 11
+    LARGER_GPU = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_memtools._torch import AnyBatchNorm, AnyDropout
 from lightning_memtools.checkpointing.chains import NothingToApplyTo, candidates
-from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.estimate import MemoryEstimate
@@ -103,12 +103,12 @@ class FittingPlan:
     Attributes:
         plan: The plan.
         estimate: The estimate of the step with the plan.
-        budget: The memory budget that the plan was made for, such as "110MiB".
+        code: The callback that makes it.
     """
 
     plan: CheckpointPlan
     estimate: MemoryEstimate
-    budget: str
+    code: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,13 +310,20 @@ class StepTrials:
             best = self._chosen(include=blocks)
         peak = best.plan.peak_bytes
         fits = peak is not None and self.failed.usable is not None and peak <= self.usable
-        if not fits and any(isinstance(one, (AnyBatchNorm, AnyDropout)) for one in self.failed.run.model.modules()):
+        if not fits and self._may_recompute_norms:
             include: dict[str, Any] = {"include": blocks} if "include" in best.code else {}
-            other = self._chosen(**include, bn_dropout="recompute")
+            # "auto" takes them only where there is nothing to do without them.
+            widest = "recompute" if best.plan.refused is None else "auto"
+            other = self._chosen(**include, bn_dropout=widest)
             saves = other.plan.peak_bytes is not None and self.saving(other.plan.peak_bytes)
             if other.plan.refused is None and saves and (peak is None or other.plan.peak_bytes < 0.99 * peak):  # type: ignore[operator]
                 best = other
         return best
+
+    @property
+    def _may_recompute_norms(self) -> bool:
+        """True if the model has layers that run twice only where the user allows it."""
+        return any(isinstance(one, (AnyBatchNorm, AnyDropout)) for one in self.failed.run.model.modules())
 
     def _chosen(self, **arguments: Any) -> ChosenPlan:
         self._deadline.check()
@@ -329,15 +336,21 @@ class StepTrials:
     def plan_that_fits(self) -> FittingPlan | None:
         """Return the plan with the least recomputation that fits; None where there is none."""
         budget = self.usable // MIB
+        bn_dropout: BnDropout = "skip"
         for _ in range(_BUDGET_STEPS):
             self._deadline.check()
+            options = CheckpointOptions.parse(memory_budget=f"{budget}MiB", bn_dropout=bn_dropout)
             try:
-                plan = self._planner.plan(CheckpointOptions.parse(memory_budget=f"{budget}MiB"))
+                plan = self._planner.plan(options)
             except BudgetTooSmallError:
-                return None
+                if bn_dropout == "auto" or not self._may_recompute_norms:
+                    return None
+                bn_dropout = "auto"
+                continue
             estimate = self.failed.estimate(plan=plan)
             if self.fits(estimate):
-                return FittingPlan(plan, estimate, f"{budget}MiB")
+                auto = ', bn_dropout="auto"' if bn_dropout == "auto" else ""
+                return FittingPlan(plan, estimate, f'GradientCheckpointing(memory_budget="{budget}MiB"{auto})')
             # The budget counts what tensors hold. The allocator asks the device for more.
             budget -= max(budget // 20, 1)
         return None

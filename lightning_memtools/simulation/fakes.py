@@ -2,7 +2,8 @@
 
 Nothing is copied. The references that a module, its submodules and the plain objects and containers in them hold are
 saved, and tensors among them are exchanged for fake ones of the same size. Putting the saved references back undoes
-everything that a step did to those attributes.
+everything that a step did to those attributes. The variables that hooks of modules can reach count among them, so that
+what hooks note of a traced step is forgotten.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import FakeTensorMode, storage_id
+from lightning_memtools.simulation.hook_variables import HookVariable, hook_variables
 
 # Objects whose attributes are left alone: they belong to the program, not to the model.
 _OPAQUE = (
@@ -119,7 +121,8 @@ class RealExchange(TensorExchange):
 def borrowed(roots: Iterable[Any], exchange: TensorExchange) -> Iterator[None]:
     """Replace all tensors that the roots hold with stand-ins, and restore everything afterwards.
 
-    The search leaves out closures, objects that only have ``__slots__``, and optimizers (see `copy_optimizer`).
+    The search leaves out closures but those of modules' hooks, objects that only have ``__slots__``, and optimizers
+    (see `copy_optimizer`).
     """
     noted: list[tuple[Any, Any]] = []
     try:
@@ -171,6 +174,8 @@ def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tu
         if id(thing) in seen:
             continue
         seen.add(id(thing))
+        if isinstance(thing, nn.Module):
+            queue.extend(_exchange_of_hooks(thing, exchange, noted))
         container = _container(thing)
         if container is None:
             continue
@@ -185,6 +190,16 @@ def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tu
             for index, value in enumerate(items):
                 container[index] = _exchanged(value, exchange)
         queue.extend(items)
+
+
+def _exchange_of_hooks(module: nn.Module, exchange: TensorExchange, noted: list[tuple[Any, Any]]) -> Iterator[Any]:
+    """Exchange the variables of a module's hooks that are tensors, and yield the values of all."""
+    for variable in hook_variables(module):
+        value = variable.value
+        noted.append((variable, value))
+        if isinstance(value, torch.Tensor):
+            variable.put(exchange(value))
+        yield value
 
 
 def _container(thing: Any) -> Any:
@@ -214,7 +229,9 @@ def _exchanged(value: Any, exchange: TensorExchange) -> Any:
 
 
 def _put_back(container: Any, content: Any) -> None:
-    if isinstance(container, (list, deque)):
+    if isinstance(container, HookVariable):
+        container.put(content)
+    elif isinstance(container, (list, deque)):
         container.clear()
         container.extend(content)
     elif container != content if isinstance(container, set) else True:

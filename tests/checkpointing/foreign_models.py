@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.zoo import timm
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.memory.virtual import VirtualDevice
+from tests.zoo import timm, torchvision_models
 
 Made = tuple[nn.Module, dict[str, Tensor]]
 N_WORDS = 200
@@ -93,12 +96,116 @@ TIMM: dict[str, Callable[[], Made]] = {
     "timm_convnext": _timm("convnext_atto", dims=(8, 16, 32, 48), depths=(1, 1, 2, 1), drop_path_rate=0.2),
 }  # fmt: skip
 FOREIGN = TRANSFORMERS | TIMM
+"""Tested in every run of the suite."""
+
+
+def _encoded(model: str, config: str, **options: Any) -> Callable[[], Made]:
+    """A model of text with a loss on two classes."""
+
+    def make() -> Made:
+        library: Any = pytest.importorskip("transformers")
+        words = torch.randint(3, N_WORDS, (4, 48))
+        made = getattr(library, model)(getattr(library, config)(vocab_size=N_WORDS, num_labels=2, **options))
+        return made, {
+            "input_ids": words,
+            "labels": torch.tensor([0, 1, 1, 0]),
+            "attention_mask": torch.ones_like(words),
+        }
+
+    return make
+
+
+def _torchvision(name: str, size: int = 64, **options: Any) -> Callable[[], Made]:
+    def make() -> Made:
+        return getattr(torchvision_models(), name)(num_classes=4, **options), {"x": torch.randn(2, 3, size, size)}
+
+    return make
+
+
+def _segmenting(name: str, size: int = 64) -> Callable[[], Made]:
+    def make() -> Made:
+        found = getattr(torchvision_models().segmentation, name)(num_classes=4, weights_backbone=None)
+        return _OutputOf(found), {"x": torch.randn(2, 3, size, size)}
+
+    return make
+
+
+_DECODER = _GPT | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+_GROUPED = _DECODER | {"num_key_value_heads": 2, "attention_dropout": 0.1}
+_BART = {
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "forced_eos_token_id": 2,
+}
+_DISTIL = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}
+
+MORE: dict[str, Callable[[], Made]] = {
+    "distilbert": _text("DistilBertForMaskedLM", "DistilBertConfig", **_DISTIL),
+    "roberta": _text("RobertaForMaskedLM", "RobertaConfig", **_BERT),
+    "electra": _encoded("ElectraForSequenceClassification", "ElectraConfig", embedding_size=32, **_BERT),
+    "albert": _encoded("AlbertForSequenceClassification", "AlbertConfig", embedding_size=16, **_BERT),
+    "modernbert": _text("ModernBertForMaskedLM", "ModernBertConfig", **_GPT, **_BERT),
+    "gpt_neox": _text("GPTNeoXForCausalLM", "GPTNeoXConfig", **_DECODER),
+    "opt": _text("OPTForCausalLM", "OPTConfig", ffn_dim=96, word_embed_proj_dim=32, **_DECODER),
+    "bloom": _text("BloomForCausalLM", "BloomConfig", hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.1, **_GPT),
+    "mistral": _text("MistralForCausalLM", "MistralConfig", **_GROUPED),
+    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
+    "gemma": _text("GemmaForCausalLM", "GemmaConfig", head_dim=8, **_GROUPED),
+    "phi": _text("PhiForCausalLM", "PhiConfig", resid_pdrop=0.1, **_DECODER),
+    "bart": _text("BartForConditionalGeneration", "BartConfig", **_BART),
+    "pegasus": _text("PegasusForConditionalGeneration", "PegasusConfig", **_BART),
+    "deit": _pictures("DeiTForImageClassification", "DeiTConfig", **_VIT),
+    "beit": _pictures("BeitForImageClassification", "BeitConfig", drop_path_rate=0.2, **_VIT),
+    "dinov2": _pictures("Dinov2ForImageClassification", "Dinov2Config", drop_path_rate=0.2, **_VIT),
+    "convnext": _pictures(
+        "ConvNextForImageClassification", "ConvNextConfig", hidden_sizes=[8, 16, 32, 48], depths=[1, 1, 2, 1],
+        drop_path_rate=0.2,
+    ),
+    "resnet": _pictures(
+        "ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[16, 24, 32, 48],
+        depths=[1, 1, 2, 1],
+    ),
+    "segformer": _pictures(
+        "SegformerForImageClassification", "SegformerConfig", depths=[1, 1, 2, 1], hidden_sizes=[16, 16, 32, 32],
+        num_attention_heads=[1, 2, 2, 4],
+    ),
+    "poolformer": _pictures(
+        "PoolFormerForImageClassification", "PoolFormerConfig", depths=[1, 1, 2, 1], hidden_sizes=[8, 16, 32, 48],
+        drop_path_rate=0.2,
+    ),
+    "timm_vit": _timm("vit_tiny_patch16_224", img_size=64, depth=4, drop_path_rate=0.2, proj_drop_rate=0.1),
+    "timm_mixer": _timm("mixer_s32_224", img_size=64, drop_path_rate=0.2),
+    "timm_regnety": _timm("regnety_002", drop_path_rate=0.1),
+    "timm_efficientnet": _timm("efficientnet_b0", drop_rate=0.1, drop_path_rate=0.2),
+    "timm_mobilenetv3": _timm("mobilenetv3_small_050", drop_rate=0.1),
+    "timm_densenet": _timm("densenet121", drop_rate=0.1),
+    "timm_pvt": _timm("pvt_v2_b0", drop_path_rate=0.1),
+    "timm_xcit": _timm("xcit_nano_12_p16_224", img_size=64, depth=3, drop_path_rate=0.1),
+    "timm_hrnet": _timm("hrnet_w18_small", drop_rate=0.1),
+    "resnet18": _torchvision("resnet18"),
+    "mobilenet_v2": _torchvision("mobilenet_v2"),
+    "efficientnet_b0": _torchvision("efficientnet_b0"),
+    "shufflenet_v2": _torchvision("shufflenet_v2_x0_5"),
+    "squeezenet": _torchvision("squeezenet1_1"),
+    "deeplabv3": _segmenting("deeplabv3_mobilenet_v3_large"),
+    "lraspp": _segmenting("lraspp_mobilenet_v3_large"),
+}  # fmt: skip
+"""Tried by benchmarks/checkpointing_bitwise.py."""
 
 
 def made(name: str) -> tuple[LossOf, dict[str, Tensor]]:
     """The model in training mode under a fixed seed, and its batch."""
     torch.manual_seed(0)
-    model, batch = FOREIGN[name]()
+    model, batch = (FOREIGN | MORE)[name]()
     if isinstance(batch.get("x"), Tensor):
         return LossOf(_FirstArgument(model)).train(), batch
     return LossOf(model).train(), batch
@@ -111,3 +218,58 @@ class _FirstArgument(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.net(x)
+
+
+class _OutputOf(nn.Module):
+    """A model of segmentation, and what its classifier returns."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)["out"]
+
+
+def three_steps(model: LossOf, batch: dict[str, Tensor], *, bf16: bool) -> dict[str, Tensor]:
+    """The losses, gradients, weights, buffers and random numbers of three steps."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    found: dict[str, Tensor] = {}
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        for name, one in model.named_parameters():
+            if one.grad is not None:
+                found[f"gradient {step} of {name}"] = one.grad.clone()
+        optimizer.step()
+    return found | model.state_dict() | dict(model.named_buffers()) | {"random numbers": torch.get_rng_state()}
+
+
+def trains_the_same(name: str, plan: CheckpointPlan, *, bf16: bool) -> dict[str, str]:
+    """What differs between three plain and three planned steps, and what was found not to repeat itself."""
+    model, batch = made(name)
+    plain = three_steps(copy.deepcopy(model), batch, bf16=bf16)
+    applied = plan.apply(model)
+    planned = three_steps(model, batch, bf16=bf16)
+    applied.remove()
+    differs = {key: "differs" for key, one in plain.items() if key not in planned or not torch.equal(one, planned[key])}
+    return differs | dict.fromkeys(planned.keys() - plain.keys(), "is new") | applied.differing
+
+
+def measured_peak(model: LossOf, batch: dict[str, Any], plan: CheckpointPlan) -> int:
+    """The simulated allocator's peak over three real steps, after whose first everything was proved."""
+    with VirtualDevice() as device, plan.apply(model):
+        device.track(model, batch)
+        for at in range(3):
+            loss = model(batch)
+            model.zero_grad()
+            loss.backward()
+            if at == 0:
+                device.reset_peaks()
+        peak = device.stats().peak_allocated
+    assert peak is not None
+    return peak

@@ -1,59 +1,19 @@
-"""Models that nobody here wrote are planned by default, trained bit for bit as without, and need what was predicted."""
+"""Models that nobody here wrote are planned by default, trained bit for bit as without, and need what was predicted.
+
+The same is measured for more of them by benchmarks/checkpointing_bitwise.py, whose results are checked here.
+"""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import json
+from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
-from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import plan_checkpoints
-from lightning_memtools.memory.virtual import VirtualDevice
-from tests.checkpointing.foreign_models import FOREIGN, LossOf, made
+from tests.checkpointing.foreign_models import FOREIGN, MORE, made, measured_peak, trains_the_same
 
-
-def three_steps(model: LossOf, batch: dict[str, Tensor], *, bf16: bool) -> list[Tensor]:
-    """The losses, gradients, weights, buffers and random numbers of three steps."""
-    torch.manual_seed(5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    found = []
-    for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = model(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        found += [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
-        optimizer.step()
-    return [*found, *model.state_dict().values(), *model.buffers(), torch.get_rng_state()]
-
-
-def assert_bitwise_equal(name: str, plan: CheckpointPlan, *, bf16: bool) -> None:
-    model, batch = made(name)
-    plain = three_steps(copy.deepcopy(model), batch, bf16=bf16)
-    applied = plan.apply(model)
-    planned = three_steps(model, batch, bf16=bf16)
-    applied.remove()
-    assert applied.differing == {}
-    assert len(plain) == len(planned)
-    assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
-
-
-def measured_peak(model: LossOf, batch: dict[str, Any], plan: CheckpointPlan) -> int:
-    """The simulated allocator's peak over three real steps, after whose first everything was proved."""
-    with VirtualDevice() as device, plan.apply(model):
-        device.track(model, batch)
-        for at in range(3):
-            loss = model(batch)
-            model.zero_grad()
-            loss.backward()
-            if at == 0:
-                device.reset_peaks()
-        peak = device.stats().peak_allocated
-    assert peak is not None
-    return peak
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "checkpointing_bitwise.json"
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -64,4 +24,19 @@ def test_training_is_bitwise_the_same_and_the_peak_is_the_predicted_one(name):
     assert plan.peak_bytes < 0.99 * plan.plain_peak_bytes
     assert measured_peak(model, batch, plan) == pytest.approx(plan.peak_bytes, rel=0.01)
     for bf16 in (False, True):
-        assert_bitwise_equal(name, plan, bf16=bf16)
+        assert trains_the_same(name, plan, bf16=bf16) == {}
+
+
+def test_thirty_models_were_trained_bit_for_bit_the_same():
+    found = json.loads(RESULTS.read_text())["models"]
+    assert set(found) == FOREIGN.keys() | MORE.keys()
+    planned = {name: one for name, one in found.items() if one["refused"] is None}
+    assert len(planned) >= 30
+    assert all(one["fp32_differs"] == one["bf16_differs"] == {} for one in planned.values())
+
+
+def test_predicted_peaks_are_those_that_were_measured_or_a_little_higher():
+    found = [one for one in json.loads(RESULTS.read_text())["models"].values() if one["refused"] is None]
+    off = [one["predicted_peak_bytes"] / one["measured_peak_bytes"] - 1 for one in found]
+    assert sum(abs(one) <= 0.01 for one in off) >= 37
+    assert all(-0.01 <= one <= 0.07 for one in off)

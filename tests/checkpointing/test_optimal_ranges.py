@@ -38,7 +38,7 @@ sizes = st.integers(0, 6)
 @st.composite
 def chains(draw, least: int, most: int) -> list[Unit]:
     units = []
-    for _ in range(draw(st.integers(least, most))):
+    for at in range(draw(st.integers(least, most))):
         same = draw(st.integers(0, 4)) == 0
         operations = draw(st.integers(0, 9))
         base, forward = draw(sizes), draw(sizes)
@@ -61,6 +61,7 @@ def chains(draw, least: int, most: int) -> list[Unit]:
                 forward_base=draw(sizes),
                 backward_base=base,
                 backward_peak=draw(st.one_of(st.none(), st.integers(base, base + 6))),
+                alongside=tuple(draw(st.lists(st.tuples(st.integers(0, at - 1), sizes), max_size=2)) if at else ()),
             )
         )
     return units

@@ -12,16 +12,22 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_memtools._torch import DispatchMode
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
+from lightning_memtools.checkpointing.planning import plan_checkpoints
 from tests.checkpointing.models import encoder
 from tests.lightning_models import Regression, loader, trainer
 
 
 class Encoder(Regression):
-    """An encoder in a Sequential, sharded where the strategy is; with a layer that takes no part when `unused`."""
+    """An encoder in a Sequential, sharded where the strategy is; with a layer that takes no part when `unused`.
 
-    def __init__(self, *, unused: bool) -> None:
+    With `planned`, each layer is a unit of its own under FSDP 2, and what to recompute is planned before it is sharded.
+    """
+
+    def __init__(self, *, unused: bool, planned: bool | None = None) -> None:
         super().__init__()
+        self.planned = planned
         self.net = nn.Sequential(
             nn.Linear(4, 64), nn.Unflatten(1, (2, 32)), *encoder(4, 0.1), nn.Flatten(), nn.Linear(64, 1)
         )
@@ -31,12 +37,29 @@ class Encoder(Regression):
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.net, FSDPModule):
             assert self.device_mesh is not None
+            if self.planned:
+                plan = plan_checkpoints(self.net, torch.empty(16, 4), bn_dropout="recompute")
+                assert plan.refused is None
+                plan.apply(self.net)
+            for layer in self.net.children() if self.planned is not None else ():
+                if next(layer.parameters(), None) is not None:
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class Gathers(DispatchMode):
+    """Counts the collectives that gather parameters."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += "allgather" in str(func).replace("_", "")
+        return func(*args, **(kwargs or {}))
 
 
 def strategy_of(case: str) -> ModelParallelStrategy | str:
     """A new one for each run: DDP with find_unused_parameters off or on, or FSDP 2."""
-    if case == "fsdp2":
+    if case.startswith("fsdp2"):
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
     return "ddp_find_unused_parameters_true" if case == "on" else "ddp"
 
@@ -44,19 +67,23 @@ def strategy_of(case: str) -> ModelParallelStrategy | str:
 def main(root: Path, case: str) -> None:
     for name in ("plain", "checkpointed"):
         L.seed_everything(0, verbose=False)
-        model = Encoder(unused=case == "on")
+        before = case == "fsdp2-planned-before"
+        model = Encoder(unused=case == "on", planned=name == "checkpointed" if before else None)
         callback = GradientCheckpointing(bn_dropout="recompute")
         run = trainer(
             root,
-            *([callback] if name == "checkpointed" else []),
+            *([callback] if name == "checkpointed" and not before else []),
             strategy=strategy_of(case),
             devices=2,
             logger=False,
         )
-        run.fit(model, loader(96, 16))
+        with Gathers() as gathers:
+            run.fit(model, loader(96, 16))
         plan = None if callback.plan is None else callback.plan.chains
         weights = {key: one.to_local() if isinstance(one, DTensor) else one for key, one in model.state_dict().items()}
-        torch.save({"weights": weights, "plan": plan}, root / f"{case}-{name}-{run.global_rank}.pt")
+        torch.save(
+            {"weights": weights, "plan": plan, "gathered": gathers.number}, root / f"{case}-{name}-{run.global_rank}.pt"
+        )
         run.strategy.barrier()
 
 

@@ -202,6 +202,18 @@ def test_two_ranks_recompute_the_same_and_end_in_the_same_bits(case, tmp_path):
             assert torch.equal(value, found["checkpointed", rank]["weights"][name]), name
 
 
+def test_a_plan_made_before_sharding_gathers_no_parameter_more_often_and_ends_in_the_same_bits(tmp_path):
+    run_script(Path(__file__).with_name("checkpointing_ddp_run.py"), tmp_path, "fsdp2-planned-before", timeout_s=240)
+    for rank in (0, 1):
+        plain, planned = (
+            torch.load(tmp_path / f"fsdp2-planned-before-{name}-{rank}.pt", weights_only=False)
+            for name in ("plain", "checkpointed")
+        )
+        assert planned["gathered"] == plain["gathered"] > 0
+        for name, value in plain["weights"].items():
+            assert torch.equal(value, planned["weights"][name]), name
+
+
 @pytest.mark.cuda_memory
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_measured_peak_on_a_gpu_is_near_the_predicted_one(dropout):

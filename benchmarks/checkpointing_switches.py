@@ -1,0 +1,337 @@
+"""Plans beside what users have for the models they train: the models' own switches, and policies applied by hand.
+
+For each model in its usual size: the peak, FLOPs and operations of the plain step; of the plan by default, with the
+processor time of planning; of each switch; and of plans with as many operations as that switch. Everything is traced
+on fake tensors in the simulated allocator, with CUDA's operators and AdamW. Writes results/checkpointing_switches.json;
+names on the command line measure these models only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import RESULTS, save
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
+from lightning_memtools.checkpointing.step_profile import predict
+from lightning_memtools.simulation.step_trace import StepCost, TracedStep
+from tests.checkpointing.foreign_models import LossOf
+from tests.zoo import timm, torchvision_models
+
+Switch = Callable[[], Any]
+aten = torch.ops.aten
+# What torchtitan's selective policy saves, besides every second matrix product.
+_SAVED = {
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+}
+_PRODUCTS = {aten.mm.default, aten.addmm.default}
+
+
+class Case:
+    """A model, a batch for it, and its blocks, which the policies take one by one.
+
+    Args:
+        model: The model; its loss is what it returns as such, or the mean of the squares of what it returns.
+        batch: The batch.
+        blocks: The blocks.
+        switch: The name of the model's own switch, and what turns it on and off.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, blocks: Any, switch: tuple[str, Switch, Switch] | None) -> None:
+        self.model = LossOf(model).train() if isinstance(batch, dict) else model.train()
+        self.batch = batch
+        self.blocks = list(blocks)
+        self.switch = switch
+
+    def step(self) -> TracedStep:
+        def forward(model: Any, batch: Any) -> Any:
+            if isinstance(batch, dict):
+                return model(batch)
+            out = model(batch)
+            return (out["out"] if isinstance(out, dict) else out).float().square().mean()
+
+        optimizer = torch.optim.AdamW(self.model.parameters())
+        return TracedStep(self.model, self.batch, forward, (optimizer,), device="cuda")
+
+
+@contextmanager
+def checkpointed(blocks: list[nn.Module], context: Any = None) -> Iterator[None]:
+    """Blocks are recomputed one by one, as torchtitan's policies and FSDP's checkpoint_wrapper do."""
+    for block in blocks:
+        plain = block.forward
+        options = {} if context is None else {"context_fn": context}
+        vars(block)["forward"] = partial(checkpoint, plain, use_reentrant=False, **options)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del vars(block)["forward"]
+
+
+def selective() -> Any:
+    """The selective policy of torchtitan, by operator: attention and every second matrix product are kept."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+        again = bool(context.is_recompute)
+        if operator in _PRODUCTS:
+            counts[again] += 1
+            return CheckpointPolicy.MUST_SAVE if counts[again] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
+def switches(case: Case) -> Iterator[tuple[str, Any]]:
+    """What each switch or policy costs, or why it does not run."""
+
+    def cost() -> Any:
+        try:
+            return predict(case.step(), ())
+        except Exception as error:  # noqa: BLE001, a switch may fail on a model in any way
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+    with checkpointed(case.blocks):
+        yield "every block", cost()
+    with checkpointed(case.blocks[::2]):
+        yield "every second block", cost()
+    with checkpointed(case.blocks, selective):
+        yield "every block, selective by operator", cost()
+    if case.switch is not None:
+        name, turn_on, turn_off = case.switch
+        turn_on()
+        yield name, cost()
+        turn_off()
+
+
+def figures(cost: StepCost) -> dict[str, int]:
+    return {
+        "peak_bytes": cost.peak_bytes,
+        "static_bytes": cost.static_bytes,
+        "operations": cost.operations,
+        "flops": cost.flops,
+    }
+
+
+def measured(name: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    case = MODELS[name]()
+    options = CheckpointOptions.parse(bn_dropout="recompute")
+    begin = time.process_time()
+    planner = StepPlanner(case.step())
+    default = planner.plan(options)
+    seconds = time.process_time() - begin
+    assert default.plain is not None
+    assert default.planned is not None
+    plain = default.plain
+    found: dict[str, Any] = {
+        "plain": figures(plain),
+        "default": {**figures(default.planned), "processor_seconds": round(seconds, 2)},
+        "activations_divided_by": plain.activation_bytes / default.planned.activation_bytes,
+        "flops_ratio": default.planned.flops / plain.flops,
+    }
+    others = dict(found_switches(case))
+    found["switches"] = {
+        other: {**figures(cost), "ours": ours_beside(planner, cost, default.planned)}
+        for other, cost in others.items()
+        if isinstance(cost, StepCost)
+    }
+    found["failed"] = {other: why for other, why in others.items() if isinstance(why, str)}
+    return found
+
+
+def found_switches(case: Case) -> Iterator[tuple[str, Any]]:
+    for name, cost in switches(case):
+        print(" ", name, cost, flush=True)
+        yield name, cost
+
+
+def ours_beside(planner: StepPlanner, other: StepCost, default: StepCost) -> dict[str, int] | None:
+    """The lowest plan that was found with no more operations than another one, at the limits tried; None for none."""
+    best = default if default.operations <= other.operations else None
+    share = 1.0
+    while share > 0.3:
+        limit = int(share * other.peak_bytes)
+        share -= 0.05
+        if best is not None and best.peak_bytes <= limit:
+            continue
+        try:
+            plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", memory_budget=f"{limit}B"))
+        except BudgetTooSmallError:
+            break
+        one = plan.planned
+        if one is None or one.operations > other.operations:
+            break
+        if best is None or one.peak_bytes < best.peak_bytes:
+            best = one
+    return None if best is None else figures(best)
+
+
+# --- the models
+
+
+def _words(vocabulary: int, batch: int, length: int) -> dict[str, Tensor]:
+    words = torch.randint(3, vocabulary, (batch, length))
+    return {"input_ids": words, "labels": words}
+
+
+def _of_transformers(model: str, config: str, blocks: str, batch: Callable[[Any], Any], **options: Any) -> Case:
+    import transformers  # noqa: PLC0415, slow to import
+
+    made = getattr(transformers, model)(getattr(transformers, config)(**options))
+    turn_on = partial(made.gradient_checkpointing_enable, gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = [one for path in blocks.split(",") for one in made.get_submodule(path)]
+    switch = ("gradient_checkpointing_enable()", turn_on, made.gradient_checkpointing_disable)
+    return Case(made, batch(made.config), found, switch)
+
+
+def _picture(batch: int, size: int = 224) -> Callable[[Any], Any]:
+    return lambda _config: {"pixel_values": torch.empty(batch, 3, size, size), "labels": torch.zeros(batch).long()}
+
+
+def _of_timm(name: str, blocks: Callable[[Any], Any], batch: int = 32, size: int = 224, **options: Any) -> Case:
+    made = timm().create_model(name, **options)
+    turn = made.set_grad_checkpointing
+    switch = ("set_grad_checkpointing()", turn, partial(turn, enable=False))
+    return Case(made, torch.empty(batch, 3, size, size), blocks(made), switch)
+
+
+def _of_torchvision(name: str, blocks: Callable[[Any], Any], batch: int = 32, size: int = 224, **options: Any) -> Case:
+    zoo = torchvision_models()
+    made = getattr(zoo.segmentation if "deeplab" in name else zoo, name)(**options)
+    return Case(made, torch.empty(batch, 3, size, size), blocks(made), None)
+
+
+def _blocks_of_stages(stages: Any) -> Any:
+    return [block for stage in stages for block in stage.blocks]
+
+
+class _Double(nn.Sequential):
+    def __init__(self, before: int, after: int) -> None:
+        layers: list[nn.Module] = []
+        for width in (before, after):
+            layers += [nn.Conv2d(width, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+        super().__init__(*layers)
+
+
+class UNet(nn.Module):
+    """The U-Net of Ronneberger et al. (2015) with padding and BatchNorm: four levels, 64 to 1024 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [64, 128, 256, 512, 1024]
+        self.down = nn.ModuleList([_Double(a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True)])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(b, a, 2, 2) for a, b in itertools.pairwise(widths)])
+        self.joined = nn.ModuleList([_Double(2 * a, a) for a in widths[:-1]])
+        self.head = nn.Conv2d(64, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for level in self.down:
+            x = level(x if not skips else nn.functional.max_pool2d(x, 2))
+            skips.append(x)
+        for at in range(len(self.up) - 1, -1, -1):
+            x = self.joined[at](torch.cat([skips[at], self.up[at](x)], dim=1))
+        out: Tensor = self.head(x)
+        return out
+
+
+def _unet() -> Case:
+    made = UNet()
+    return Case(made, torch.empty(8, 3, 256, 256), [*made.down, *made.joined], None)
+
+
+_LLAMA = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+
+MODELS: dict[str, Callable[[], Case]] = {
+    "GPT-2 small": lambda: _of_transformers(
+        "GPT2LMHeadModel", "GPT2Config", "transformer.h", lambda c: _words(c.vocab_size, 8, 512)
+    ),
+    "BERT base": lambda: _of_transformers(
+        "BertForMaskedLM", "BertConfig", "bert.encoder.layer", lambda c: _words(c.vocab_size, 16, 512)
+    ),
+    "Llama 0.25B": lambda: _of_transformers(
+        "LlamaForCausalLM", "LlamaConfig", "model.layers", lambda c: _words(c.vocab_size, 4, 1024), **_LLAMA
+    ),
+    "T5 small": lambda: _of_transformers(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        "encoder.block,decoder.block",
+        lambda c: _words(c.vocab_size, 16, 256),
+        decoder_start_token_id=0,
+    ),
+    "ViT-B/16 (transformers)": lambda: _of_transformers(
+        "ViTForImageClassification", "ViTConfig", "vit.encoder.layer", _picture(32)
+    ),
+    "Swin-T (transformers)": lambda: _of_transformers(
+        "SwinForImageClassification",
+        "SwinConfig",
+        ",".join(f"swin.encoder.layers.{at}.blocks" for at in range(4)),
+        _picture(32),
+    ),
+    "ViT-B/16 (timm)": lambda: _of_timm("vit_base_patch16_224", lambda m: m.blocks),
+    "Swin-T (timm)": lambda: _of_timm("swin_tiny_patch4_window7_224", lambda m: _blocks_of_stages(m.layers)),
+    "ConvNeXt-T (timm)": lambda: _of_timm("convnext_tiny", lambda m: _blocks_of_stages(m.stages)),
+    "EfficientNet-B0 (timm)": lambda: _of_timm(
+        "efficientnet_b0", lambda m: [block for stage in m.blocks for block in stage]
+    ),
+    "RegNetY-4GF (timm)": lambda: _of_timm(
+        "regnety_040", lambda m: [block for stage in (m.s1, m.s2, m.s3, m.s4) for block in stage.children()]
+    ),
+    "DenseNet-121 (timm)": lambda: _of_timm(
+        "densenet121",
+        lambda m: [layer for part in m.features.children() if hasattr(part, "items") for layer in part.values()],
+    ),
+    "HRNet-W48 (timm)": lambda: Case(
+        (made := timm().create_model("hrnet_w48")),
+        torch.empty(16, 3, 224, 224),
+        [block for name, block in made.named_modules() if type(block).__name__ in {"BasicBlock", "Bottleneck"}],
+        None,
+    ),
+    "ResNet-50": lambda: _of_torchvision("resnet50", lambda m: [*m.layer1, *m.layer2, *m.layer3, *m.layer4]),
+    "DeepLabV3 (ResNet-50)": lambda: _of_torchvision(
+        "deeplabv3_resnet50",
+        lambda m: [block for name in ("layer1", "layer2", "layer3", "layer4") for block in m.backbone[name]],
+        batch=8,
+        size=256,
+        weights_backbone=None,
+    ),
+    "U-Net": _unet,
+}
+
+
+def main() -> None:
+    """Measure the models named on the command line, or all; the others keep what the file has of them."""
+    file = RESULTS / "checkpointing_switches.json"
+    for name in sys.argv[1:] or MODELS:
+        print(name, flush=True)
+        one = measured(name)
+        known = json.loads(file.read_text())["models"] if file.exists() else {}
+        save("checkpointing_switches", {"models": known | {name: one}})
+
+
+if __name__ == "__main__":
+    main()
