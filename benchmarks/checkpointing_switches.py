@@ -284,7 +284,7 @@ MODELS: dict[str, Callable[[], Case]] = {
         decoder_start_token_id=0,
     ),
     "ViT-B/16 (transformers)": lambda: _of_transformers(
-        "ViTForImageClassification", "ViTConfig", "vit.encoder.layer", _picture(32)
+        "ViTForImageClassification", "ViTConfig", "vit.layers", _picture(32)
     ),
     "Swin-T (transformers)": lambda: _of_transformers(
         "SwinForImageClassification",

@@ -38,5 +38,5 @@ def test_thirty_models_were_trained_bit_for_bit_the_same():
 def test_predicted_peaks_are_those_that_were_measured_or_a_little_higher():
     found = [one for one in json.loads(RESULTS.read_text())["models"].values() if one["refused"] is None]
     off = [one["predicted_peak_bytes"] / one["measured_peak_bytes"] - 1 for one in found]
-    assert sum(abs(one) <= 0.01 for one in off) >= 37
+    assert sum(abs(one) <= 0.01 for one in off) >= 36
     assert all(-0.01 <= one <= 0.07 for one in off)
