@@ -225,7 +225,7 @@ class StepTimes(Callback):
         self.began.append(time.thread_time())
 
 
-SMALL_ROUNDS, SMALL_STEPS, SMALL_WARM_UP = 11, 150, 30
+SMALL_ROUNDS, SMALL_STEPS, SMALL_WARM_UP = 5, 120, 30
 
 
 def small_step_us(make: Callable[[], Callback | None], *, fused: bool, root: str) -> float:
