@@ -33,7 +33,7 @@ from lightning_memtools import (
     plan_checkpoints,
 )
 
-STEPS = 40
+STEPS = 30
 
 
 def stack(n_layers: int, width: int = 8) -> nn.Sequential:
@@ -84,7 +84,7 @@ def added_by(callback: type[L.Callback]) -> Callable[[int], float]:
     """
 
     def measure(n_layers: int) -> float:
-        pairs = [(step_s(n_layers, [callback()]), step_s(n_layers, [])) for _ in range(3)]
+        pairs = [(step_s(n_layers, [callback()]), step_s(n_layers, [])) for _ in range(2)]
         least, plain = min(with_it for with_it, _ in pairs), min(without for _, without in pairs)
         return max(least - plain, plain / 50)
 
