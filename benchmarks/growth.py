@@ -16,9 +16,11 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from machine import save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,6 +34,7 @@ from lightning_memtools import (
     estimate_memory,
     plan_checkpoints,
 )
+from lightning_memtools.reporting import ranks
 
 STEPS = 30
 
@@ -116,6 +119,27 @@ def allocate(n_tensors: int) -> None:
             del alive[:-3]
 
 
+def merge_ranks_s(n_ranks: int) -> float:
+    """Return the processor seconds that rank 0 takes to read and write a point of so many ranks, without a network.
+
+    torch's fake process group stands for the other ranks, whose parts are in the store already.
+    """
+    values = {f"memory/{name}": 1.5 for name in range(20)}
+    written: list[list[Any]] = []
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=n_ranks)
+    try:
+        for rank in reversed(range(n_ranks)):
+            with mock.patch.object(ranks, "_rank_and_world_size", return_value=(rank, n_ranks)):
+                points = ranks.RankPoints("growth")
+                begin = time.process_time()
+                points.add("0", values, written.append)
+        seconds = time.process_time() - begin
+        assert len(written[0]) == n_ranks
+        return seconds
+    finally:
+        dist.destroy_process_group()
+
+
 CASES: dict[str, tuple[str, int, Callable[[int], float]]] = {
     "estimate_memory": ("layers", 10, timed(lambda n: estimate(stack(n), 8))),
     "estimate_memory, wider": ("width", 64, timed(lambda n: estimate(stack(10, n), n))),
@@ -125,6 +149,7 @@ CASES: dict[str, tuple[str, int, Callable[[int], float]]] = {
     "HaltOnNaN, a step": ("layers", 10, added_by(HaltOnNaN)),
     "LossCurves, a step": ("layers", 10, added_by(LossCurves)),
     "EmptyCache, a step": ("layers", 10, added_by(EmptyCache)),
+    "MemoryMonitor, a point of all ranks": ("ranks", 2, merge_ranks_s),
     "all of these, a run": (
         "steps",
         100,

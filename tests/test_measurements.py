@@ -1,0 +1,55 @@
+"""docs/measurements.md and docs/growth.md say what benchmarks/results/ says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = {path.stem: json.loads(path.read_text("utf-8")) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+PAGE = (ROOT / "docs" / "measurements.md").read_text("utf-8")
+GROWTH = (ROOT / "docs" / "growth.md").read_text("utf-8")
+
+
+def test_every_result_has_a_row_and_a_script():
+    for name in RESULTS.keys() - {"growth"}:
+        assert f"`{name}.py`" in PAGE, name
+        assert (ROOT / "benchmarks" / f"{name}.py").is_file(), name
+
+
+def test_the_figures_are_those_of_the_results():
+    truth, calls = RESULTS["truth"]["summary"], RESULTS["callbacks"]
+    engines = [one["ratio"] for one in RESULTS["estimate_engines"]["processor_time"].values()]
+    llama = RESULTS["dry_run"]["cases"]["Llama 2 7B, FSDP 2, 8 ranks of RTX 4090"]
+    small = RESULTS["halt_on_nan"]["small network, AdamW: a step over a bare one"]["HaltOnNaN"]
+    right = RESULTS["nan_cause"]["totals"]
+    sizes, tab, start = RESULTS["batch_size"], RESULTS["memory_tab_load"], RESULTS["tensorboard_start"]
+    logged = {name: one["median"] for name, one in calls["logged_step_us"].items()}
+    theirs = logged["DeviceStatsMonitor"] / logged["both readings and bare logging of as many scalars"]
+    slow, fast = (start[f"load_fast={how}"]["ratio until it listens"] for how in ("false", "true"))
+    rows = (
+        f"to the byte in {truth['allocated']['equal_pct']}% of {truth['compared']} cases",
+        f"reserved in {truth['reserved']['equal_pct']}%",
+        f"takes {min(engines)} to {max(engines)} times less",
+        f"8 ranks: {llama['seconds']:.0f} s, {llama['host_bytes_peak'] / 1e9:.1f} GB",
+        f"{calls['MemoryMonitor_logged_over_bare']['median']:.1f} times bare logging",
+        f"`DeviceStatsMonitor` {theirs:.0f} times",
+        f"a step of 3 ms takes {small['median']:.2f} times",
+        f"in {right['HaltOnNaN']['right']} of {len(RESULTS['nan_cause']['failing'])} models",
+        f"(`detect_anomaly`: {right['detect_anomaly']['right']})",
+        f"{RESULTS['oom_recovery']['own_us_per_step']['100 parameters']:.0f} microseconds a step",
+        f"at least {100 * sizes['least_share']:.1f}% of it in {sizes['runs']} searches",
+        f"{RESULTS['checkpointing']['headline'][0]['memory_ratio']:.1f} times less activation memory",
+        f"a watched step takes {RESULTS['doctor']['watched']['ratio_of_medians']:.2f} times",
+        f"in the {len(RESULTS['lightning_tests']['files'])} files",
+        f"in {tab['seconds']['memory tab']['median']:.1f} s, {tab['ratio to an empty memory tab']:.2f} times an empty",
+        f"{fast:.2f} times with the fast loader, {slow:.2f} times without",
+    )
+    for row in rows:
+        assert row in PAGE, row
+
+
+def test_the_table_of_growth_is_that_of_the_results():
+    for name, one in RESULTS["growth"]["cases"].items():
+        sizes, costs = (", ".join(f"{value:g}" for value in values) for values in (one["sizes"], one["processor_ms"]))
+        assert f"| {name} | {one['size']}: {sizes} | {costs} | {one['exponent']} |" in GROWTH
