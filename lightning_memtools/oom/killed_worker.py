@@ -30,9 +30,7 @@ def killed_worker_page(text: str, moment: FailureMoment) -> str:
         *(f"{n}. {line}" for n, line in enumerate(_actions(in_shared_memory=in_shared_memory), 1)),
         "",
         "## The error",
-        "```",
-        text,
-        "```",
+        *(f"> {line}" for line in text.splitlines()),  # which wraps, as a block of code does not
         "",
     ))  # fmt: skip
 

@@ -24,6 +24,7 @@ _COUNTS = {
     "memory/oom_recoveries": ("oom", "recovery from running out of memory", "recoveries from running out of memory"),
     "nonfinite/skipped": ("nonfinite", "step skipped because of NaN or Inf", "steps skipped because of NaN or Inf"),
 }
+_GRAVEST_FIRST = ("oom", "retry", "nonfinite", "cache")
 _MAX_MARKS = 500
 _MAX_RUNS = 200
 _DIGITS = 7
@@ -162,7 +163,9 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
             marks.extend(
                 {"step": step, "kind": "nonfinite", "count": 1, "words": f"value of {tag} is no number"} for step in bad
             )
-    return sorted(marks, key=lambda mark: mark["step"])[:_MAX_MARKS]
+    if len(marks) > _MAX_MARKS:  # an error at the end of a long run has to stay
+        marks = sorted(marks, key=lambda mark: _GRAVEST_FIRST.index(mark["kind"]))[:_MAX_MARKS]
+    return sorted(marks, key=lambda mark: mark["step"])
 
 
 def _reserved_around(run: LoggedRun, step: int, kind: str) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from lightning_memtools import MemoryMonitor, VirtualDevice
-from lightning_memtools.memory.peaks import PHASES
+from lightning_memtools.memory.peaks import PHASES, StagePeak
 from lightning_memtools.memory.readers import AcceleratorReader, CudaReader, reader_for, stats_from_nested
 from lightning_memtools.memory.scalars import CATEGORIES, possible_tags
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.reporting.memory_run import MemoryRun
+from lightning_memtools.reporting.memory_summary import MemorySummary
 from lightning_memtools.reporting.monitored_calls import _say_that_there_is_no_gpu
 from tests.event_files import scalars
 from tests.lightning_models import Adversaries, Regression, loader, trainer
@@ -184,7 +185,14 @@ def test_the_summary_is_a_file_a_text_and_one_short_block_on_the_console(tmp_pat
     assert "| train | 10" in text
     assert "| val | " in text
     assert "parameters" in text
+    assert "CUDA memory summary" not in text  # torch's table shows counters that the monitor has reset
     assert (Path(run.log_dir) / "memtools" / "memory_summary_test.md").exists()
+
+
+def test_the_rows_of_the_summary_have_a_fixed_order():
+    peaks = {stage: StagePeak(MIB, MIB) for stage in ("predict", "val", "test", "train")}
+    rows = MemorySummary(device="any", peaks=peaks).stage_table().rows
+    assert [row[0] for row in rows] == ["train", "val", "test", "predict"]
 
 
 def test_out_of_memory_still_ends_with_a_summary(tmp_path, capsys):

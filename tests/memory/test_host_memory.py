@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_memtools import MemoryMonitor
 from lightning_memtools.memory.host_memory import HostMemory, HostWatch, ProcessMemory, read_host_memory
 from lightning_memtools.memory.readers import host_rss_bytes
 from lightning_memtools.memory.shared_memory import container_use
 from lightning_memtools.memory.sizes import GIB, MIB
+from tests.lightning_models import Regression, trainer
 
 N = 500_000
 
@@ -56,6 +58,18 @@ def test_workers_that_copy_a_list_of_objects_are_named_and_those_that_share_an_a
     assert "Lists.items is a list of 500,000 objects" in said
     assert "NumPy array" in said
     assert [text for text in warnings_of(Array()) if "nearly full" not in text] == []
+
+
+def test_the_monitor_of_a_run_says_so(tmp_path):
+    monitor = MemoryMonitor(every_n_steps=10)
+    monitor._calls._host = HostWatch(share=1.0)  # a run of seconds is too short for the usual share
+
+    def batch(_):
+        return [torch.zeros(8, 4), torch.zeros(8, 1)]
+
+    data = DataLoader(Lists(), 1000, shuffle=True, num_workers=2, multiprocessing_context="fork", collate_fn=batch)
+    with pytest.warns(UserWarning, match=r"2 loader workers has grown by .* Lists\.items is a list of 500,000 objects"):
+        trainer(tmp_path, monitor).fit(Regression(), data)
 
 
 def test_the_figures_are_those_of_psutil():

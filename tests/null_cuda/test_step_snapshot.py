@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import MemoryMonitor
 from lightning_memtools._torch import is_cuda_history_recorded
+from lightning_memtools.cli.main import main
 from lightning_memtools.tensorboard_plugin.snapshot_file import read_snapshot
-from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_of
+from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from, timeline_of
 from tests.null_cuda.test_composition import Classifier
 from tests.zoo import torchvision_models
 
@@ -64,3 +65,18 @@ def test_a_real_step_has_its_phases_its_modules_and_what_each_block_is(tmp_path)
         assert view["total"][nearest] == pytest.approx(allocated, rel=0.05), phase
     assert all(len(one["names"]) == 1 or one["bytes"] for one in view["top"])
     assert any(name.startswith("net.layer1") for one in view["top"] for name in one["names"])
+
+
+def test_a_snapshot_that_torch_dumps_is_read(tmp_path):
+    path = tmp_path / "torchs.pickle"
+    torch.cuda.memory._record_memory_history()
+    try:
+        kept = torch.empty(48 * 2**20, dtype=torch.uint8, device="cuda")
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    view = timeline_from(path, with_blocks=True)
+    assert max(view["total"]) >= kept.nbytes
+    assert any(kept.nbytes == bytes_ for _, _, bytes_, *_ in view["blocks"])
+    assert any(__file__ in frame for stack in view["stacks"] for frame in stack)
+    assert main(["snapshot", str(path), "-o", str(tmp_path / "page.html")]) == 0

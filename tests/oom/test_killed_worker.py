@@ -86,6 +86,7 @@ def test_a_worker_that_the_kernel_killed_gets_a_page_on_host_memory(number, head
     assert text.splitlines()[0].endswith(headline)
     for words in (action, "Host memory now, after the worker's end: this process"):
         assert words in text
+    assert "```" not in text  # a block of code does not wrap in TensorBoard
     assert ("Bus error" if number == signal.SIGBUS else "Killed") in text
 
 

@@ -41,6 +41,18 @@ def write_failed_run(directory: Path) -> None:
         writer.add_text("memtools/checkpoint_plan", f"### Plan\n\n{plan}\n\n- activations: 5.20 MiB", 0)
 
 
+def write_cpu_run(directory: Path) -> None:
+    """A run on a plain CPU with several losses, one of them negative, and tags that are markup."""
+    with SummaryWriter(str(directory)) as writer:
+        for step in range(10):
+            writer.add_scalar("memory/host_rss_gib", 1.0 + 0.1 * step, step)
+            writer.add_scalar("loss/train/d_loss", -5.0 - 0.1 * step, step)
+            writer.add_scalar("loss/train/g_loss", -2.0 - 0.1 * step, step)
+            writer.add_scalar(f"loss/val/{ATTACK}", -8.0, step)
+            writer.add_scalar("grad/norm", 3.0, step)
+        writer.add_text(f"memtools/{ATTACK}", f"```\n{'wide' * 200}\n```\n\n> {'wide' * 200}", 9)
+
+
 def write_small_run(directory: Path, *, text: str = "", tag: str = "memtools/memory_summary") -> None:
     """A run of ten points with one validation run."""
     with SummaryWriter(str(directory)) as writer:

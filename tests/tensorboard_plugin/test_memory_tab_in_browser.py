@@ -14,7 +14,7 @@ from selenium.webdriver.common.keys import Keys
 from torch.utils.tensorboard import SummaryWriter
 
 from tests.browser import chromium, get, tensorboard, wait_until
-from tests.tensorboard_plugin.logdirs import ATTACK, write_failed_run, write_long_run, write_small_run
+from tests.tensorboard_plugin.logdirs import ATTACK, write_cpu_run, write_failed_run, write_long_run, write_small_run
 
 ROOT = Path(__file__).parents[2]
 TAB = "#lightning_memtools"
@@ -29,6 +29,7 @@ def log_dir(tmp_path_factory):
     write_small_run(
         logs / "run <script>window.attacked=1<", text=f"### Title {ATTACK}\n\n| {ATTACK} | b |\n|---|---|\n| 1 | 2 |"
     )
+    write_cpu_run(logs / "cpu")
     write_failed_run(logs / "failed")
     return logs
 
@@ -76,17 +77,18 @@ def text_of(window, css="#memtools"):
     return window.execute_script("return document.querySelector(arguments[0]).innerText", css)
 
 
-def inked(window, chart, colour):
-    """How many pixels of the n-th chart have a colour, given as red, green and blue."""
+def inked(window, chart, colour, opacity=(200, 255)):
+    """How many pixels of the n-th chart have a colour, given as red, green and blue, and an opacity."""
     script = """
     const canvas = document.querySelectorAll('#memtools canvas')[arguments[0]];
     const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
     let found = 0;
     for (let i = 0; i < data.length; i += 4)
-        if (data[i + 3] > 200 && [0, 1, 2].every((k) => Math.abs(data[i + k] - arguments[1][k]) < 12)) found += 1;
+        if (data[i + 3] >= arguments[2][0] && data[i + 3] <= arguments[2][1]
+            && [0, 1, 2].every((k) => Math.abs(data[i + k] - arguments[1][k]) < 12)) found += 1;
     return found;
     """
-    return window.execute_script(script, chart, colour)
+    return window.execute_script(script, chart, colour, opacity)
 
 
 def column_tops(window, colour):
@@ -111,6 +113,9 @@ def column_tops(window, colour):
 
 
 ALLOCATED = [0, 114, 178]
+RESERVED = [230, 159, 0]
+VALIDATION = [0, 158, 115]
+SHADED = (48, 64)
 
 
 def test_the_example_s_run_is_drawn(window, board, tmp_path):
@@ -121,6 +126,9 @@ def test_the_example_s_run_is_drawn(window, board, tmp_path):
                   "Loss", "Step time", "MiB"):  # fmt: skip
         assert words in text
     assert inked(window, 0, ALLOCATED) > 500
+    assert inked(window, 0, RESERVED) > 500
+    for chart in (0, 1):  # memory and losses
+        assert inked(window, chart, VALIDATION, SHADED) > 200
     assert "retries" not in text  # constant zeros are folded away
 
 
@@ -193,6 +201,30 @@ def test_zoom_is_shared_and_brings_every_point(window, board):
     assert wait_until(lambda: "so no peak is lost" in text_of(window), 15)
 
 
+def test_zooming_one_chart_zooms_the_others(window, board):
+    open_tab(window, board, "run <script>window.attacked=1<")
+    before = [inked(window, chart, VALIDATION, SHADED) for chart in (0, 1)]
+    assert min(before) > 100  # the last tenth of the steps
+    for key in ("+", "+"):
+        window.find_element("css selector", ".plot").send_keys(key)
+    assert wait_until(lambda: [inked(window, chart, VALIDATION, SHADED) for chart in (0, 1)] == [0, 0], 15)
+    window.find_element("css selector", ".plot").send_keys(Keys.ESCAPE)
+    assert wait_until(lambda: [inked(window, chart, VALIDATION, SHADED) for chart in (0, 1)] == before, 15)
+
+
+def test_a_run_on_a_cpu_shows_host_memory_first_and_each_loss_in_a_colour_of_its_own(window, board):
+    open_tab(window, board, "cpu")
+    titles = window.execute_script("return [...document.querySelectorAll('.chart h3')].map((one) => one.textContent)")
+    assert titles == ["Host memory", "Loss", "Gradient norm"]
+    assert inked(window, 0, ALLOCATED) > 500
+    keys = "return [...document.querySelectorAll('.chart')[1].querySelectorAll('.key')].map((one) => one.style.cssText)"
+    colours = window.execute_script(keys)
+    assert len(set(colours)) == len(colours) == 3
+    for colour in (ALLOCATED, RESERVED, [213, 94, 0]):  # the losses are negative, and drawn
+        assert inked(window, 1, colour) > 500
+    assert f"validation/{ATTACK}" in text_of(window)
+
+
 def test_the_keyboard_moves_the_cursor_and_the_values_are_spoken(window, board):
     open_tab(window, board, "lightning_logs/version_0")
     plot = window.find_element("css selector", ".plot")
@@ -214,20 +246,31 @@ def test_composition_comparison_and_reports(window, board):
     assert inked(window, 0, [0, 158, 115]) > 5000  # activations
     open_tab(window, board, "lightning_logs/version_0", "compare")
     text = text_of(window)
-    assert "peak allocated, train" in text
-    assert "%" in text
+    for words in (
+        "peak allocated, train",
+        "peak reserved, val",
+        "time per step",
+        "checkpoint plan",
+        "activations: 5.20 MiB",
+    ):
+        assert words in text
+    assert re.search(r"[+\u2212][\d,.]+%", text)
     open_tab(window, board, "lightning_logs/version_0", "reports")
     assert text_of(window).count("Memory summary") == 2
     assert "call 2 of 2" in text_of(window)
+    assert "during fit" in text_of(window)
+    assert "during test" in text_of(window)
     assert window.execute_script("return document.querySelectorAll('.report table').length") >= 2
 
 
 def test_names_and_texts_from_the_logs_never_become_markup(window, board):
-    for view in ("run", "composition", "compare", "reports"):
-        open_tab(window, board, "run <script>window.attacked=1<", view)
-        assert window.execute_script("return window.attacked") is None
-        assert window.execute_script("return document.querySelectorAll('#memtools img, #memtools script').length") == 0
-    assert ATTACK in text_of(window)
+    for run in ("run <script>window.attacked=1<", "cpu"):
+        for view in ("run", "composition", "compare", "reports"):
+            open_tab(window, board, run, view)
+            assert window.execute_script("return window.attacked") is None
+            found = "return document.querySelectorAll('#memtools img, #memtools script').length"
+            assert window.execute_script(found) == 0
+        assert ATTACK in text_of(window)
 
 
 def test_the_page_is_quiet_and_asks_nobody_but_the_server(window, board):
@@ -250,8 +293,16 @@ def test_dark_mode_follows_tensorboard(window, board):
 def test_a_narrow_window_needs_no_sideways_scrolling(window, board):
     window.set_window_size(500, 900)
     try:
-        open_tab(window, board, "lightning_logs/version_0")
-        assert window.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        for run, view in (
+            ("lightning_logs/version_0", "run"), ("lightning_logs/version_0", "composition"),
+            ("lightning_logs/version_0", "compare"), ("lightning_logs/version_0", "reports"), ("cpu", "reports"),
+        ):  # fmt: skip
+            open_tab(window, board, run, view)
+            assert window.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (run, view)
+        wide = (
+            "return [...document.querySelectorAll('pre, blockquote')].map((one) => one.scrollWidth <= one.clientWidth)"
+        )
+        assert window.execute_script(wide) == [True, True]
     finally:
         window.set_window_size(1400, 1000)
 

@@ -99,6 +99,16 @@ def test_a_retry_says_what_it_did_to_reserved_memory():
     assert (oom["words"], oom["count"]) == ("out-of-memory errors", 2)
 
 
+def test_of_very_many_marks_the_gravest_stay():
+    run = run_with(**{
+        "memory/cache/freed_gib": [(step, 1.0) for step in range(2000)],
+        "memory/ooms": [(0, 0.0), (1999, 1.0)],
+    })  # fmt: skip
+    marks = marks_of(run)
+    assert len(marks) == 500
+    assert (marks[-1]["step"], marks[-1]["kind"]) == (1999, "oom")
+
+
 def test_runs_come_in_the_order_of_their_numbers_and_the_newest_is_named():
     curves = {f"version_{n}": Curve() for n in (10, 9, 2)}
     for (_, curve), time in zip(curves.items(), (5.0, 9.0, 7.0), strict=True):

@@ -18,6 +18,7 @@ from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_fro
 from lightning_memtools.tensorboard_plugin.step_view import step_view
 from tests.browser import chromium, get, tensorboard, wait_until
 from tests.lightning_models import Regression, loader, trainer
+from tests.tensorboard_plugin.logdirs import ATTACK
 
 
 class Twins(Regression):
@@ -103,6 +104,30 @@ def test_a_snapshot_without_marks_is_divided_by_lines_of_the_program():
     assert view["peak"] == {"at": 2, "bytes": 4096, "phase": ""}
     assert [row[:3] for row in view["blocks"]] == [[1, 3, 1024], [2, None, 3072]]
     assert view["stacks"] == [["/x/torch/nn.py:1 f", "m.py:3 g"], ["/x/torch/nn.py:1 f", "m.py:4 g"]]
+
+
+def test_names_of_modules_and_functions_never_become_markup(tmp_path):
+    marks = {"step": 1, "rank": 0, "device": 0, "name": ATTACK, "phases": [(0, "forward")], "owned": []}
+    frames = [{"filename": "m.py", "line": 3, "name": ATTACK}]
+    entry = {"action": "alloc", "addr": 0, "size": MIB, "stream": 0, "time_us": 1, "frames": frames}
+    block = {"address": 0, "size": MIB, "requested_size": MIB, "state": "active_allocated", "frames": frames}
+    segment = {"device": 0, "address": 0, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}
+    for name, extra in (("ours", {"memtools": marks | {"owned": [(0, {})]}}), ("torchs", {})):
+        labelled = entry | {"user_metadata": f"forward | {ATTACK}"}
+        content = {"segments": [segment], "device_traces": [[labelled]], **extra}
+        (tmp_path / f"{name}.pickle").write_bytes(pickle.dumps(content))
+        assert main(["snapshot", str(tmp_path / f"{name}.pickle"), "-o", str(tmp_path / f"{name}.html")]) == 0
+    ready = "return document.documentElement.dataset.ready === 'true'"
+    with chromium() as window:
+        for name in ("ours", "torchs"):
+            window.get((tmp_path / f"{name}.html").as_uri())
+            assert wait_until(lambda: window.execute_script(ready), 30), window.get_log("browser")
+            window.execute_script("document.querySelector('#blocks summary').click()")
+            shown = window.execute_script("return document.querySelector('#memtools').innerText")
+            assert shown.count(ATTACK) >= 2  # who holds the peak, and the block's stack
+            found = "return document.querySelectorAll('#memtools img, #memtools script').length"
+            assert window.execute_script(found) == 0
+            assert window.execute_script("return window.attacked") is None
 
 
 class Harmful:

@@ -150,7 +150,8 @@ export class StepChart {
       },
       scales: {
         x: { time: false, range: () => this.linked.shown() },
-        y: { range: (u, min, max) => [0, this.top ?? (max > 0 ? max * 1.08 : 1)] },
+        // From 0, and below it only where there are negative losses.
+        y: { range: (u, min, max) => [min < 0 ? min * 1.08 : 0, this.top ?? (max > 0 ? max * 1.08 : min < 0 ? 0 : 1)] },
       },
       axes: [
         { ...axis, size: 30, space: 70, label: this.unit === "step" ? "training step" : this.unit, labelFont: font, labelSize: 16, labelGap: 0, incrs: incrementsFor(1).filter((x) => x >= 1), values: (u, splits) => splits.map(whole) },

@@ -42,7 +42,7 @@ export function percent(share) {
 
 export function difference(value, reference) {
   if (value === null || value === undefined || !reference) return "";
-  const change = (100 * (value - reference)) / reference;
+  const change = (100 * (value - reference)) / Math.abs(reference);
   if (Math.abs(change) < 0.05) return "±0%";
   return `${change > 0 ? "+" : "−"}${Math.abs(change) < 10 ? Math.abs(change).toFixed(1) : whole(Math.abs(change))}%`;
 }

@@ -118,14 +118,25 @@ function matching(view, prefix) {
   return view.groups.flatMap((group) => Object.keys(group.series)).filter((tag) => tag === prefix || tag.startsWith(`${prefix}/`)).sort();
 }
 
-function lossSeries(view) {
+// The first curve of each kind has the kind's colour, further ones take those that are left in turn.
+function curves(view, kinds) {
   const paint = colours();
-  const tags = [...matching(view, "loss/train"), ...matching(view, "loss/val")];
-  return tags.map((tag) => ({ label: tag.replace("loss/train", "training").replace("loss/val", "validation"), colour: tag.startsWith("loss/val") ? paint.val : paint.train, style: "line", data: data(view, tag) }));
+  const taken = kinds.map(({ colour }) => colour);
+  const left = [paint.reserved, paint.norm, paint.time, paint.val, paint.train, paint.stages.sanity, paint.stages.predict].filter((colour, i, all) => !taken.includes(colour) && all.indexOf(colour) === i);
+  let further = 0;
+  return kinds.flatMap(({ prefix, label, colour }) => matching(view, prefix).map((tag, i) => ({ label: label(tag), colour: i ? left[further++ % left.length] : colour, style: "line", data: data(view, tag) })));
+}
+
+function lossSeries(view) {
+  const { train, val } = colours();
+  return curves(view, [
+    { prefix: "loss/train", label: (tag) => tag.replace("loss/train", "training"), colour: train },
+    { prefix: "loss/val", label: (tag) => tag.replace("loss/val", "validation"), colour: val },
+  ]);
 }
 
 const timeSeries = (view) => (has(view, "time/step_ms") ? [{ label: "per step", colour: colours().time, style: "line", data: data(view, "time/step_ms") }] : []);
-const normSeries = (view) => matching(view, "grad/norm").map((tag) => ({ label: tag.replace("grad/", ""), colour: colours().norm, style: "line", data: data(view, tag) }));
+const normSeries = (view) => curves(view, [{ prefix: "grad/norm", label: (tag) => tag.replace("grad/", ""), colour: colours().norm }]);
 
 function compositionSeries(view) {
   const group = groupWith(view, "memory/composition/parameters_gib");
