@@ -8,10 +8,11 @@ import pytest
 
 from lightning_memtools.cli.main import main
 from tests.browser import chromium, wait_until
-from tests.tensorboard_plugin.logdirs import ATTACK, write_small_run
+from tests.tensorboard_plugin.logdirs import ATTACK, write_failed_run, write_small_run
 
 
 def test_the_file_shows_the_curves_without_a_server(tmp_path, capsys):
+    write_failed_run(tmp_path / "logs" / "failed")
     write_small_run(tmp_path / "logs" / "run </script><script>window.attacked=1", text=ATTACK)
     output = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "logs"), "-o", str(output)]) == 0
@@ -31,6 +32,14 @@ def test_the_file_shows_the_curves_without_a_server(tmp_path, capsys):
         reports = "return document.querySelector('#view').innerText"
         assert wait_until(lambda: ATTACK in window.execute_script(reports), 10)
         assert window.execute_script("return window.attacked") is None
+        window.execute_script("document.getElementById('tab-compare').click()")
+        assert wait_until(lambda: "peak allocated, val" in window.execute_script(reports), 10)
+        window.execute_script("document.getElementById('tab-composition').click()")
+        assert wait_until(lambda: "is not known for this run" in window.execute_script(reports), 10)
+        window.execute_script(
+            "const s = document.querySelector('select'); s.value = 'failed'; s.dispatchEvent(new Event('change'))"
+        )
+        assert wait_until(lambda: "Composition at the peak" in window.execute_script(reports), 10)
         assert [line for line in window.get_log("browser") if line["level"] == "SEVERE"] == []
 
 

@@ -53,10 +53,11 @@ def test_test_and_predict_are_charted_with_units_and_the_charts_of_fit_stay(tmp_
         run = trainer(tmp_path, MemoryMonitor(), LossCurves(), logger=logger)
         run.fit(model, loader(), loader(8))
         run.test(model, loader(8), verbose=False)
-    assert len(logger.layouts) == 2
+        run.predict(model, loader(8))
+    assert len(logger.layouts) == 3
     layout = logger.layouts[-1]
     charted = [title for title in layout["memory"] if "allocated and reserved" in title]
-    assert charted == [f"{stage}: allocated and reserved (GiB)" for stage in ("train", "val", "test")]
+    assert charted == [f"{stage}: allocated and reserved (GiB)" for stage in ("train", "val", "test", "predict")]
     assert list(layout["loss"]) == ["training and validation"]
     assert all("(GiB)" in title for title in layout["memory"])
 
