@@ -37,9 +37,9 @@ def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
     """
     if isinstance(reader, KnowsItsTensors):
         return reader.holds
-    return lambda tensor: (
-        tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)
-    )
+    if device.index is None:
+        return lambda tensor: tensor.device.type == device.type
+    return lambda tensor: tensor.device == device  # one look, which a model's thousand tensors feel
 
 
 # The size of every block is a multiple of this (see allocator/block_rounding.py).
