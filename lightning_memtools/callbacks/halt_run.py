@@ -21,6 +21,7 @@ from lightning_memtools._lightning import (
     values_logged_in_evaluation,
     watch_fetches,
     watch_updates,
+    wraps_updates,
     write_checkpoint,
 )
 from lightning_memtools.nonfinite.bad_step_rerun import TrainingRun
@@ -86,6 +87,7 @@ class HaltRun:
             start=BatchStartRecorder(module).record if self._options.reruns else None,
             move=move_to_host if self._options.reruns else None,
             checks_again=changes_gradients(trainer),
+            wraps_updates=wraps_updates(trainer),
             is_told_of_updates=True,
             undo_updates=self._options.undo_updates,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_memtools._torch import has_readable_values
+
 _CHUNK = 2**17
 _STEP = -0x61C8864680B583EB  # odd, so that no earlier chunk is multiplied away
 
@@ -14,10 +16,14 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
     A sum modulo 2^64 of 8 bytes each times a fixed random odd number (multilinear hashing, Carter and Wegman 1979): one
     element that differs always changes it. `torch.hash_tensor` would be the same for elements in another order, and for
-    any even number of equal elements.
+    any even number of equal elements. It is 0 for tensors whose values cannot be read.
     """
+    if not has_readable_values(tensor):
+        return torch.zeros((), dtype=torch.int64)
     with torch.no_grad():
         try:
+            if tensor.is_quantized:  # to read such a tensor under another type ends the process
+                tensor = tensor.int_repr()
             values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().flatten()
             octets = values.view(torch.uint8)
             if octets.storage_offset() % 8:  # such a view cannot be read as 8-byte numbers
@@ -25,7 +31,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
             n_whole = len(octets) // 8 * 8
             total = _hash(octets[:n_whole].view(torch.int64))
             return total.mul_(_STEP).add_(_hash(octets[n_whole:].to(torch.int64)))
-        except (NotImplementedError, RuntimeError, TypeError):  # sparse, quantized and nested tensors
+        except (NotImplementedError, RuntimeError, TypeError):  # sparse and nested tensors
             return torch.zeros((), dtype=torch.int64)
 
 

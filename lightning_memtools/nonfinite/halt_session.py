@@ -168,9 +168,12 @@ class HaltSession:
         evidence = examine(
             self._run.module, bad_step, rank=ranks.rank, unrestored=unrestored, carried=guard.carries_losses
         )
-        gathered = ranks.objects((evidence, tuple(guard.history)))
-        everyone = [theirs for theirs, _ in gathered]
-        histories = {theirs.rank: history for theirs, history in gathered}
+        states = bad_optimizer_state(self._run.module, self._run.optimizers)
+        bad_states = [state for state in states if state.name not in self._bad_at_start]
+        gathered = ranks.objects((evidence, tuple(guard.history), bad_states))
+        everyone = [theirs for theirs, _, _ in gathered]
+        histories = {theirs.rank: history for theirs, history, _ in gathered}
+        bad_states = [state for _, _, theirs in gathered for state in theirs]
         diagnosis = diagnose(everyone, histories)
         report = HaltReport(
             everyone=everyone,
@@ -184,6 +187,9 @@ class HaltSession:
         if any(theirs.parameters for theirs in everyone):
             made = "made bad by this update" if evidence.is_lost else "bad before this step"
             report.checkpoint_note = f"not written: weights or buffers were {made}"
+            self._actions.forbid_saving()
+        elif bad_states:
+            report.checkpoint_note = f"not written: {bad_states[0]} of the optimizer was not finite before this step"
             self._actions.forbid_saving()
         elif self._options.save_last_good:
             name = f"nonfinite-step{evidence.step}-last-good.ckpt"

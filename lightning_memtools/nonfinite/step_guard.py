@@ -71,6 +71,7 @@ class StepGuard:
         budget_bytes: The memory that older batches of an accumulation may hold.
         move: Called with each older batch beyond that; when left out, such batches are dropped.
         checks_again: Whether code of the user runs between `check` and the update, so that it is checked once more.
+        wraps_updates: Whether code of the user runs around the optimizer's step, so that all updates are read.
         is_told_of_updates: Whether `before_update` is called before each update, after clipping and all hooks.
         undo_updates: Whether to keep copies of the weights and the optimizer's state, to undo an update.
 
@@ -95,6 +96,7 @@ class StepGuard:
         budget_bytes: int = 0,
         move: Callable[[MicroBatch], object] | None = None,
         checks_again: bool = False,
+        wraps_updates: bool = False,
         is_told_of_updates: bool = False,
         undo_updates: bool = False,
     ) -> None:
@@ -124,6 +126,7 @@ class StepGuard:
         self._held_back: Optimizer | None = None
         self._is_told_of_updates = is_told_of_updates
         self._checks_again = checks_again
+        self._reads_all_updates = checks_again or wraps_updates or undo_updates
         self._undo_updates = undo_updates
         self.bad_before: frozenset[str] = frozenset()
         self._updated: GuardedStep | None = None
@@ -270,8 +273,9 @@ class StepGuard:
 
     def _await_update(self, step: GuardedStep, optimizer: Optimizer) -> None:
         """Note that the updated weights are to be looked at, unless the update is sure to leave them finite."""
-        # Where hooks may change the gradients, or on a GPU, the norm of those that it takes is not known.
-        is_known = self.history and step.parameters and not self._checks_again and not self._undo_updates
+        # Where hooks may change the gradients, or on a GPU, the norm of those that it takes is not known. An own
+        # `optimizer_step` may write the weights itself.
+        is_known = self.history and step.parameters and not self._reads_all_updates
         if is_known and step.parameters[0].is_cpu and self._bounds.hold(optimizer, self.history[-1].norm):
             return
         if self._gradients != "sharded" and set(map(type, step.parameters)) == {Parameter}:

@@ -339,6 +339,7 @@ def test_too_many_skips_of_the_scaler_in_a_row_halt(fused, tmp_path):
     assert error.step == 2
     assert error.cause == NonFiniteCause.LOW_PRECISION
     assert "the gradient scaler skipped 3 steps in a row and is at a scale of 4.1943e+06" in str(error)
+    assert "(HaltOnNaN allows 3 in a row above a scale of 1: amp_patience)" in str(error)
     weights = [name for name in before if name.endswith(("weight", "bias"))]
     assert not set(weights) & set(differences(before, state_bits(model, [])))
 

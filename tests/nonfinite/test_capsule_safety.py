@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import pty
 import random
 import sys
 from collections.abc import Iterator
@@ -83,6 +85,24 @@ def test_with_trust_the_modules_of_a_capsule_are_imported(written: Any, payload:
         replay(path, trust=yes)
     assert asked == [("payload_of_this_test", str(tmp_path / "payload_of_this_test.py"))]
     assert payload.exists()
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_the_command_shows_the_place_at_a_terminal_and_asks(
+    answer: str, written: Any, payload: Path, *, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "crafted.pt"
+    torch.save(crafted(written, payload)["folder"], path)
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "w") as keyboard, os.fdopen(theirs) as terminal:
+        keyboard.write(f"{answer}\n")
+        keyboard.flush()
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert main(["replay", str(path)]) == 1, "what it imports is not the module of the step"
+    asked = capsys.readouterr().out
+    assert repr(str(tmp_path / "payload_of_this_test.py")) in asked
+    assert "Import it? [y/N]" in asked
+    assert payload.exists() == (answer == "y")
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:

@@ -77,6 +77,17 @@ def test_a_bad_validation_loss_still_halts_and_names_its_loader(tmp_path: Any) -
         trainer(tmp_path, HaltOnNaN(), logger=False).fit(BadLoss(), loader(), [loader(), loader()])
 
 
+def test_a_loss_that_validation_logs_as_nan_halts(tmp_path: Any) -> None:
+    class BadLog(Regression):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.loss(batch) * torch.nan)
+            self.log("val_recall", torch.tensor(torch.nan))
+
+    with pytest.raises(NonFiniteError, match="gave values that are not finite: metric val_loss = nan\\.") as caught:
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(BadLog(), loader(), loader())
+    assert caught.value.stage == "val"
+
+
 def test_metrics_appear_in_the_report_of_a_later_halt(tmp_path: Any) -> None:
     class Later(Metrics):
         def training_step(self, batch, batch_idx):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -15,16 +15,21 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.memory.fingerprints import fingerprint
 from lightning_memtools.nonfinite.capsule.plain_values import from_plain, to_plain
+from lightning_memtools.nonfinite.cause.interventions import cleaned
 from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.cause.tensor_facts import NAN, kinds_of, values_of
+from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
+from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.evaluation_outputs import OutputWatch
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.micro_batches import MicroBatch, bad_inputs, move_to_host, versions_of
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from lightning_memtools.nonfinite.step_outcome import digest_of
 from lightning_memtools.state.state_snapshot import StateSnapshot
-from tests.lightning_models import trainer
+from tests.lightning_models import Regression, loader, trainer
+from tests.nonfinite.observe import differences, state_bits
 from tests.nonfinite.tensor_kinds import KINDS
 
 # Sparse and nested tensors warn that they are in beta.
@@ -71,6 +76,98 @@ def test_operations_on_every_kind_of_tensor_can_be_traced(name):
                 operation(tensor)
             except (RuntimeError, ValueError, NotImplementedError):  # torch's own refusal
                 continue
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_tensor_can_be_held_by_a_module_and_be_in_a_batch_that_is_changed(name: str) -> None:
+    """Digests are taken of what a module holds: to read the bits of a quantized tensor ended the process."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = {"it": KINDS[name][0]()}
+
+    assert int(fingerprint(KINDS[name][0]())) == int(fingerprint(KINDS[name][0]()))
+    OutsideState(Holds()).changed()
+    if name != "float4_e2m1fn_x2":  # torch cannot even copy it
+        assert cleaned({"it": KINDS[name][0](), "x": torch.tensor([1.0, torch.nan])})[1]
+
+
+class Quantizes(Regression):
+    """Reads a quantized table, and quantizes; one loss is NaN, which a rerun may see again or not."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, bad: int = -1, *, again: bool = True) -> None:
+        super().__init__()
+        self.bad, self.again = bad, again
+        self.table = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        steps = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize() * self.table.dequantize().mean()
+        is_bad = batch_idx == self.bad and (self.again or not self.seen_before())
+        return self.net(steps).square().mean() * (torch.nan if is_bad else 1.0)
+
+    def seen_before(self) -> bool:
+        self.seen.append(1)
+        return len(self.seen) > 1
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_step_that_quantizes_is_run_again(again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Quantizes, "seen", [])
+    trainer(tmp_path, HaltOnNaN(), logger=False).fit(Quantizes(), loader(16))
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(Quantizes(1, again=again), loader(32))
+    assert caught.value.step == 1
+    assert (caught.value.cause == NonFiniteCause.NOT_REPRODUCIBLE) == (not again)
+
+
+class ZeroGradient(Regression):
+    """A parameter whose gradient has no memory: it comes from a double backward through abs alone."""
+
+    n_zero = 0
+
+    def __init__(self, bad: int = -1) -> None:
+        super().__init__()
+        self.bad = bad
+        self.scale = nn.Parameter(torch.linspace(-1, 1, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (slope,) = torch.autograd.grad(self.scale.abs().sum(), self.scale, create_graph=True)
+        return (self.loss(batch) + slope.sum()) * torch.log(torch.tensor(0.0 if batch_idx == self.bad else 2.0))
+
+    def on_after_backward(self) -> None:
+        assert self.scale.grad is not None
+        self.n_zero += self.scale.grad._is_zerotensor()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_skips": 3}, {"undo_updates": True}])
+def test_gradients_without_memory_are_left_alone(options: dict[str, Any], tmp_path: Path) -> None:
+    ends = []
+    for callbacks in ([], [HaltOnNaN(**options)]):
+        L.seed_everything(0, verbose=False)
+        model = ZeroGradient()
+        run = trainer(tmp_path, *callbacks, logger=False)
+        run.fit(model, loader(24))
+        assert model.n_zero == 3
+        ends.append(state_bits(model, run.optimizers))
+    assert differences(*ends) == []
+
+
+def test_a_step_whose_gradients_have_no_memory_is_explained_and_replayed(tmp_path: Path) -> None:
+    run = trainer(tmp_path, HaltOnNaN(directory=str(tmp_path / "out")), logger=False)
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(ZeroGradient(1), loader(24))
+    assert caught.value.step == 1
+    assert caught.value.explanation is not None
+    assert caught.value.explanation.operation == "aten.log"
+    again = replay(caught.value.capsule_path or "", model=ZeroGradient(1))
+    assert again.exact, again.mismatches
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it differentiates forward

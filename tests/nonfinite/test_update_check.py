@@ -112,11 +112,40 @@ class Own(Updates):
         return Divides(self.parameters(), lr=1e-3)
 
 
+class State(Overflows):
+    """SGD whose momentum is infinite before one update."""
+
+    fused = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, fused=self.fused)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BAD:
+            next(iter(self.trainer.optimizers[0].state.values()))["momentum_buffer"].fill_(torch.inf)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def spoil(self, optimizer: Any) -> None:
+        """Leave it to the state."""
+
+
+class FusedState(State):
+    fused = True
+
+
+class FusedOverflows(Overflows):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, fused=True)
+
+
 NAMES = {
     HalfEps: "eps=1e-08 of AdamW is 0 in float16",
     Overflows: "after the update of step 3 by SGD: the update itself overflowed at a learning rate of 1e+38",
     Hooked: "SGD calls Hooked.normalise after its step",
     Own: "the arithmetic of Divides.step made it (learning rate 0.001)",
+    State: "its state momentum_buffer of net.0.weight (64 Inf of 64, 100%) is not finite (learning rate 0.001)",
+    FusedState: "its state momentum_buffer of net.0.weight (64 Inf of 64, 100%) is not finite (learning rate 0.001)",
+    FusedOverflows: "the update itself overflowed at a learning rate of 1e+38",
 }
 
 
@@ -131,13 +160,15 @@ def test_an_update_that_is_bad_itself_is_found_in_its_step_and_named(kind: Any, 
     assert (error.step, error.batch_idx, error.cause) == (
         BAD,
         BAD,
-        NonFiniteCause.EXPLODING if kind is Overflows else NonFiniteCause.UPDATE,
+        NonFiniteCause.EXPLODING if kind in {Overflows, FusedOverflows} else NonFiniteCause.UPDATE,
     )
     assert NAMES[kind] in str(error)
     left = differences(model.before, state_bits(model, run.optimizers))
     if undo:
         assert left in ([], ["optimizer0.lr0"]), "the rate is the user's own"
-        assert error.checkpoint_path is not None
+        if issubclass(kind, State):
+            assert "Last good checkpoint: not written: momentum_buffer of net.0.weight" in str(error)
+        assert (error.checkpoint_path is None) == issubclass(kind, State), "its state was infinite before the update"
         assert "weights, optimizer state and buffers are those before the step" in str(error)
     else:
         assert left
@@ -145,6 +176,47 @@ def test_an_update_that_is_bad_itself_is_found_in_its_step_and_named(kind: Any, 
         assert "the update was made before it was found to be bad" in str(error)
         assert "made bad by this update" in str(error)
     assert run.global_step == BAD
+
+
+class Wraps(Regression):
+    """Divides weights by their norm, which is 0 in one step, around the optimizer's step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        with torch.no_grad():
+            next(self.parameters()).div_(0.0 if batch_idx == BAD else 1.0)
+
+
+def test_weights_that_a_users_own_optimizer_step_makes_bad_are_found_in_the_same_step(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(Wraps(), loader(64))
+    assert caught.value.step == BAD
+    assert caught.value.cause != NonFiniteCause.BAD_PARAMETER
+    assert "net.0.weight (64 Inf of 64, 100%) is not finite after the update of step 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_adamw_with_its_own_eps_in_16_true_is_named_in_the_first_step(undo: bool, tmp_path: Path) -> None:
+    class Half(Regression):
+        """Gradients whose squares are 0 in float16, and so is eps."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+        def loss(self, batch: Any) -> Tensor:
+            return self.net(batch[0].half()).float().square().mean() * 1e-3  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    run = trainer(tmp_path, HaltOnNaN(undo_updates=undo), logger=False, precision="16-true")
+    model = Half()
+    with pytest.raises(NonFiniteError) as caught:
+        run.fit(model, loader(64))
+    assert (caught.value.step, caught.value.cause) == (0, NonFiniteCause.UPDATE)
+    assert "eps=1e-08 of AdamW is 0 in float16" in str(caught.value)
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values()) == undo
 
 
 @pytest.mark.parametrize("kind", [Hooked, Own])

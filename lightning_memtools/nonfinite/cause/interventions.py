@@ -33,7 +33,7 @@ _NARROWER = {
 
 def n_samples_of(batch: Any) -> int | None:
     """Return the length of dimension 0 that the batch's tensors share; None where they differ or have none."""
-    lengths = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() and is_in_memory(tensor)}
+    lengths = {tensor.shape[0] for tensor in tensors_in(batch) if is_in_memory(tensor) and tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -46,7 +46,7 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
         return None
 
     def change(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or not is_in_memory(tensor):
+        if not is_in_memory(tensor) or not tensor.dim():
             return tensor
         changed = tensor.detach().clone()
         changed[list(bad)] = changed[good].clone()
@@ -62,7 +62,7 @@ def cleaned(batch: Any) -> tuple[Any, str]:
     """
     bad: set[int] = set()
     for _, tensor in named_tensors(batch, "batch"):
-        if tensor.is_floating_point() and tensor.dim() and is_in_memory(tensor) and not _is_mask(tensor):
+        if is_in_memory(tensor) and tensor.is_floating_point() and tensor.dim() and not _is_mask(tensor):
             bad.update((~torch.isfinite(tensor)).flatten(1).any(1).nonzero()[:, 0].tolist() if tensor.dim() > 1
                        else (~torch.isfinite(tensor)).nonzero()[:, 0].tolist())  # fmt: skip
     changed = with_other_samples(batch, sorted(bad))
@@ -70,7 +70,7 @@ def cleaned(batch: Any) -> tuple[Any, str]:
         return changed[0], f"with sample {changed[1]} in the place of {list_samples(sorted(bad))}"
 
     def fill(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or not is_in_memory(tensor) or _is_mask(tensor):
+        if not is_in_memory(tensor) or not tensor.is_floating_point() or _is_mask(tensor):
             return tensor
         return torch.nan_to_num(tensor.detach(), 0.0, 0.0, 0.0).requires_grad_(tensor.requires_grad)
 
