@@ -107,7 +107,7 @@ def checked_margin(margin: float | str) -> float | int:
     """
     if isinstance(margin, str):
         return parse_size(margin)
-    if not 0 <= margin < 1:
+    if not isinstance(margin, int | float) or not 0 <= margin < 1:
         raise ValueError(f"margin={margin!r} must be a share in [0, 1), or a size such as '1GiB'.")
     return float(margin)
 

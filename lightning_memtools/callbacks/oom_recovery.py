@@ -19,6 +19,7 @@ from lightning_memtools._lightning import (
     replace_update,
     training_step,
 )
+from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.step_recovery import Recoveries, StepRecovery
 from lightning_memtools.oom.step_start import BatchStep
 from lightning_memtools.oom.update_recovery import UpdateRecovery
@@ -73,8 +74,8 @@ class OOMRecovery(EitherCallback):
         allow_batch_norm: bool = False,
         on_recover: Literal["warn", "ignore"] = "warn",
     ) -> None:
-        if max_splits < 2:  # noqa: PLR2004, a whole batch is one part
-            raise ValueError(f"max_splits={max_splits} splits nothing. Give 2 or more.")
+        if not is_count(max_splits, least=2):  # a whole batch is one part
+            raise ValueError(f"max_splits={max_splits!r} splits nothing. Give 2 or more.")
         if loss not in {"auto", "mean", "sum"}:
             raise ValueError(f"loss={loss!r} is neither 'auto' nor 'mean' nor 'sum'.")
         if on_recover not in {"warn", "ignore"}:

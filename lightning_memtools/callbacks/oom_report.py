@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_memtools._lightning import EitherCallback, forget_batch, training_step
 from lightning_memtools.callbacks.oom_report_run import failed_run_of, progress_of
 from lightning_memtools.memory.oom_errors import is_out_of_memory, worker_out_of_memory
+from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
 from lightning_memtools.oom.release_failed_step import forget_frames, release_cached
@@ -62,8 +63,8 @@ class OOMReport(EitherCallback):
     """BatchSizeTuner's trials leave this callback out."""
 
     def __init__(self, *, directory: str | None = None, snapshot: bool = True, top: int = 10) -> None:
-        if top < 1:
-            raise ValueError(f"top={top} is not a number of modules. Use 1 or more.")
+        if not is_count(top):
+            raise ValueError(f"top={top!r} is not a number of modules. Use 1 or more.")
         self.directory = directory
         self.snapshot = snapshot
         self.top = top

@@ -14,6 +14,7 @@ from lightning_memtools.callbacks.doctor_run import DoctorRun
 from lightning_memtools.doctor.check_registry import selected_checks
 from lightning_memtools.doctor.examination import Examination
 from lightning_memtools.doctor.findings import DoctorReport
+from lightning_memtools.memory.sizes import is_count
 
 
 class TrainingDoctor(EitherCallback):
@@ -53,8 +54,8 @@ class TrainingDoctor(EitherCallback):
         on_finding: Literal["warn", "raise"] = "warn",
         ignore: Sequence[str] = (),
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"steps={steps} watches nothing. Give a number of training steps from 1 upwards.")
+        if not is_count(steps):
+            raise ValueError(f"steps={steps!r} watches nothing. Give a number of training steps from 1 upwards.")
         if on_finding not in {"warn", "raise"}:
             raise ValueError(f"on_finding={on_finding!r} is neither 'warn' nor 'raise'.")
         self._names = selected_checks(checks, ignore)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_memtools.memory.sizes import parse_size
+from lightning_memtools.memory.sizes import is_count, parse_size
 
 BnDropout = Literal["skip", "recompute", "avoid", "auto"]
 
@@ -73,7 +73,7 @@ class CheckpointOptions:
 def _segments(segments: object) -> int | None:
     if segments == "auto":
         return None
-    if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
+    if not is_count(segments):
         raise ValueError(f'segments={segments!r} is not a number of chunks: give an int of at least 1, or "auto".')
     return segments
 

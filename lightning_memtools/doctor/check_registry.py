@@ -51,8 +51,10 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
     Raises:
         ValueError: There is no check of a name.
     """
-    wanted = list(CHECKS) if checks == "all" else [checks] if isinstance(checks, str) else list(checks)
-    left_out = [ignore] if isinstance(ignore, str) else list(ignore)
+    wanted, left_out = (
+        list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        for given in (list(CHECKS) if checks == "all" else checks, ignore)
+    )
     for name in (*wanted, *left_out):
         if name not in CHECKS:
             near = difflib.get_close_matches(str(name), CHECKS, n=1)

@@ -13,7 +13,7 @@ from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.estimate.cpu_fallback import estimate_on_cpu, explain
 from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstimate, cublas_workspace_of
 from lightning_memtools.estimate.trace_reading import read_estimate
-from lightning_memtools.memory.sizes import find_gpu
+from lightning_memtools.memory.sizes import find_gpu, is_count
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
 from lightning_memtools.simulation.cuda_run import trace_on_cuda
@@ -154,7 +154,7 @@ def _check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucke
         ValueError: A number is out of range.
     """
     for name, number in (("steps", steps), ("accumulate", accumulate)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if not is_count(number):
             raise ValueError(f"{name} is {number!r}: it has to be a whole number of at least 1.")
     if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
         raise ValueError(f"clip is {clip!r}: it has to be the norm to clip gradients to, a number above 0, or None.")

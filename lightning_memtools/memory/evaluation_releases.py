@@ -15,6 +15,7 @@ from lightning_memtools._torch import tree_leaves
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
 from lightning_memtools.memory.owned import OnDevice
+from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.stats import MemoryReader
 
 Evaluation = Literal["val", "test", "predict"]
@@ -48,9 +49,10 @@ class ReleaseOptions:
             )
         if not isinstance(self.always, bool):
             raise ValueError(f"always={self.always!r} is neither True nor False.")  # noqa: TRY004, as of every bad argument
-        count = self.warn_after
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"warn_after={count!r} is not a count of epochs. Give a whole number of 1 or more.")
+        if not is_count(self.warn_after):
+            raise ValueError(
+                f"warn_after={self.warn_after!r} is not a count of epochs. Give a whole number of 1 or more."
+            )
         ReleaseThreshold(self.min_reclaimable)
 
 

@@ -7,7 +7,9 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from pathlib import Path
+from typing import TypeGuard
 
 KIB = 2**10
 MIB = 2**20
@@ -58,6 +60,11 @@ def parse_size(text: str | int) -> int:
             '(powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as "24GiB" or "512MB".'
         )
     return round(float(match[1]) * _BYTES_PER_UNIT[unit])
+
+
+def is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
+    """Return True for a whole number from `least` on; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _suggested_units(text: object) -> str:
@@ -146,7 +153,7 @@ def parse_capacity(text: str | int) -> int:
 
 
 def _capacity_in_bytes(number: object) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < MIB:
+    if not is_count(number, least=MIB):
         raise ValueError(
             f'Not a capacity: {number!r}. Give a size with a unit such as "24GiB", a GPU\'s name such as '
             '"RTX 4090", or a whole number of bytes, at least 1048576 (1 MiB).'

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.sizes import parse_size
+from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
 from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun, RankFindings, TrainingRun, findings_to_report
 from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
@@ -82,13 +82,13 @@ class HaltOptions:
     undo_updates: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_skips < 0:
+        if not is_count(self.max_skips, least=0):
             raise ValueError(
-                f"max_skips={self.max_skips} is not a number of steps. Use 0 to halt at the first bad step."
+                f"max_skips={self.max_skips!r} is not a number of steps. Use 0 to halt at the first bad step."
             )
-        if self.amp_patience < 1:
+        if not is_count(self.amp_patience):
             raise ValueError(
-                f"amp_patience={self.amp_patience} is not a number of steps. Use 1 to halt at the first skip."
+                f"amp_patience={self.amp_patience!r} is not a number of steps. Use 1 to halt at the first skip."
             )
         if self.check_outputs not in {True, False, "losses"}:
             raise ValueError(f'check_outputs={self.check_outputs!r} is none of True, False and "losses".')

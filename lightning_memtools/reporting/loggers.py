@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
 from lightning_memtools._lightning import is_accumulating, training_step
+from lightning_memtools.memory.sizes import is_count
 
 Charts = Mapping[str, Mapping[str, Sequence[str]]]
 """Category to chart title to the tags drawn in it, as regular expressions without anchors."""
@@ -147,11 +148,11 @@ def checked_interval(every_n_steps: int | None) -> int | None:
     """Return an interval in training steps as it is, or None for the Trainer's own.
 
     Raises:
-        ValueError: It is below 1.
+        ValueError: It is no whole number, or below 1.
     """
-    if every_n_steps is not None and every_n_steps < 1:
+    if every_n_steps is not None and not is_count(every_n_steps):
         raise ValueError(
-            f"every_n_steps={every_n_steps} is not an interval. Give a number of training steps from 1 upwards, "
+            f"every_n_steps={every_n_steps!r} is not an interval. Give a number of training steps from 1 upwards, "
             "or None for the Trainer's log_every_n_steps."
         )
     return every_n_steps

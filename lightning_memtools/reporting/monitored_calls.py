@@ -18,6 +18,7 @@ from lightning_memtools.memory.allocator import write_snapshot
 from lightning_memtools.memory.host_memory import HostWatch
 from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.step_snapshot import StepSnapshot
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.console import print_on_console
@@ -39,8 +40,10 @@ class MonitoredCalls:
         reset_peaks: bool,
         snapshot_at_step: int | None,
     ) -> None:
-        if snapshot_at_step is not None and snapshot_at_step < 0:
-            raise ValueError(f"snapshot_at_step={snapshot_at_step} is no training step. Give a number from 0 upwards.")
+        if snapshot_at_step is not None and not is_count(snapshot_at_step, least=0):
+            raise ValueError(
+                f"snapshot_at_step={snapshot_at_step!r} is no training step. Give a number from 0 upwards."
+            )
         self._snapshot_at_step = snapshot_at_step
         self._step_snapshot: StepSnapshot | None = None
         self._every_n_steps = every_n_steps

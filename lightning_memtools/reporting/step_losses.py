@@ -22,7 +22,7 @@ def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str]
     """
     if value is None:
         return None
-    names = [value] if isinstance(value, str) else list(value)
+    names = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
             f'{argument}={value!r} names no loss. Give a name such as {argument}="my_loss", several names, or None to '
