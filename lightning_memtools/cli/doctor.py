@@ -6,7 +6,7 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from lightning_memtools.cli.targets import Target, UsageError
+from lightning_memtools.cli.targets import Target, UsageError, working
 from lightning_memtools.reporting.tables import console_table
 
 TARGET = Target("diagnose", ("model", "dataloader"), "optimizer")
@@ -43,7 +43,8 @@ def run(chosen: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):
         arguments = TARGET.arguments(chosen, ("checkpoint", "checks", "ignore", "steps"))
         try:
-            report = diagnose(**arguments)
+            with working("The first steps are run"):
+                report = diagnose(**arguments)
         except (ValueError, TypeError) as error:
             raise UsageError(str(error)) from error
     if chosen.json:

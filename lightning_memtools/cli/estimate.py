@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_memtools.cli.targets import Target, UsageError
+from lightning_memtools.cli.targets import Target, UsageError, working
 from lightning_memtools.memory.sizes import find_gpu
 from lightning_memtools.null_cuda.launch import environment, is_on_null_device, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
@@ -111,7 +111,8 @@ def _estimate(chosen: argparse.Namespace) -> None:
 
     if chosen.max_batch and chosen.capacity is None:
         raise UsageError("--max-batch needs --capacity, such as --capacity 24GiB.")
-    estimate = _made(chosen)
+    with working("The step is traced"):
+        estimate = _made(chosen)
     console = rich.console.Console()
     word = estimate.word_on_capacity()
     if word:
@@ -124,7 +125,9 @@ def _estimate(chosen: argparse.Namespace) -> None:
     rows = [(name, "yes" if fits else "no") for name, fits in estimate.fitting_gpus()]
     console.print(console_table(Table(("GPU", "fits"), rows if chosen.all_gpus else around_the_boundary(rows))))
     if chosen.max_batch:
-        console.print(f"Largest batch for {chosen.capacity}: {estimate.max_batch_size(chosen.capacity)}", markup=False)
+        with working("The largest batch is looked for"):
+            largest = estimate.max_batch_size(chosen.capacity)
+        console.print(f"Largest batch for {chosen.capacity}: {largest}", markup=False)
     if chosen.snapshot:
         estimate.as_snapshot(chosen.snapshot)
         console.print(f"Snapshot for https://pytorch.org/memory_viz: {chosen.snapshot}", markup=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lightning_memtools import __version__
 from lightning_memtools.cli import doctor, dry_run, estimate, finish_oom_report, replay, report, snapshot
-from lightning_memtools.cli.targets import UsageError
+from lightning_memtools.cli.targets import UsageError, print_error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return chosen.run(chosen) or 0
     except UsageError as error:
         print(f"memtools: {error}", file=sys.stderr)  # noqa: T201, a command prints
+        return 1
+    except Exception as error:  # noqa: BLE001, of the user's code, as a rule
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         print("memtools: interrupted", file=sys.stderr)  # noqa: T201, as above

@@ -6,7 +6,9 @@ import argparse
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,31 @@ from typing import Any
 
 class UsageError(Exception):
     """The command line is wrong; the message says how, and what to do."""
+
+
+def working(text: str) -> AbstractContextManager[object]:
+    """Show on a terminal that the code within is at work; elsewhere nothing, so that output can be read by programs."""
+    from rich.console import Console  # noqa: PLC0415, --help does not need it
+
+    return Console(stderr=True).status(f"{text} ...")
+
+
+def print_error(error: BaseException) -> None:
+    """Print an error as Python does, but of one of the user's code only the frames up to the user's last line.
+
+    What lies above and below it are frames of this package, and of what it runs the code on.
+    """
+    from lightning_memtools.memory.user_code import owner_of  # noqa: PLC0415, --help does not need torch
+
+    shown = traceback.TracebackException.from_exception(error)
+    owners = [owner_of(frame.filename) for frame in shown.stack]
+    places = [place for place, owner in enumerate(owners) if owner in {"user", "installed"}]
+    if owners[-1] != "ours" and "user" in owners:
+        kept = range(owners.index("user"), places[-1] + 1)
+        shown.stack = traceback.StackSummary.from_list([shown.stack[i] for i in kept if owners[i] != "ours"])
+    elif isinstance(error, SyntaxError):  # of a module of the user's, which no frame is in
+        shown.stack.clear()
+    print("".join(shown.format()), end="", file=sys.stderr)  # noqa: T201, a command prints
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import lightning_memtools
+from lightning_memtools.cli import estimate
+from lightning_memtools.cli.targets import print_error
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
@@ -37,6 +39,50 @@ def test_every_option_of_every_command_is_described_and_stands_in_the_manual():
             words = re.sub(r"^( [A-Z][\w.]*| \{.*?\}|, --\w+.*?(?=  |\n)| \[.*?\])*", "", rest).split()
             assert words, f"memtools {command} {option} has no description"
             assert option in {"-h", "--help"} or f"`{option}" in part or f", {option}" in part, f"{command} {option}"
+
+
+BROKEN = """
+import torch
+
+def made():
+    raise KeyError("my own mistake")
+
+def step(model, batch):
+    return (model(batch) @ torch.zeros(7, 3)).sum()
+
+def ran():
+    return torch.nn.Linear(4, 4), torch.zeros(2, 4), step
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "last"),
+    [
+        (BROKEN, "made", "raise KeyError(\"my own mistake\")\nKeyError: 'my own mistake'"),
+        (BROKEN, "ran", "RuntimeError: a and b must have same reduction dim, but got [2, 4] X [7, 3]."),
+        ("def made(:", "made", "SyntaxError: invalid syntax"),
+    ],
+    ids=["made", "ran", "syntax"],
+)
+def test_an_error_of_the_users_code_is_shown_without_our_internals(module, function, last, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text(module)
+    done = memtools("estimate", f"broken:{function}", "--engine", "simulation")
+    assert done.returncode == 1
+    places = re.findall(r'^  File "(.*?)"', done.stderr, flags=re.MULTILINE)
+    assert places
+    assert {Path(place).name for place in places} == {"broken.py"}
+    assert re.sub(r"\n +", "\n", done.stderr).strip().endswith(last)
+
+
+def test_an_error_of_ours_is_shown_with_its_frames(capsys):
+    def faulty():
+        estimate.optimizer_of(3)
+
+    with pytest.raises(TypeError) as caught:
+        faulty()
+    print_error(caught.value)
+    assert "in optimizer_of" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_command_with_one_line(tmp_path):
