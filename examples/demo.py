@@ -1,11 +1,7 @@
 """What this project is for, in a minute: train, run out of memory, fit, meet a NaN, and find its cause.
 
-scikit-learn's handwritten digits on a simulated GPU of 40 MiB, small enough that memory matters.
-
-    python examples/demo.py [--logs logs]
+python examples/demo.py [--logs logs]   learns scikit-learn's handwritten digits on a simulated GPU of 40 MiB
 """
-
-from __future__ import annotations
 
 import argparse
 import logging
@@ -21,17 +17,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_memtools import (
-    BatchSizeTuner,
-    GradientCheckpointing,
-    HaltOnNaN,
-    MemoryMonitor,
-    NonFiniteError,
-    OOMReport,
-    VirtualDevice,
-    default_callbacks,
-    replay,
-)
+import lightning_memtools as memtools
+
+SETTINGS: dict[str, Any] = {"accelerator": "cpu", "log_every_n_steps": 1, "enable_checkpointing": False}
+SETTINGS |= {"enable_model_summary": False, "enable_progress_bar": False}
 
 
 class TunedDigits(DigitClassifier):
@@ -53,8 +42,7 @@ class Standardized(DigitClassifier):
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Logits."""
-        scale = pictures.std(dim=(1, 2, 3), keepdim=True)
-        return super().forward(pictures / (scale + self.eps))
+        return super().forward(pictures / (pictures.std(dim=(1, 2, 3), keepdim=True) + self.eps))
 
 
 class Mended(Standardized):
@@ -65,17 +53,10 @@ class Mended(Standardized):
 
 def fit(logs: str, model: L.LightningModule, callbacks: list[L.Callback], *data: Any, epochs: int = 1) -> None:
     """Train on the simulated GPU."""
-    with VirtualDevice("40MiB"):  # leave this line out where you have a GPU
-        L.Trainer(
-            max_epochs=epochs,
-            accelerator="cpu",
-            logger=TensorBoardLogger(logs, name=""),
-            log_every_n_steps=1,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-            callbacks=callbacks,
-        ).fit(model, *data)
+    L.seed_everything(0, verbose=False)  # each scene by itself, whatever was drawn before
+    with memtools.VirtualDevice("40MiB"):  # leave this line out where you have a GPU
+        trainer = L.Trainer(logger=TensorBoardLogger(logs, name=""), max_epochs=epochs, callbacks=callbacks, **SETTINGS)
+        trainer.fit(model, *data)
 
 
 def main() -> None:
@@ -89,27 +70,26 @@ def main() -> None:
     train, val, _ = loaders(256)
 
     print("\n1. Train with batches of 256 on a simulated GPU of 40 MiB.")
-    fit(f"{logs}/1-train", DigitClassifier(), default_callbacks(), train, val, epochs=4)
+    fit(f"{logs}/1-train", DigitClassifier(), memtools.default_callbacks(), train, val, epochs=4)
 
     print("\n2. With batches of 1024 it runs out of memory. The report says what filled the device and what helps.")
     with suppress(torch.OutOfMemoryError):
-        fit(f"{logs}/2-out-of-memory", TunedDigits(1024), [OOMReport()])
+        fit(f"{logs}/2-out-of-memory", TunedDigits(1024), [memtools.OOMReport()])
 
     print("\n3. Two callbacks more: recompute activations, and find the largest batch that fits.")
     model = TunedDigits(256)
-    checkpointing, tuner = GradientCheckpointing(bn_dropout="recompute"), BatchSizeTuner(max_trials=5)
-    fit(f"{logs}/3-fits", model, [MemoryMonitor(), checkpointing, tuner])
+    checkpointing, tuner = memtools.GradientCheckpointing(bn_dropout="recompute"), memtools.BatchSizeTuner(max_trials=5)
+    fit(f"{logs}/3-fits", model, [memtools.MemoryMonitor(), checkpointing, tuner])
     print(f"It trains with batches of {model.batch_size}.")
 
     print("\n4. One empty picture among the digits: the loss becomes NaN. The step, operation and sample are named.")
     train.dataset.dataset.tensors[0][train.dataset.indices[700]] = 0.0  # type: ignore[attr-defined]
     try:
-        fit(f"{logs}/4-nan", Standardized(), [HaltOnNaN()], train)
-    except NonFiniteError as error:
-        capsule = str(error.capsule_path)
+        fit(f"{logs}/4-nan", Standardized(), [memtools.HaltOnNaN()], train)
+    except memtools.NonFiniteError as error:
         print("\n5. The bad step again from its file, with the class as it was and with a mended one.")
-        print(f"the same in every bit: {replay(capsule, model=Standardized()).exact}")
-        print(f"finite with the mended class: {replay(capsule, model=Mended()).is_finite}")
+        print(f"the same in every bit: {memtools.replay(str(error.capsule_path), model=Standardized()).exact}")
+        print(f"finite with the mended class: {memtools.replay(str(error.capsule_path), model=Mended()).is_finite}")
 
     print(f"\n{len([*Path(logs).rglob('memtools/*.md')])} reports lie below {logs}; charts and reports:")
     print(f"tensorboard --logdir {logs}   then open http://localhost:6006/#lightning_memtools")

@@ -19,7 +19,7 @@ def test_every_script_is_on_the_page_and_short():
     scripts = {path.name: path.read_text("utf-8") for path in (ROOT / "examples").glob("*.py")}
     assert set(scripts) - {"digits.py"} == set(SHOWN)
     for name, text in scripts.items():
-        assert name in {"digits.py", "demo.py"} or len(text.splitlines()) < 100, name
+        assert len(text.splitlines()) < 100, name
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN))

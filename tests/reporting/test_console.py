@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+
+from lightning_memtools.reporting.console import progress_printed
 
 SCRIPT = """
 import sys, time
@@ -48,3 +52,18 @@ def test_characters_that_an_encoding_lacks_are_replaced(encoding, tmp_path):
     done = run(tmp_path, PYTHONIOENCODING=encoding, shell="| iconv -f " + encoding + " -t utf-8")
     path = "gr??e" if encoding == "ascii" else "größe"
     assert f"a path: /tmp/{path}\n[bold]no markup[/bold]\n" in done.stdout
+
+
+def test_work_that_takes_long_says_what_it_does_and_no_more_after_its_end(capsys):
+    doing, seen = "trying batches of 2", ""
+    with progress_printed(lambda: f"BatchSizeTuner is {doing}", after_s=0.0, every_s=0.01):
+        for doing in (doing, "trying batches of 64"):  # noqa: B020, the function above reads it
+            deadline = time.monotonic() + 60
+            while f"BatchSizeTuner is {doing} (" not in seen and time.monotonic() < deadline:
+                seen += capsys.readouterr().out
+        assert "trying batches of 64" in seen
+        assert "trying batches of 2 (" in seen
+    assert "memtools-progress" not in {thread.name for thread in threading.enumerate()}
+    with progress_printed(lambda: "never", after_s=600):
+        pass
+    assert "never" not in capsys.readouterr().out

@@ -191,8 +191,15 @@ class StageSearch:
 
     def _note_on_limits(self, stage: Stage, limits: SizeLimits) -> list[str]:
         """Returns a sentence if something else than memory and `max_val` forbids the next larger size."""
-        reasons = limits.reasons_against((self._sizes[stage] or 0) + self._settings.multiple_of)
-        return [f"The size for {stage} is limited by {' and '.join(reasons)}."] if reasons else []
+        size = self._sizes[stage] or 0
+        reasons = limits.reasons_against(size + self._settings.multiple_of)
+        notes = [f"The size for {stage} is limited by {' and '.join(reasons)}."] if reasons else []
+        if stage == "train" and limits.n_samples is not None and size == limits.n_samples:
+            notes.append(
+                f"LIMITED BY THE SIZE OF THE DATASET: one batch of {size} is a whole epoch, so weights are updated "
+                "once in it. Set max_val, or effective_batch_size, to the largest batch that you want to train with."
+            )
+        return notes
 
     def _note_on_trials(self, stage: Stage, limits: SizeLimits, trials: Sequence[SizeTrial]) -> list[str]:
         """Returns a sentence if the search would have gone on but for `max_trials`."""

@@ -66,7 +66,7 @@ class TunerSettings:
             raise ValueError(f"max_val={max_val} is below multiple_of={multiple_of}: no size is left. Raise max_val.")
         if not _several(stages) or not stages or not all(stage in STAGES for stage in stages):
             raise ValueError(f"stages={stages!r} must be a sequence of some of {', '.join(STAGES)}.")
-        names = list(batch_arg_name) if _several(batch_arg_name) else [batch_arg_name]
+        names: list[Any] = list(batch_arg_name) if _several(batch_arg_name) else [batch_arg_name]
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError(f"batch_arg_name={batch_arg_name!r} names no attribute. Give a name, or several.")
         if not _several(at_epochs) or not all(is_count(epoch, least=0) for epoch in at_epochs):

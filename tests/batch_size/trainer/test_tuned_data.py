@@ -94,6 +94,9 @@ def test_a_dataset_smaller_than_the_batch_gives_one_batch(tmp_path):
     assert tuner.result.sizes == {"train": 20, "val": 20}
     assert run.global_step == 1
     assert any("number of samples" in note for note in tuner.result.notes)
+    (loud,) = (note for note in tuner.result.notes if note.startswith("LIMITED BY THE SIZE OF THE DATASET"))
+    assert "one batch of 20 is a whole epoch" in loud
+    assert "Set max_val" in loud
 
 
 def test_no_last_batch_of_one_sample_in_front_of_batchnorm(tmp_path):
