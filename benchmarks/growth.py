@@ -126,7 +126,7 @@ def merge_ranks_s(n_ranks: int) -> float:
     """
     values = {f"memory/{name}": 1.5 for name in range(20)}
     written: list[list[Any]] = []
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=n_ranks)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=n_ranks)  # type: ignore[attr-defined]
     try:
         for rank in reversed(range(n_ranks)):
             with mock.patch.object(ranks, "_rank_and_world_size", return_value=(rank, n_ranks)):
