@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import re
 import runpy
 import signal
 import subprocess
@@ -197,6 +198,25 @@ def test_json_is_all_that_is_printed_and_a_snapshot_is_torchs_own(script, tmp_pa
     assert "hello" in done.stderr
     snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())  # noqa: S301, torch's own
     assert [one["action"] for one in snapshot["device_traces"][0]] == ["segment_alloc", "alloc"]
+
+
+def test_the_block_of_the_manual_runs(script, capsys):
+    script("import sys, torch\nx = torch.empty(int(sys.argv.pop()) * 2**20, dtype=torch.uint8, device='cuda')\n")
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "dry-run.md").read_text(), re.DOTALL)
+    exec(block, {})  # noqa: S102, our own page
+    printed = capsys.readouterr().out
+    assert printed.startswith("True ")
+    assert "64.0 MiB" in printed  # --batch-size 64
+
+
+def test_a_module_is_run_by_its_name_and_writes_where_it_is_told_to(script, tmp_path):
+    script(TRAINER)
+    done = command("--directory", "elsewhere", "--steps", "1", "-m", "train")
+    assert done.returncode == 0, done.stderr
+    assert "steps 1" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"train.py", "elsewhere"}
+    assert [*Path("elsewhere").rglob("metrics.csv")]
+    assert str(tmp_path / "elsewhere") in done.stdout.replace("\n", "")
 
 
 def test_a_script_that_never_trains_is_told_so(script):
