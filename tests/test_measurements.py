@@ -50,6 +50,8 @@ def test_the_figures_are_those_of_the_results():
 
 
 def test_the_table_of_growth_is_that_of_the_results():
+    assert "None is above 1." in GROWTH
     for name, one in RESULTS["growth"]["cases"].items():
+        assert one["exponent"] <= 1
         sizes, costs = (", ".join(f"{value:g}" for value in values) for values in (one["sizes"], one["processor_ms"]))
         assert f"| {name} | {one['size']}: {sizes} | {costs} | {one['exponent']} |" in GROWTH
