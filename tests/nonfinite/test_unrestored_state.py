@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -233,3 +234,66 @@ def test_values_that_contain_themselves_and_large_ones_end() -> None:
     model.ring.append(2)
     model.owner.n = 2
     assert state.changed()[0][:2] == ["attribute ring (a list)", "attribute owner (an object of Schedule)"]
+
+
+class Loads(Mapping[str, Tensor]):
+    """A mapping that loads what it is asked for, as of a file of features; and counts that."""
+
+    def __init__(self) -> None:
+        self.n_loaded = 0
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.n_loaded += 1
+        return torch.ones(3)
+
+    def __iter__(self) -> Iterator[str]:
+        return (str(n) for n in range(len(self)))
+
+    def __len__(self) -> int:
+        return 1000
+
+
+class Connects:
+    """An object that answers for another one far away."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.asked.append(name)
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("make", [Loads, Connects, lambda: [Connects()]])
+def test_to_look_at_the_objects_that_a_module_holds_runs_no_code_of_theirs(make: Any, tmp_path: Path) -> None:
+    model = Regression()
+    model.features = make()
+    trainer(tmp_path, HaltOnNaN(), logger=False).fit(model, loader(8))
+    OutsideState(model).changed()
+    assert not isinstance(model.features, Loads) or model.features.n_loaded == 0
+    assert Connects.asked == []
+
+
+@functools.lru_cache
+def cached(n: int) -> float:
+    return float("nan") if n == BAD else 1.0
+
+
+class Caches(Regression):
+    """Keeps what a function gave; in a rerun it is not computed again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        before = cached.cache_info().misses
+        factor = cached(batch_idx)
+        is_new = cached.cache_info().misses > before
+        return self.loss(batch) * (factor if is_new else 1.0)
+
+
+def test_a_cache_that_a_step_fills_is_named_and_not_the_hardware(tmp_path: Path) -> None:
+    cached.cache_clear()
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(tmp_path, HaltOnNaN(), logger=False).fit(Caches(), loader(64))
+    assert (caught.value.step, caught.value.cause) == (BAD, NonFiniteCause.NOT_REPRODUCIBLE)
+    assert "global cached" in str(caught.value)
+    assert "hardware" not in str(caught.value)

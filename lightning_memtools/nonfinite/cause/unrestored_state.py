@@ -237,16 +237,20 @@ def _part(value: Any) -> tuple[Any, list[Any]] | None:  # noqa: PLR0911, one ret
 
 
 def _inner(value: Any) -> list[Any] | None:
-    """Return the parts of a value, in an order that stays; None where they cannot be seen."""
-    if hasattr(value, "cache_info"):
+    """Return the parts of a value, in an order that stays; None where they cannot be seen.
+
+    No code of the user's runs: a mapping may load a data set when its items are asked for.
+    """
+    if hasattr(type(value), "cache_info"):
         return [value.cache_info().currsize]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.items()]
     if isinstance(value, IOBase) or hasattr(type(value), "__next__") or generator_state(value) is not None:
         return None
     attributes = [part for item in attributes_of(value).items() for part in item]
-    if isinstance(value, Mapping):
-        return [*attributes, *(part for item in value.items() for part in item)]
-    if isinstance(value, (list, tuple, deque)):
-        return [*attributes, *value]
+    if isinstance(value, dict):
+        return [*attributes, *(part for item in dict.items(value) for part in item)]
+    kind: Any = next((each for each in (list, tuple, deque) if isinstance(value, each)), None)
+    if kind is not None:
+        return [*attributes, *kind.__iter__(value)]
     return attributes if hasattr(value, "__dict__") or attributes else None
