@@ -6,7 +6,10 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from secrets import token_bytes
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -195,17 +198,26 @@ def test_the_hardware_is_blamed_where_all_that_is_read_is_proved_the_same(
     assert "tensors that it reads are proved to be the same, by digests of their bits" in text
 
 
-def test_a_step_that_looks_at_the_clock_is_not_proved_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("clock", "named"),
+    [
+        (lambda: time.time(), "global time (the clock)"),  # noqa: PLW0108, it names the module
+        (lambda: perf_counter(), "global perf_counter (the clock)"),  # noqa: PLW0108, it names the function
+        (lambda: datetime.now(UTC), "global datetime (the clock)"),
+        (lambda: token_bytes(1), "global token_bytes (the system's random numbers)"),
+    ],
+)
+def test_a_step_that_looks_at_the_clock_is_not_proved_the_same(clock: Any, named: str, tmp_path: Path) -> None:
     class Timed(Settled):
         flips = 1
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.began = time.time()
+            self.began = clock()
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(NonFiniteError) as caught:
         trainer(tmp_path, HaltOnNaN(), logger=False).fit(Timed(), loader(64))
-    assert "global time (the clock)" in str(caught.value)
+    assert named in str(caught.value)
     assert "hardware" not in str(caught.value)
 
 

@@ -43,8 +43,10 @@ _NOT_IN_A_STEP = {
     "__init__", "__new__", "setup", "prepare_data", "configure_model", "configure_optimizers", "train_dataloader",
     "val_dataloader", "test_dataloader", "predict_dataloader", "validation_step", "test_step", "predict_step",
 }  # fmt: skip
-_OUTSIDE = {"time": "the clock", "secrets": "the system's random numbers", "uuid": "the system's random numbers",
-            "socket": "a connection", "requests": "a connection"}  # fmt: skip
+_OUTSIDE = {
+    "time": "the clock", "datetime": "the clock", "secrets": "the system's random numbers",
+    "uuid": "the system's random numbers", "socket": "a connection", "requests": "a connection",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -142,10 +144,10 @@ def _read_by(function: types.FunctionType | None, seen: set[int]) -> Iterator[tu
     seen.add(id(function))
     names = _names_in(function.__code__)
     for name, value in _surroundings(function, names).items():
-        if isinstance(value, types.FunctionType):
+        if (source := _source_of(value)) in _OUTSIDE:
+            yield name, _Held(_OUTSIDE[source], None)
+        elif isinstance(value, types.FunctionType):
             yield from _read_by(value, seen)
-        elif isinstance(value, types.ModuleType) and value.__name__ in _OUTSIDE:
-            yield name, _Held(_OUTSIDE[value.__name__], None)
         elif (held := _held(value)) is not None:
             yield name, held
     if "open" in names and "open" not in function.__globals__:
@@ -161,6 +163,13 @@ def _surroundings(function: types.FunctionType, names: Collection[str]) -> dict[
         if isinstance(value, types.ModuleType) and owner_of(getattr(value, "__file__", None) or "<") == "user":
             found.update({f"{name}.{key}": each for key, each in vars(value).items() if key in names})
     return found
+
+
+def _source_of(value: Any) -> str:
+    """Return the name of a module, or of that of a function or class; else ""."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    return str(value.__module__) if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) else ""
 
 
 def _names_in(code: types.CodeType) -> set[str]:
