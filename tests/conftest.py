@@ -12,6 +12,8 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_memtools.memory.virtual import VirtualDevice
+
 # The models are small: a second thread would only wait, and slow down what runs beside it.
 torch.set_num_threads(1)
 
@@ -65,3 +67,16 @@ def _no_hook_on_all_modules_is_left() -> Iterator[None]:
     for each in hooks:
         each.clear()
     assert not left
+
+
+@pytest.fixture(autouse=True)
+def _no_virtual_device_is_left() -> Iterator[None]:
+    """Fail the test that leaves a VirtualDevice entered, and not those after it, which would count twice."""
+    module_call = torch.nn.Module.__call__
+    yield
+    left = []
+    while (device := VirtualDevice.current()) is not None:
+        left.append(device)
+        device.__exit__()
+    assert not left
+    assert torch.nn.Module.__call__ is module_call

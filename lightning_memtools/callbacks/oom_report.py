@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from lightning_memtools._lightning import EitherCallback, forget_batch, training_step
 from lightning_memtools.callbacks.oom_report_run import failed_run_of, progress_of
+from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory, worker_out_of_memory
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
-from lightning_memtools.oom.release_failed_step import forget_frames, release_cached
+from lightning_memtools.oom.release_failed_step import release_cached
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import report_directory
 from lightning_memtools.reporting.loggers import log_text

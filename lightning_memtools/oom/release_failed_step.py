@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import tree_leaves
+from lightning_memtools.memory.error_frames import forget_frames, variables_of
 from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
 from lightning_memtools.memory.leaks.leak_detector import LivingTensor, TensorCensus
 from lightning_memtools.memory.memory_releaser import free_failed_backward
@@ -86,17 +87,6 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
     return FailedStepRelease(max(0, before - after), after, owned, tuple(holders))
 
 
-def forget_frames(error: BaseException) -> None:
-    """Let go of the local variables in the frames of an error, and of those of errors that it was raised from.
-
-    Frames that still run keep theirs. The traceback still tells where the error came from.
-    """
-    for one in error_chain(error):
-        traceback.clear_frames(one.__traceback__)
-        for frame, _ in traceback.walk_tb(one.__traceback__):
-            _variables(frame)  # empties the snapshot that whoever looked for the module in a frame has left there
-
-
 def release_cached(device: torch.device) -> None:
     """Free what autograd keeps of a failed backward pass, and give cached blocks back to the device."""
     with uncounted():
@@ -126,20 +116,10 @@ def _running_frames_of(error: BaseException) -> list[FrameType]:
 def _models_of(error: BaseException) -> list[nn.Module]:
     """Return the models that local variables of the error's frames are, without parts of other models."""
     frames = [frame for one in error_chain(error) for frame, _ in traceback.walk_tb(one.__traceback__)]
-    values = [value for frame in frames for value in _variables(frame).values()]
+    values = [value for frame in frames for value in variables_of(frame).values()]
     found = list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
     parts = {id(part) for one in found for part in one.modules() if part is not one}
     return [one for one in found if id(one) not in parts]
-
-
-def _variables(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame."""
-    snapshot = frame.f_locals
-    variables = dict(snapshot)
-    # Until Python 3.13 the frame keeps the snapshot, and with it what the function deletes later.
-    if type(snapshot) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        snapshot.clear()
-    return variables
 
 
 def _held_on(
@@ -153,7 +133,7 @@ def _held_on(
     variables = {
         found[0]: f"`{name}` in {frame.f_code.co_name} ({short_path(frame.f_code.co_filename)}:{frame.f_lineno})"
         for frame in running
-        for name, value in _variables(frame).items()
+        for name, value in variables_of(frame).items()
         for tensor in tree_leaves(value)
         if isinstance(tensor, Tensor) and (found := storage_of(tensor)) is not None
     }

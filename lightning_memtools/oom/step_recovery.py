@@ -12,10 +12,11 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_memtools._torch import AnyBatchNorm, AnyDropout, StatisticsNorm
+from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.oom.batch_parts import CannotSplitError, join_parts, n_samples_in, split_batch, weighted_mean
-from lightning_memtools.oom.release_failed_step import forget_frames, release_cached
+from lightning_memtools.oom.release_failed_step import release_cached
 from lightning_memtools.oom.step_start import BatchStep, RandomReader, StepBuffers, StepStart
 
 LossKind = Literal["auto", "mean", "sum"]

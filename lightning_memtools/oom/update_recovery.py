@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.nonfinite.update_veto import StateKeys
-from lightning_memtools.oom.release_failed_step import forget_frames, release_cached, uncounted
+from lightning_memtools.oom.release_failed_step import release_cached, uncounted
 
 # Adam makes two states and the foreach path one temporary of the parameters' size, AMSGrad one more of each; and the
 # allocator cannot use every gap.

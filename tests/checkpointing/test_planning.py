@@ -273,15 +273,18 @@ def test_chains_within_other_chains_are_taken_where_the_outer_one_gains_nothing(
     assert plan.peak_bytes < 0.6 * plan.plain_peak_bytes
 
 
+class Stage(nn.Module):
+    """Layers within a forward of its own, which needs the input after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = encoder(3, 0.0)
+
+    def forward(self, x):
+        return self.body(x) + x.mean()
+
+
 def test_without_a_budget_every_depth_of_nesting_is_compared():
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = encoder(3, 0.0)
-
-        def forward(self, x):
-            return self.body(x) + x.mean()
-
     model, x = nn.Sequential(*[Stage() for _ in range(4)]), torch.empty(16, 24, 32)
     outer = plan_checkpoints(model, x, include=["[0-3]"])
     inner = plan_checkpoints(model, x, include=["*.body"])
@@ -298,14 +301,6 @@ def test_without_a_budget_every_depth_of_nesting_is_compared():
 
 
 def test_tensors_that_the_code_around_a_layer_refers_to_are_part_of_what_it_needs():
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = encoder(3, 0.0)
-
-        def forward(self, x):
-            return self.body(x) + x.mean()
-
     model, x = nn.Sequential(*[Stage() for _ in range(2)]), torch.empty(16, 24, 32)
     step = TracedStep(model, (x,), lambda copy, args: copy(*args))
     chains = [

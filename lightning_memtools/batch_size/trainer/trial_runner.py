@@ -7,7 +7,6 @@ import gc
 import io
 import itertools
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,9 +42,9 @@ from lightning_memtools.batch_size.trainer.trial_probe import (
     outcome_without_error,
     reading_of,
 )
+from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
-from lightning_memtools.memory.oom_errors import error_chain
 from lightning_memtools.memory.peaks import Stage, peak_counter
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -283,10 +282,9 @@ class TrialRunner:
                     probe.eval_batches = batches_in_evaluation(loop_of(trainer, stage))
                     loop_of(trainer, stage).run()
         except TrialOver as over:
-            traceback.clear_frames(over.__traceback__)
+            forget_frames(over)
         except BaseException as error:  # noqa: BLE001, the user's errors are raised again once all ranks know of them
-            for one in error_chain(error):
-                traceback.clear_frames(one.__traceback__)
+            forget_frames(error)
             return outcome_of_error(error, stage, probe)
         return TrialOutcome()
 

@@ -21,10 +21,14 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replaces attributes, and restores them in the opposite order; restoring twice does no harm."""
+    """Replaces attributes, and restores them in the opposite order; restoring twice does no harm.
+
+    Other code may have kept a new function, and may set it again later. So each asks `undone` whether it still counts.
+    """
 
     def __init__(self) -> None:
         self._done: list[tuple[Any, str, Any, Any]] = []
+        self.undone = False
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Set ``owner.name`` to ``make(original)``, which keeps the original's name and docstring."""
@@ -37,6 +41,7 @@ class Patches:
 
     def undo(self) -> None:
         """Restore everything, except attributes that other code has replaced since: its function calls ours."""
+        self.undone = True
         while self._done:
             owner, name, own, new = self._done.pop()
             if vars(owner).get(name) is not new:
@@ -57,7 +62,7 @@ def behave_like_cuda(patches: Patches) -> None:
     def make_dropout(original: Any) -> Any:
         def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002, torch's name
             # The condition of is_fused_kernel_acceptable in ATen/native/Dropout.cpp.
-            if train and 0 < p < 1 and input.numel() > 0:
+            if train and 0 < p < 1 and input.numel() > 0 and not patches.undone:
                 return torch.native_dropout(input, p, train)[0]
             out: torch.Tensor = original(input, p, train)
             return out
@@ -90,8 +95,9 @@ class EagerCompilation:
 
         def make(original: Any) -> Any:
             def compile_(*args: Any, **kwargs: Any) -> Any:
-                self.say()
-                self._force_eager()
+                if not patches.undone:
+                    self.say()
+                    self._force_eager()
                 return original(*args, **kwargs)
 
             return compile_

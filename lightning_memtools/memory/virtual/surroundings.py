@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memtools.memory.virtual.accounting_mode import FindMode
+from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindMode
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.loaders import watch_loaders
 from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER, OUTSIDE, ModuleScopes
@@ -195,7 +195,11 @@ class DeviceHooks:
 
     def begin(self) -> None:
         """Replace the functions and add the hooks."""
-        patches, find = self._patches, self._find
+        patches = self._patches = Patches()
+
+        def find() -> AccountingMode | None:
+            return None if patches.undone else self._find()
+
         watch_modules(patches, find, self._compilation.say)
         watch_storages(patches, find)
         watch_threads(patches, find, self._run_counted)

@@ -69,17 +69,24 @@ def test_accumulation_does_not_multiply_the_work(tmp_path):
 
 
 def test_a_search_that_takes_longer_says_which_trial_it_is_at(tmp_path, capsys):
+    line = r"BatchSizeTuner is trying batches of 4 in train, trial 1 \(\d+ s so far\)"
+    said = [""]
+
     class Slow(Small):
         def training_step(self, batch, batch_idx):
-            if batch_idx == 0 and any(isinstance(c, TrialProbe) for c in self.trainer.callbacks):
+            if any(isinstance(c, TrialProbe) for c in self.trainer.callbacks):
                 sys.stdout.write("of the trial")
-                time.sleep(2.5)
+                # Preparing may itself take longer than the first line waits: the next line comes ten seconds after it.
+                deadline = time.monotonic() + 60
+                while not re.search(line, said[0]) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    said[0] += capsys.readouterr().out
             return super().training_step(batch, batch_idx)
 
     fit(tmp_path, Tuner(stages=("train",), init_val=4, max_trials=1), Slow())
-    said = capsys.readouterr().out
-    assert re.search(r"BatchSizeTuner is trying batches of 4 in train, trial 1 \(\d+ s so far\)", said)
-    assert "of the trial" not in said
+    said[0] += capsys.readouterr().out
+    assert re.search(line, said[0])
+    assert "of the trial" not in said[0]
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

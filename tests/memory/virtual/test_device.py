@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -244,7 +245,7 @@ def test_after_exit_tensors_are_still_freed_and_new_ones_are_not_counted() -> No
 def test_a_later_patch_by_other_code_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     device = VirtualDevice()
-    original = nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)  # restored after the test
     device.__enter__()
     ours = nn.Module.__call__
 
@@ -252,12 +253,38 @@ def test_a_later_patch_by_other_code_is_left_alone(monkeypatch: pytest.MonkeyPat
         calls.append(self)
         return ours(self, *args)
 
-    monkeypatch.setattr(nn.Module, "__call__", theirs)
+    nn.Module.__call__ = theirs  # type: ignore[method-assign, assignment]
     device.__exit__()
     assert nn.Module.__call__ is theirs
     nn.ReLU()(torch.ones(1))
     assert len(calls) == 1
-    nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def test_functions_of_a_device_that_was_left_do_nothing_where_other_code_sets_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = [(nn.Module, "__call__"), (torch, "compile"), (torch, "dropout"), (torch, "frombuffer")]
+    with VirtualDevice(cuda_like=True):
+        stale = [getattr(owner, name) for owner, name in watched]
+    for (owner, name), function in zip(watched, stale, strict=True):
+        assert getattr(owner, name) is not function
+        monkeypatch.setattr(owner, name, function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the warning that compiled code runs eagerly
+        net: Any = torch.compile(nn.Linear(8, 8), backend="eager")
+        assert net(torch.ones(1, 8)).shape == (1, 8)
+    with VirtualDevice() as device, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        net(torch.ones(1, 8))
+        kept = torch.frombuffer(bytearray(1000), dtype=torch.uint8)
+        assert allocated(device) == 1024
+        del kept
+    assert len(said) == 1
+    torch.manual_seed(0)
+    dropped = torch.dropout(torch.ones(1000), 0.5, train=True)
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    assert torch.equal(dropped, torch.dropout(torch.ones(1000), 0.5, train=True))
 
 
 def test_tracking_brings_parameters_gradients_buffers_and_optimizer_state() -> None:
