@@ -253,7 +253,7 @@ def test_a_later_patch_by_other_code_is_left_alone(monkeypatch: pytest.MonkeyPat
         calls.append(self)
         return ours(self, *args)
 
-    nn.Module.__call__ = theirs  # type: ignore[method-assign, assignment]
+    nn.Module.__call__ = theirs  # type: ignore[method-assign]
     device.__exit__()
     assert nn.Module.__call__ is theirs
     nn.ReLU()(torch.ones(1))
