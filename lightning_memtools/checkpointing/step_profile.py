@@ -20,8 +20,8 @@ from lightning_memtools.checkpointing.key_value_caches import caches_off
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Unit
 from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.reachable_variables import variables_of_hooks
 from lightning_memtools.memory.virtual.categories import Category
-from lightning_memtools.simulation.hook_variables import hook_variables
 from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
 
 
@@ -351,7 +351,7 @@ def _state_of(model: nn.Module) -> dict[tuple[int, str], Any]:
                 found[id(part), name] = str(len(value))
             else:
                 _note(found, (id(part), name), value)
-        for variable in hook_variables(part):
+        for variable in variables_of_hooks(part):
             name, value = f"{variable.name} (of a hook)", variable.value
             if isinstance(value, (list, dict, set, deque)):
                 # The elements too: a list of what was seen may be emptied at the beginning of each step.

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from lightning_memtools._torch import (
     UnsupportedOperatorException,
 )
 from lightning_memtools.doctor.training_case import TrainingCase
-from lightning_memtools.memory.leaks.holders import content_of
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.reachable_variables import variables_named_by
 from lightning_memtools.memory.user_code import CodeLine, line_on_stack, owner_of, user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange
@@ -200,27 +201,16 @@ def _variables_restored(function: Any) -> Iterator[None]:
 
     Those are closures and globals that it names, and the contents of lists, dicts and sets among them.
     """
-    code = getattr(function, "__code__", None)
-    if code is None:
-        yield
-        return
-    cells = [(cell, content_of(cell)) for cell in function.__closure__ or ()]
-    space = function.__globals__
-    bound = {name: space[name] for name in code.co_names if name in space}
-    containers = [
-        (value, value.copy())
-        for value in (*(value for _, value in cells), *bound.values())
-        if type(value) in {list, dict, set, deque}
-    ]
+    function = getattr(function, "__func__", function)
+    variables = variables_named_by(function) if isinstance(function, FunctionType) else ()
+    before = [(variable, variable.value) for variable in variables]
+    containers = [(value, value.copy()) for _, value in before if type(value) in {list, dict, set, deque}]
     try:
         yield
     finally:
-        for cell, value in cells:
-            if content_of(cell) is not value:
-                cell.cell_contents = value
-        for name, value in bound.items():
-            if space.get(name) is not value:
-                space[name] = value
+        for variable, value in before:
+            if variable.value is not value:
+                variable.put(value)
         for container, content in containers:
             container.clear()
             container.extend(content) if isinstance(container, (list, deque)) else container.update(content)

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import FakeTensorMode, storage_id
-from lightning_memtools.simulation.hook_variables import HookVariable, hook_variables
+from lightning_memtools.memory.reachable_variables import ReachableVariable, variables_of_hooks
 
 # Objects whose attributes are left alone: they belong to the program, not to the model.
 _OPAQUE = (
@@ -194,7 +194,7 @@ def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tu
 
 def _exchange_of_hooks(module: nn.Module, exchange: TensorExchange, noted: list[tuple[Any, Any]]) -> Iterator[Any]:
     """Exchange the variables of a module's hooks that are tensors, and yield the values of all."""
-    for variable in hook_variables(module):
+    for variable in variables_of_hooks(module):
         value = variable.value
         noted.append((variable, value))
         if isinstance(value, torch.Tensor):
@@ -229,7 +229,7 @@ def _exchanged(value: Any, exchange: TensorExchange) -> Any:
 
 
 def _put_back(container: Any, content: Any) -> None:
-    if isinstance(container, HookVariable):
+    if isinstance(container, ReachableVariable):
         container.put(content)
     elif isinstance(container, (list, deque)):
         container.clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.finite_checks import floats_of, gradients_of, measure, norms_of
+from lightning_memtools.nonfinite.finite_checks import floats_of, gradients_of, measure, measure_and_read, norms_of
 
 
 def test_norms_are_those_of_torch_for_every_type_in_one_call():
@@ -51,6 +51,30 @@ def test_measure_lists_total_losses_and_norms():
     assert measure(gradients, [torch.tensor(0.5), torch.tensor(0.25)]).tolist() == [5, 0.5, 0.25, 3, 4]
     assert measure([], [torch.tensor(0.5)]).tolist() == [0, 0.5]
     assert measure([], []) is None
+
+
+FEW = {
+    "plain": lambda: [torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor(12.0)],
+    "in float64": lambda: [torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([12.0], dtype=torch.float64)],
+    "of several types": lambda: [torch.tensor([3.0, 4.0]), torch.tensor([12.0], dtype=torch.bfloat16)],
+    "with gaps": lambda: [torch.tensor([[3.0, 9.0], [4.0, 9.0]])[:, 0], torch.tensor([[12.0, 0.0]]).T],
+    "with a graph": lambda: [torch.tensor([3.0, 4.0], requires_grad=True) * 1, torch.tensor([12.0])],
+    "without memory": lambda: [torch.tensor([3.0, 4.0]), torch.tensor([12.0]), torch._efficientzerotensor((3,))],
+    "without elements": lambda: [torch.tensor([3.0, 4.0]), torch.tensor([12.0]), torch.zeros(0)],
+}
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_the_norm_of_a_few_small_tensors_is_right_for_every_kind(kind):
+    assert measure_and_read(FEW[kind](), [torch.tensor(0.5)])[:2] == pytest.approx([13, 0.5])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_few_small_tensors_are_measured_one_by_one_where_their_norm_is_not_finite(bad):
+    norm, loss, *norms = measure_and_read([torch.tensor([1.0, bad]), torch.tensor([2.0])], [torch.tensor(0.5)])
+    assert not math.isfinite(norm)
+    assert loss == 0.5
+    assert [math.isfinite(each) for each in norms] == [False, True]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse (CSR tensor support|invariant checks)")

@@ -73,6 +73,18 @@ def test_what_is_enough_comes_first_and_what_was_not_checked_has_no_number():
     assert "Checked, but does not help:\n\n- useless: no lower peak." in text
 
 
+def test_ties_are_said_on_the_page_and_on_the_console():
+    modules = [("body", 3 * GIB), *((f"layer.{i}", 2 * GIB) for i in range(4)), ("head", GIB)]
+    page = ReportPage(facts=FACTS, modules=modules, modules_traced=True, top=3)
+    assert "| `layer.1` | 2.00 GiB |" in page.markdown()
+    assert "`layer.2`" not in page.markdown()
+    assert "2 more have as much as the last of these." in page.markdown()
+    assert "more have" not in ReportPage(facts=FACTS, modules=modules, modules_traced=True, top=5).markdown()
+    assert "Most activations: body, 3.00 GiB." in page.console()
+    tied = ReportPage(facts=FACTS, modules=modules[1:], modules_traced=True).console()
+    assert "Most activations: layer.0 and 3 more with as much, 2.00 GiB each." in tied
+
+
 def test_the_sizes_of_a_batch_take_no_memory_and_keep_its_nesting():
     batch = {"x": torch.ones(2, 3).t(), "rest": [torch.ones(2), "label"]}
     sizes = sizes_only(batch)

@@ -49,6 +49,10 @@ class TraceEventKind(IntEnum):
     """The peaks were set to the current values."""
     USED_BY_OTHERS = 10
     """The memory that others hold of the device changed (bytes)."""
+    POOL_OPTIONS = 11
+    """A private pool got its options (4 times its number, plus 1 for no_split, plus 2 for use_on_oom)."""
+    DELETE_POOL = 12
+    """A private pool will not be used again, and its unused segments were released (its number)."""
 
 
 @dataclass(frozen=True, slots=True)

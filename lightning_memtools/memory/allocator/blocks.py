@@ -158,18 +158,20 @@ class FreeBlocks:
         stream: The stream whose requests it serves.
         pool: The private pool's number; 0 is the default pool.
         is_small: Whether it serves requests of at most 1 MiB.
+        splits: Whether blocks are cut to the size of a request.
         tally: Counts the memory of the small, or the large, pools.
         keys: One integer per free block, sorted: see `ADDRESS_BITS`.
         blocks: The free blocks, each at its key's index.
         unmapped: Ranges of expandable segments without memory behind them, by address.
     """
 
-    __slots__ = ("blocks", "is_small", "keys", "pool", "stream", "tally", "unmapped")
+    __slots__ = ("blocks", "is_small", "keys", "pool", "splits", "stream", "tally", "unmapped")
 
     def __init__(self, *, stream: int, pool: int, is_small: bool, tally: Tally) -> None:
         self.stream = stream
         self.pool = pool
         self.is_small = is_small
+        self.splits = True
         self.tally = tally
         self.keys: list[int] = []
         self.blocks: list[Block] = []
@@ -203,6 +205,7 @@ class BlockCache:
         whole: Counts over all pools.
         lookups: The number of searches for a large block of the default pool; kept for garbage collection only.
         max_split: Blocks of at least this size are not split.
+        unsplit_pools: The private pools whose blocks are never split.
     """
 
     __slots__ = (
@@ -215,6 +218,7 @@ class BlockCache:
         "lookups",
         "max_split",
         "small",
+        "unsplit_pools",
         "whole",
     )
 
@@ -224,6 +228,7 @@ class BlockCache:
         self.whole = whole
         self.lookups = 0
         self.max_split = _NO_LIMIT if config.max_split_size is None else config.max_split_size
+        self.unsplit_pools: set[int] = set()
         self._rounding = config.max_non_split_rounding or config.large_segment_size
         self._expandable = config.expandable_segments
         self._ages = ages
@@ -238,6 +243,7 @@ class BlockCache:
         if free_blocks is None:
             tally = self.small if is_small else self.large
             free_blocks = FreeBlocks(stream=stream, pool=pool, is_small=is_small, tally=tally)
+            free_blocks.splits = pool not in self.unsplit_pools
             self._pools[key] = free_blocks
         return free_blocks
 
@@ -261,7 +267,8 @@ class BlockCache:
         free_blocks = block.free_blocks
         rest = block.size - size
         was_split = block.prev is not None or block.next is not None
-        if rest and (free_blocks.is_small or self._expandable or (rest > SMALL_LIMIT and size < self.max_split)):
+        is_worth = free_blocks.is_small or self._expandable or (rest > SMALL_LIMIT and size < self.max_split)
+        if rest and is_worth and free_blocks.splits:
             remaining = block.cut(size)
             remaining.age_base = self.lookups
             free_blocks.add(remaining)

@@ -80,6 +80,7 @@ class CachingAllocator:
         self._observer = observer
         self._waiting: list[Block] = []
         self._released_pools: set[int] = set()
+        self._last_resorts: list[int] = []
         self._last_id = 0
         self._syncs = 0
 
@@ -122,7 +123,7 @@ class CachingAllocator:
         if self.trace is not None:
             self.trace.add_malloc(n_bytes, stream, pool, label)
         if self._observer is not None:
-            self._observer("alloc", block.address, n_bytes, free_blocks, label)
+            self._observer("alloc", block.address, n_bytes, block.free_blocks, label)
         return block
 
     def free(self, block: Block) -> None:
@@ -192,7 +193,35 @@ class CachingAllocator:
         """Declare that nobody will use a private pool again, so that `empty_cache` may release its segments."""
         if self.trace is not None:
             self.trace.add(TraceEventKind.RELEASE_POOL, pool)
-        self._released_pools.add(pool)
+        self._release_pool(pool)
+
+    def delete_pool(self, pool: int) -> None:
+        """Do what deleting a ``torch.cuda.MemPool`` does: `release_pool`, and its unused segments are released now."""
+        if self.trace is not None:
+            self.trace.add(TraceEventKind.DELETE_POOL, pool)
+        self._release_pool(pool)
+        self._release_cached([each for each in self._releasable() if each.pool == pool])
+
+    def set_pool_options(self, pool: int, *, no_split: bool = False, use_on_oom: bool = False) -> None:
+        """Give a private pool the options of ``torch.cuda.MemPool``, before anything is allocated from it.
+
+        Args:
+            pool: The pool's number.
+            no_split: Never cut a block to the size of a request: each request gets a whole segment.
+            use_on_oom: Serve requests to the default pool from this pool's free blocks before running out of memory.
+
+        Raises:
+            ValueError: The pool is the default pool, or has memory already.
+        """
+        if pool == 0 or any(segment.free_blocks.pool == pool for segment in self.segments()):
+            reason = "that is the default pool" if pool == 0 else "it has memory already"
+            raise ValueError(f"Pool {pool} cannot get options: {reason}. Only a new private pool can.")
+        if self.trace is not None:
+            self.trace.add(TraceEventKind.POOL_OPTIONS, pool << 2 | use_on_oom << 1 | no_split)
+        if no_split:
+            self._cache.unsplit_pools.add(pool)
+        if use_on_oom:
+            self._last_resorts.append(pool)
 
     def reset_peaks(self) -> None:
         """Set every peak to the current value."""
@@ -360,6 +389,8 @@ class CachingAllocator:
             and release_oversize(self._reserve, free_blocks, size, self.config.max_split_size)
         ):
             block = self._ask_device(free_blocks, size)
+        if block is None and free_blocks.pool == 0:
+            block = self._from_last_resorts(free_blocks, size)
         if block is None:
             self._release_cached()
             self.alloc_retries += 1
@@ -367,6 +398,14 @@ class CachingAllocator:
         if block is None:
             raise self._out_of_memory(free_blocks, size, n_bytes, label)
         return block
+
+    def _from_last_resorts(self, free_blocks: FreeBlocks, size: int) -> Block | None:
+        """Take a free block of a private pool that may serve the default pool before memory runs out."""
+        for pool in self._last_resorts:
+            others = self._cache.pool(free_blocks.stream, pool, is_small=free_blocks.is_small)
+            if (block := self._cache.take(others, size)) is not None:
+                return block
+        return None
 
     def _ask_device(self, free_blocks: FreeBlocks, size: int) -> Block | None:
         """Reserve a segment, or map pages of an expandable one, within the allowance and the device (alloc_block)."""
@@ -378,10 +417,14 @@ class CachingAllocator:
             return grow(self._reserve, free_blocks, size)
         return self._reserve.take_segment(free_blocks, ask)
 
-    def _release_cached(self) -> None:
+    def _release_pool(self, pool: int) -> None:
+        self._released_pools.add(pool)
+        self._last_resorts = [other for other in self._last_resorts if other != pool]
+
+    def _release_cached(self, pools: list[FreeBlocks] | None = None) -> None:
         self._syncs += 1
         self._complete_events(None)
-        release_cached(self._reserve, self._releasable())
+        release_cached(self._reserve, self._releasable() if pools is None else pools)
 
     def _releasable(self) -> list[FreeBlocks]:
         """Return the pools whose segments may be released, in the order of their release."""

@@ -103,7 +103,7 @@ class _Player:
         self._to_skip = n_skipped
         self._skipped: set[int] = set()
 
-    def play(self, kind: int, number: int) -> None:  # noqa: C901, one branch per kind of event
+    def play(self, kind: int, number: int) -> None:  # noqa: C901, PLR0912, one branch per kind of event
         allocator = self.allocator
         if kind == TraceEventKind.MALLOC:
             self.n_allocations += 1
@@ -128,6 +128,10 @@ class _Player:
             allocator.reset_peaks()
         elif kind == TraceEventKind.USED_BY_OTHERS:
             allocator.used_by_others = number
+        elif kind == TraceEventKind.POOL_OPTIONS:
+            allocator.set_pool_options(number >> 2, no_split=bool(number & 1), use_on_oom=bool(number & 2))
+        elif kind == TraceEventKind.DELETE_POOL:
+            allocator.delete_pool(number)
         else:
             raise ValueError(f"Unknown kind of event {kind}: the trace was written by a newer version.")
 

@@ -24,7 +24,9 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import has_readable_values
 from lightning_memtools.memory.fingerprints import fingerprint
+from lightning_memtools.memory.leaks.holders import content_of
 from lightning_memtools.memory.nested_tensors import attributes_of
+from lightning_memtools.memory.reachable_variables import names_in, variables_named_by
 from lightning_memtools.memory.user_code import owner_of
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.state.random_state import generator_state
@@ -142,7 +144,7 @@ def _read_by(function: types.FunctionType | None, seen: set[int]) -> Iterator[tu
     if function is None or id(function) in seen or owner_of(function.__code__.co_filename) != "user":
         return
     seen.add(id(function))
-    names = _names_in(function.__code__)
+    names = names_in(function.__code__)
     for name, value in _surroundings(function, names).items():
         if (source := _source_of(value)) in _OUTSIDE:
             yield name, _Held(_OUTSIDE[source], None)
@@ -156,9 +158,8 @@ def _read_by(function: types.FunctionType | None, seen: set[int]) -> Iterator[tu
 
 def _surroundings(function: types.FunctionType, names: Collection[str]) -> dict[str, Any]:
     """Return the globals, closures and values of the user's own modules that a function names."""
-    found = {f"global {name}": value for name, value in function.__globals__.items() if name in names}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        found.update({f"variable {name}": value for value in _content(cell)})
+    reached = variables_named_by(function)
+    found = {f"{'global' if each.is_global else 'variable'} {each.name}": each.value for each in reached}
     for name, value in list(found.items()):
         if isinstance(value, types.ModuleType) and owner_of(getattr(value, "__file__", None) or "<") == "user":
             found.update({f"{name}.{key}": each for key, each in vars(value).items() if key in names})
@@ -170,18 +171,6 @@ def _source_of(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
     return str(value.__module__) if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) else ""
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def _content(cell: types.CellType) -> tuple[Any, ...]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:  # the variable has no value yet
-        return ()
 
 
 def _is_library(kind: type) -> bool:
@@ -233,7 +222,7 @@ def _part(value: Any) -> tuple[Any, list[Any]] | None:  # noqa: PLR0911, one ret
         return "", [value.__func__, value.__self__]
     if isinstance(value, _BY_IDENTITY):
         cells = value.__closure__ or () if isinstance(value, types.FunctionType) else ()
-        return id(value), [content for cell in cells for content in _content(cell)]
+        return id(value), list(map(content_of, cells))
     if isinstance(value, Tensor):
         is_small = has_readable_values(value) and value.numel() * value.element_size() <= _MOST_BYTES
         return ((tuple(value.shape), int(fingerprint(value))), []) if is_small else None

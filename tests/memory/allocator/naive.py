@@ -91,6 +91,8 @@ class NaiveAllocator:
         self.spare: list[tuple[int, int]] = []
         self.blocks: dict[int, tuple[NaiveSegment, Live]] = {}
         self.released_pools: set[int] = set()
+        self.unsplit_pools: set[int] = set()
+        self.last_resorts: list[int] = []
         self.lookups = 0
         self.retries = self.ooms = 0
         self.peak_allocated = self.peak_reserved = 0
@@ -134,7 +136,9 @@ class NaiveAllocator:
         found = self.find(size, stream, pool, small) or self.ask(size, stream, pool, small)
         segment, address, free = found
         rest = free - size
-        if small or self.config.expandable_segments:
+        if segment.pool in self.unsplit_pools:
+            taken = free
+        elif small or self.config.expandable_segments:
             taken = size
         else:
             taken = size if size < self.max_split and rest > MIB else free
@@ -242,6 +246,8 @@ class NaiveAllocator:
         found = self.device(size, stream, pool, small)
         if found is None and self.release_oversize(size, stream, pool, small):
             found = self.device(size, stream, pool, small)
+        for other in self.last_resorts if pool == 0 else ():
+            found = found or self.find(size, stream, other, small)
         if found is None:
             self.empty_cache()
             self.retries += 1

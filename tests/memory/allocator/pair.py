@@ -75,8 +75,16 @@ class Pair:
         self.ours.empty_cache()
         assert before - self.ours.reserved == would_fall
 
+    def set_pool_options(self, pool: int, *, no_split: bool, use_on_oom: bool) -> None:
+        self.ours.set_pool_options(pool, no_split=no_split, use_on_oom=use_on_oom)
+        if no_split:
+            self.naive.unsplit_pools.add(pool)
+        if use_on_oom:
+            self.naive.last_resorts.append(pool)
+
     def release_pool(self, pool: int) -> None:
         self.naive.released_pools.add(pool)
+        self.naive.last_resorts = [other for other in self.naive.last_resorts if other != pool]
         self.ours.release_pool(pool)
 
     def set_used_by_others(self, n_bytes: int) -> None:

@@ -21,8 +21,11 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(config=st.sampled_from(CONFIGS), capacity=st.sampled_from([None, 60 * MIB, 200 * MIB]))
     def start(self, config: str, capacity: int | None) -> None:
         self.pair = Pair.of(config, capacity)
+        self.pair.set_pool_options(3, no_split=True, use_on_oom=False)
+        self.pair.set_pool_options(4, no_split=False, use_on_oom=True)
+        self.pair.set_pool_options(5, no_split=True, use_on_oom=True)
 
-    @rule(n_bytes=SIZES, stream=STREAMS, pool=st.sampled_from([0, 0, 0, 2]))
+    @rule(n_bytes=SIZES, stream=STREAMS, pool=st.sampled_from([0, 0, 0, 2, 3, 4, 5]))
     def malloc(self, n_bytes: int, stream: int, pool: int) -> None:
         if n_bytes == 0:
             assert self.pair.ours.malloc(0, stream=stream, pool=pool) is self.pair.ours.zero_block
@@ -50,9 +53,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     def empty_cache(self) -> None:
         self.pair.empty_cache()
 
-    @rule()
-    def release_pool(self) -> None:
-        self.pair.release_pool(2)
+    @rule(pool=st.sampled_from([2, 4, 5]))
+    def release_pool(self, pool: int) -> None:
+        self.pair.release_pool(pool)
 
     @rule(n_bytes=st.sampled_from([0, 8 * MIB]))
     def others_come_and_go(self, n_bytes: int) -> None:

@@ -1,0 +1,109 @@
+"""The variables that functions can reach besides their arguments: closures, globals, attributes of objects."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_memtools._torch import hooks_of
+from lightning_memtools.memory.leaks.holders import content_of
+
+# Hooks call functions of the user that call others; further away lies the rest of the program.
+_MOST_CALLS = 3
+_NO_STATE = (str, bytes, type, ModuleType, Tensor, CellType, list, dict, set, tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class ReachableVariable:
+    """A variable of a closure, or an entry of a dictionary: the global names of a function, an object's attributes.
+
+    Attributes:
+        name: Its name.
+        holder: The cell of the closure, or the dictionary.
+    """
+
+    name: str
+    holder: CellType | dict[str, Any]
+
+    @property
+    def is_global(self) -> bool:
+        """True where it is no variable of a closure."""
+        return not isinstance(self.holder, CellType)
+
+    @property
+    def value(self) -> Any:
+        """Its value; None where it was deleted."""
+        return content_of(self.holder) if isinstance(self.holder, CellType) else self.holder.get(self.name)
+
+    def put(self, value: Any) -> None:
+        """Set its value."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        else:
+            self.holder[self.name] = value
+
+
+def names_in(code: CodeType) -> Collection[str]:
+    """Return the global names and attributes that a function mentions, and the functions that are defined in it."""
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return dict.fromkeys([*code.co_names, *(name for names in inner for name in names)])
+
+
+def variables_named_by(function: FunctionType) -> Iterator[ReachableVariable]:
+    """Yield the variables of a function's closure, and the global ones that it mentions, that have a value."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if cell != CellType():  # only empty cells are equal to an empty one: those have no value yet
+            yield ReachableVariable(name, cell)
+    for name in names_in(function.__code__):
+        if name in function.__globals__:
+            yield ReachableVariable(name, function.__globals__)
+
+
+def variables_of_hooks(module: nn.Module) -> list[ReachableVariable]:
+    """Return the variables that the hooks on a module can reach, each once."""
+    found: dict[tuple[int, str], ReachableVariable] = {}
+    for hook in hooks_of(module):
+        for one in _of(hook, 0):
+            found.setdefault((id(one.holder), one.name), one)
+    return list(found.values())
+
+
+def _of(thing: Any, calls: int) -> Iterator[ReachableVariable]:
+    """Yield the variables of a hook, of a function that one calls, or of an object that one refers to."""
+    if calls > _MOST_CALLS or isinstance(thing, _NO_STATE) or thing is None:
+        return
+    if isinstance(thing, partial):
+        for one in (thing.func, *thing.args, *thing.keywords.values()):
+            yield from _of(one, calls)
+    elif isinstance(thing, MethodType):
+        yield from _of(thing.__func__, calls)
+        # Of a whole model only what the method names: the rest has nothing to do with it.
+        code = getattr(thing.__func__, "__code__", None)
+        mentioned = None if code is None or not isinstance(thing.__self__, nn.Module) else names_in(code)
+        yield from _attributes(thing.__self__, mentioned)
+    elif isinstance(thing, FunctionType):
+        mentioned = names_in(thing.__code__)
+        for variable in variables_named_by(thing):
+            if isinstance(value := variable.value, (type, ModuleType)):
+                continue
+            yield variable
+            if isinstance(value, nn.Module):
+                yield from _attributes(value, mentioned)
+            else:
+                yield from _of(value, calls + 1)
+    else:
+        yield from _attributes(thing, None)
+
+
+def _attributes(thing: Any, mentioned: Collection[str] | None) -> Iterator[ReachableVariable]:
+    attributes = getattr(thing, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(thing, _NO_STATE):
+        return
+    for name in attributes:
+        if mentioned is None or name in mentioned:
+            yield ReachableVariable(name, attributes)

@@ -1,0 +1,70 @@
+"""The variables that functions can reach besides their arguments."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from lightning_memtools.memory.reachable_variables import names_in, variables_named_by, variables_of_hooks
+
+SEEN: list[int] = []
+
+
+def note_globally(*_args: object) -> None:
+    def inner() -> None:
+        SEEN.append(1)
+
+    inner()
+
+
+def test_globals_and_variables_of_a_closure_are_found_also_where_an_inner_function_names_them():
+    count = 0
+
+    def outer() -> None:
+        def inner() -> None:
+            nonlocal count
+            count += len(SEEN)
+
+        inner()
+
+    found = {each.name: each for each in variables_named_by(outer)}
+    assert set(found) == {"count", "SEEN"}
+    assert (found["count"].is_global, found["SEEN"].is_global) == (False, True)
+    found["count"].put(7)
+    assert count == found["count"].value == 7
+    assert "SEEN" in names_in(outer.__code__)
+    assert "len" in names_in(outer.__code__)
+
+
+def test_a_variable_without_a_value_is_left_out_and_nothing_is_compared_with_the_users_own_equality():
+    class NeverEqual:
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError
+
+        __hash__ = None
+
+    held = NeverEqual()
+
+    def use() -> object:
+        return held, later  # noqa: F821, deleted below
+
+    later = 1
+    del later
+    assert [each.name for each in variables_named_by(use)] == ["held"]
+
+
+def test_a_hook_reaches_closures_globals_and_objects_each_once():
+    class Counter:
+        def __init__(self) -> None:
+            self.total = 0
+
+        def count(self, *_args: object) -> None:
+            self.total += 1
+
+    module, counter, steps = nn.Linear(1, 1), Counter(), [0]
+    module.register_forward_hook(counter.count)
+    module.register_forward_hook(note_globally)
+    module.register_forward_hook(partial(lambda *_args: steps.append(counter.total)))
+    found = [each.name for each in variables_of_hooks(module)]
+    assert sorted(found) == ["SEEN", "counter", "steps", "total"]

@@ -1,0 +1,240 @@
+"""What PyTorch's own tests of its allocator do (test/test_cuda.py), done by PyTorch's CUDA code and by the simulation.
+
+Each program is ours; it allocates in the order in which a test of theirs does, named beside it. Every counter of
+`torch.cuda.memory_stats` that the simulation has, and the blocks of every segment, have to be the same after each step.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingAllocator, SimulatedOutOfMemory
+from lightning_memtools.memory.allocator.blocks import FREE, UNMAPPED
+from tests.null_cuda.test_null_device import FORKS, null_python
+
+pytestmark = pytest.mark.cuda_memory
+
+MIB = 2**20
+CAPACITY = 256 * MIB
+
+ON_CUDA = """
+import json, sys
+from contextlib import nullcontext
+import torch
+
+settings, steps = json.loads('''{}''')
+if settings:
+    torch.cuda.memory._set_allocator_settings(settings)
+held, pools, seen = {{}}, {{}}, []
+
+
+def request(n_bytes, pool):
+    with torch.cuda.use_mem_pool(pools[pool]) if pool else nullcontext():
+        return torch.empty(n_bytes, dtype=torch.uint8, device="cuda")
+
+
+for action, *arguments in steps:
+    failed = False
+    if action == "allocate":
+        name, n_bytes, pool = arguments
+        held[name] = request(n_bytes, pool)
+    elif action == "fail":
+        try:
+            request(*arguments)
+        except torch.OutOfMemoryError:
+            failed = True
+    elif action == "free":
+        del held[arguments[0]]
+    elif action == "fraction":
+        torch.cuda.set_per_process_memory_fraction(arguments[0])
+    elif action == "pool":
+        number, no_split, use_on_oom = arguments
+        pools[number] = torch.cuda.MemPool(no_split=no_split, use_on_oom=use_on_oom)
+    elif action == "drop":
+        del pools[arguments[0]]
+    elif action == "reset":
+        torch.cuda.reset_peak_memory_stats()
+    elif action == "empty":
+        torch.cuda.empty_cache()
+    blocks = [
+        [[block["size"], block["state"] == "inactive"] for block in segment["blocks"]]
+        for segment in torch.cuda.memory_snapshot()
+    ]
+    seen.append([torch.cuda.memory_stats(), sorted(blocks), failed])
+print(json.dumps(seen))
+"""
+
+
+def allocate(name: str, n_bytes: int, pool: int = 0) -> tuple[Any, ...]:
+    return "allocate", name, n_bytes, pool
+
+
+def fail(n_bytes: int, pool: int = 0) -> tuple[Any, ...]:
+    return "fail", n_bytes, pool
+
+
+def free(*names: str) -> list[tuple[Any, ...]]:
+    return [("free", name) for name in names]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Settings of the allocator, and steps."""
+
+    steps: list[tuple[Any, ...]]
+    settings: str = ""
+    fraction: float = 1.0
+
+
+THREE = [allocate("a", 40 * MIB), allocate("b", 40 * MIB), allocate("c", 40 * MIB)]
+
+# Named after the tests of test/test_cuda.py whose requests they make; the sizes are for a device of 256 MiB.
+PROGRAMS = {
+    "test_memory_allocation": Program([allocate("a", 1), *free("a")]),
+    "test_memory_stats": Program(
+        [("reset",), allocate("a", 1024), *free("a"), ("empty",), allocate("b", 1500 * 1024), ("reset",), *free("b")]
+    ),
+    "test_out_of_memory_retry": Program(
+        [allocate("a", CAPACITY // 2), fail(CAPACITY // 2 + 1), *free("a"), allocate("b", CAPACITY // 2 + 1)]
+    ),
+    "test_set_per_process_memory_fraction": Program(
+        [allocate("small", 4096), ("empty",), allocate("a", int(CAPACITY * 0.48)), *free("a"), ("empty",),
+         fail(CAPACITY // 2), allocate("b", 4096)],
+        fraction=0.5,
+    ),
+    "test_set_per_process_memory_fraction, all that was cached": Program(
+        [allocate("a", 60 * MIB), allocate("b", 50 * MIB), *free("a", "b"), allocate("c", 100 * MIB)], fraction=0.5
+    ),
+    "test_caching_allocator_settings, rounding": Program(
+        [allocate("a", 1024 * 1024 + 1), allocate("b", 65 * MIB), allocate("c", 3 * MIB), *free("b"),
+         allocate("d", 67 * MIB)],
+        settings="roundup_power2_divisions:4",
+    ),
+    "test_caching_allocator_settings, rounding by size": Program(
+        [allocate("a", 700 * 1024), allocate("b", 5 * MIB), allocate("c", 33 * MIB)],
+        settings="roundup_power2_divisions:[1:2,2:4,16:8,>:1]",
+    ),
+    "test_max_split_expandable, segments": Program(
+        [*THREE, fail(40 * MIB), *free("a", "b", "c"), allocate("d", 120 * MIB)],
+        settings="max_split_size_mb:40", fraction=124 / 256,
+    ),
+    "test_max_split_expandable, expandable": Program(
+        [*THREE, fail(40 * MIB), *free("a", "b", "c"), allocate("d", 120 * MIB)],
+        settings="expandable_segments:True,max_split_size_mb:40", fraction=124 / 256,
+    ),
+    "test_garbage_collect_expandable, segments": Program(
+        [allocate("a", 40 * MIB), allocate("b", 40 * MIB), *free("a", "b"), allocate("c", 80 * MIB)],
+        settings="garbage_collection_threshold:0.5", fraction=100 / 256,
+    ),
+    "test_garbage_collect_expandable, expandable": Program(
+        [allocate("a", 40 * MIB), allocate("b", 40 * MIB), *free("a", "b"), allocate("c", 80 * MIB)],
+        settings="expandable_segments:True,garbage_collection_threshold:0.5", fraction=100 / 256,
+    ),
+    "test_memory_snapshot": Program(
+        [allocate("x", 311 * 411 * 4), allocate("y", 2 * MIB), *free("x"), allocate("z", 100), *free("y"), ("empty",)]
+    ),
+    "test_mempool_no_split": Program(
+        [("pool", 1, False, False), ("pool", 2, True, False), allocate("a", 4 * MIB, 1), allocate("b", 4 * MIB, 2),
+         allocate("c", 4 * MIB, 1), allocate("d", 4 * MIB, 2), *free("b", "c"), allocate("e", 2 * MIB, 2),
+         allocate("f", 1000, 2), allocate("g", 1000, 2)]
+    ),
+    "test_mempool_limited_memory_with_allocator": Program(
+        [("pool", 1, False, False), ("pool", 2, False, True), allocate("a", 40 * MIB, 1), allocate("b", 40 * MIB, 2),
+         fail(40 * MIB), *free("a", "b"), allocate("c", 30 * MIB), fail(30 * MIB), *free("c"),
+         allocate("e", 20 * MIB, 2)],
+        fraction=84 / 256,
+    ),
+    "test_deleted_mempool_not_used_on_oom": Program(
+        [("pool", 1, False, True), allocate("a", 40 * MIB, 1), *free("a"), ("drop", 1), ("pool", 2, False, True),
+         allocate("b", 40 * MIB, 2), *free("b"), allocate("c", 20 * MIB), allocate("d", 20 * MIB)],
+        fraction=84 / 256,
+    ),
+    "test_mempool_limited_memory, unsplit": Program(
+        [("pool", 1, True, True), allocate("a", 60 * MIB, 1), *free("a"), allocate("b", 30 * MIB),
+         fail(30 * MIB), *free("b"), fail(62 * MIB)],
+        fraction=64 / 256,
+    ),
+    "test_mempool_empty_cache": Program(
+        [("pool", 1, False, False), allocate("a", 21 * MIB, 1), allocate("b", 21 * MIB), *free("a", "b"), ("empty",),
+         ("drop", 1), ("empty",)]
+    ),
+    "test_mempool_expandable": Program(
+        [("pool", 1, False, False), allocate("a", 40 * MIB, 1), allocate("b", 12 * MIB, 1), *free("a"),
+         allocate("c", 5 * MIB, 1), allocate("d", 5 * MIB)],
+        settings="expandable_segments:True",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> Iterator[Callable[[Program], list[Any]]]:
+    """Runs a program on PyTorch's CUDA code, and returns what it saw after each step."""
+    started = null_python("--capacity", f"{CAPACITY}B", "-c", FORKS)
+    with subprocess.Popen(**started, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        asked, answered = process.stdin, process.stdout
+        assert asked is not None
+        assert answered is not None
+
+        def run(program: Program) -> list[Any]:
+            steps = _with_fraction(program)
+            asked.write(json.dumps(ON_CUDA.format(json.dumps([program.settings, steps]))) + "\n")
+            asked.flush()
+            seen: list[Any] = json.loads(json.loads(answered.readline()))
+            return seen
+
+        yield run
+        asked.close()
+
+
+def _with_fraction(program: Program) -> list[tuple[Any, ...]]:
+    return program.steps if program.fraction == 1 else [("fraction", program.fraction), *program.steps]
+
+
+def simulated(program: Program) -> Iterator[tuple[dict[str, int], list[list[list[int]]], bool]]:
+    """Run a program on the simulation, and yield counters, blocks and whether a request failed, after each step."""
+    settings = program.settings
+    if program.fraction != 1:
+        settings = f"{settings},per_process_memory_fraction:{program.fraction!r}".removeprefix(",")
+    allocator, held = CachingAllocator(AllocatorConfig.parse(settings), capacity=CAPACITY), dict[str, Block]()
+    actions: dict[str, Callable[..., object]] = {
+        "allocate": lambda name, n_bytes, pool: held.update({name: allocator.malloc(n_bytes, pool=pool)}),
+        "fail": lambda n_bytes, pool: allocator.malloc(n_bytes, pool=pool),
+        "free": lambda name: allocator.free(held.pop(name)),
+        "fraction": lambda _share: None,  # it is one of the settings
+        "pool": lambda number, no_split, use_on_oom: allocator.set_pool_options(
+            number, no_split=no_split, use_on_oom=use_on_oom
+        ),
+        "drop": allocator.delete_pool,
+        "reset": allocator.reset_peaks,
+        "empty": allocator.empty_cache,
+    }
+    for action, *arguments in _with_fraction(program):
+        failed = False
+        try:
+            actions[action](*arguments)
+        except SimulatedOutOfMemory:
+            failed = True
+        blocks = [
+            [[block.size, block.state == FREE] for block in segment.blocks() if block.state != UNMAPPED]
+            for segment in allocator.segments()
+        ]
+        yield allocator.memory_stats(), sorted(blocks), failed
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_counters_and_blocks_are_torchs_own_after_every_step(name, on_cuda):
+    program = PROGRAMS[name]
+    real = on_cuda(program)
+    for number, (ours, theirs) in enumerate(zip(simulated(program), real, strict=True)):
+        counters, blocks, failed = ours
+        step = _with_fraction(program)[number]
+        assert failed == theirs[2], step
+        assert failed == (step[0] == "fail"), step
+        assert blocks == theirs[1], step
+        assert counters == {key: theirs[0][key] for key in counters}, step
