@@ -397,6 +397,70 @@ def default_process_group_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+# --- the gradients that DistributedDataParallel averages over the ranks
+
+
+class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_available() else object):  # type: ignore[misc]
+    """A process group whose all-reduces end at once and change nothing; `n_all_reduces` counts them.
+
+    torch makes what a collective returns in C++ only. It can go when a public backend for one process exists.
+    """
+
+    def __init__(self, like: Any) -> None:
+        super().__init__(like.rank(), like.size())
+        self.n_all_reduces = 0
+
+    def allreduce(self, tensors: list[Tensor], _options: Any = None) -> Any:
+        """Return at once."""
+        from torch._C._distributed_c10d import _create_work_from_future  # noqa: PLC0415, may not be built in
+
+        self.n_all_reduces += 1
+        devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
+        done: Any = torch.futures.Future(devices=devices)
+        done.set_result(tensors)
+        return _create_work_from_future(done)
+
+
+@contextmanager
+def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> Iterator[None]:
+    """Within, DDP's reducer averages gradients over another group, of as many ranks.
+
+    DDP itself changes its group for good only. It can go when a backward pass that failed can be ended in public.
+    """
+    wrapper.reducer._update_process_group(group)
+    try:
+        yield
+    finally:
+        wrapper.reducer._update_process_group(wrapper.process_group)
+
+
+def expect_gradients(wrapper: nn.parallel.DistributedDataParallel) -> None:
+    """Let DDP's reducer average the gradients of the next backward pass, as DDP does at the end of its forward pass."""
+    wrapper.reducer.prepare_for_backward([])
+
+
+def buckets_of(wrapper: nn.parallel.DistributedDataParallel) -> list[list[nn.Parameter]]:
+    """Return the parameters of each of DDP's buckets, in the order in which they are averaged.
+
+    The way in which DDP itself finds them for `join`: it makes zeros as large as the gradients, which are freed here.
+    """
+    return [list(bucket.parameters()) for bucket in wrapper.reducer._get_zeros_like_grad_buckets()]
+
+
+def forget_gradient_order(wrapper: nn.parallel.DistributedDataParallel) -> None:
+    """Forget the order in which gradients became ready in the first backward pass, which DDP notes once.
+
+    Noted twice, as after a pass that is run again, it would be refused. Once the buckets follow it, nothing is noted.
+    """
+    if not wrapper._has_rebuilt_buckets:
+        wrapper.reducer._reset_state()
+
+
+def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether a hook averages the gradients in place of DDP, which has no public way to tell."""
+    return bool(wrapper._comm_hooks)
+
+
 # --- ranks that are pretended, for a dry run
 
 

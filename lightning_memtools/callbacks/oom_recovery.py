@@ -20,6 +20,7 @@ from lightning_memtools._lightning import (
     training_step,
 )
 from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.oom.gradient_exchange import exchange_of, why_unsent
 from lightning_memtools.oom.step_recovery import Recoveries, StepRecovery
 from lightning_memtools.oom.step_start import BatchStep
 from lightning_memtools.oom.update_recovery import UpdateRecovery
@@ -92,7 +93,7 @@ class OOMRecovery(EitherCallback):
         self._told = (0, 0, False)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies whose ranks would have to agree."""
+        """Refuse strategies whose ranks would have to agree on every part of a batch."""
         self._stop()
         reason = why_unsupported(type(self).__name__, type(trainer.strategy))
         if reason is not None:
@@ -102,6 +103,11 @@ class OOMRecovery(EitherCallback):
         """Take over the steps."""
         undo = self._begin(trainer, pl_module)
         if pl_module.automatic_optimization:
+            reason = why_unsent(trainer.strategy)
+            if not reason and self.skip_batch and trainer.world_size > 1 and trainer.accumulate_grad_batches > 1:
+                reason = "skip_batch=True with accumulate_grad_batches: other ranks have added up gradients already"
+            if reason:
+                raise ValueError(f"OOMRecovery does not work here under several ranks. {reason}.")
             undo.append(replace_closures(trainer, partial(self._run_training, trainer)))
         elif trainer.is_global_zero:
             print_on_console(
@@ -151,6 +157,7 @@ class OOMRecovery(EitherCallback):
             skip_batch=self.skip_batch,
             loss=self.loss,
             allow_batch_norm=self.allow_batch_norm,
+            exchange=exchange_of(trainer.strategy, agrees=self.skip_batch and trainer.world_size > 1),
         )
         self._found = self._recovery.recoveries
         run = partial(self._run_evaluation, trainer)

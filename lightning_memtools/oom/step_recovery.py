@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.oom.batch_parts import CannotSplitError, join_parts, n_samples_in, split_batch, weighted_mean
+from lightning_memtools.oom.gradient_exchange import GradientExchange, no_collectives
 from lightning_memtools.oom.release_failed_step import release_cached
 from lightning_memtools.oom.step_start import BatchStep, RandomReader, StepBuffers, StepStart
 
@@ -85,6 +86,7 @@ class StepRecovery:
         skip_batch: Skip a training batch that does not fit in the smallest parts.
         loss: The loss of a batch is the mean or the sum over its samples; "auto" finds out at the first recovery.
         allow_batch_norm: Split though BatchNorm then normalizes with the statistics of each part.
+        exchange: How the ranks average gradients; None where there is one.
 
     Attributes:
         recoveries: The numbers of what happened.
@@ -99,6 +101,7 @@ class StepRecovery:
         skip_batch: bool,
         loss: LossKind,
         allow_batch_norm: bool,
+        exchange: GradientExchange | None = None,
     ) -> None:
         self.recoveries = Recoveries()
         self._model = model
@@ -107,6 +110,7 @@ class StepRecovery:
         self._skip_batch = skip_batch
         self._loss: LossKind = loss
         self._allow_batch_norm = allow_batch_norm
+        self._exchange = exchange
         self._random = RandomReader(device)
         # Training and evaluation write different ones.
         self._buffers = {True: StepBuffers(model), False: StepBuffers(model)}
@@ -123,16 +127,38 @@ class StepRecovery:
         Raises:
             torch.OutOfMemoryError: It cannot be run in parts, or not in small enough ones; a note says why.
         """
+        exchange = self._exchange
+        if exchange is None or step.backward is None or step.skipped is None:
+            return self._run(step, None)
+        exchange.begin()
+        n_before = self.recoveries.n_skipped
+        result = self._run(step, exchange)
+        is_skipped = self.recoveries.n_skipped > n_before
+        if not exchange.any_rank(is_skipped):
+            return result
+        for parameter in self._parameters:
+            parameter.grad = None
+        if not is_skipped:
+            self.recoveries.n_skipped += 1
+            self.recoveries.latest = "A batch was skipped, because that of another rank ran out of memory in any parts."
+        return step.skipped()
+
+    def _run(self, step: BatchStep, exchange: GradientExchange | None) -> Any:
         known = self._known_size(step)
         n_parts = self._parts_to_try(known)
         before = StepStart(step, self._parameters, self._metrics, self._noted_buffers(step), self._random())
         is_recovering = False
         while True:
             try:
-                result = self._attempt(step, n_parts, before)
+                if exchange is None:
+                    result = self._attempt(step, n_parts, before)
+                else:
+                    with exchange.run_of_step(n_parts):
+                        result = self._attempt(step, n_parts, before)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                complete = before.completed() if exchange is not None and n_parts == 1 else []
                 why_not = before.take_back() or self._why_not(step)
                 more = None if why_not else self._next(step, n_parts)
                 if more is None and (why_not or not self._skip_batch or step.skipped is None):
@@ -141,17 +167,23 @@ class StepRecovery:
                 text = str(error).partition("\n")[0]
                 forget_frames(error)
             else:
-                self._note_success(step, known, n_parts, is_recovering=is_recovering)
-                return result
+                break
             release_cached(self._device)  # after the handler: until then the error holds the step's tensors
+            if exchange is not None and (why_not := exchange.leave(complete)):
+                raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step again: {why_not}.")
             if more is None:
-                return self._skip(step, before, text)
-            self._prove_loss(step, more, before, text)
+                return self._skip(step, before, exchange, text)
+            with nullcontext() if exchange is None else exchange.run_of_step(more):
+                self._prove_loss(step, more, before, text)
             if known is None or known.n_elements < _n_elements(step):
                 known = self._remember(step)
             n_parts = known.n_parts = more
             known.n_until_fewer = known.patience
             is_recovering = True
+        if exchange is not None and n_parts > 1:
+            exchange.rejoin()
+        self._note_success(step, known, n_parts, is_recovering=is_recovering)
+        return result
 
     def _attempt(self, step: BatchStep, n_parts: int, before: StepStart) -> Any:
         if n_parts == 1:
@@ -160,11 +192,12 @@ class StepRecovery:
         counts = [count for _, count in parts]
         before.set_gradients_aside()
         results, logged = [], []
-        for part, count in parts:
-            step.log.begin_part(part)
-            weight = 1.0 if self._loss == "sum" else count / sum(counts)
-            results.append(before.run_part(step, part, weight))
-            logged.append(step.log.values())
+        with no_collectives():
+            for part, count in parts:
+                step.log.begin_part(part)
+                weight = 1.0 if self._loss == "sum" else count / sum(counts)
+                results.append(before.run_part(step, part, weight))
+                logged.append(step.log.values())
         before.add_gradients_set_aside()
         step.log.put_mean(logged, counts)
         step.log.begin_part(step.batch)
@@ -216,8 +249,10 @@ class StepRecovery:
             return f"each of its {n_samples} samples alone is too large; skip_batch=True skips such a batch"
         return f"max_splits={self._max_splits} parts are too large still; a larger max_splits allows smaller ones"
 
-    def _skip(self, step: BatchStep, before: StepStart, text: str) -> Any:
+    def _skip(self, step: BatchStep, before: StepStart, exchange: GradientExchange | None, text: str) -> Any:
         before.zero_once()
+        if exchange is not None:
+            exchange.rejoin()
         self.recoveries.n_skipped += 1
         self.recoveries.latest = f"A batch was skipped: even its smallest parts ran out of memory. ({text})"
         assert step.skipped is not None

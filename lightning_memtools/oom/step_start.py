@@ -189,6 +189,19 @@ class StepStart:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._aside = []
 
+    def completed(self) -> list[nn.Parameter]:
+        """Return the parameters to which a backward pass of the whole batch has added its gradient."""
+        if self._step.backward is None or not self._is_zeroed:
+            return []
+        if not self._accumulated:
+            return [parameter for parameter in self._parameters if parameter.grad is not None]
+        counts = iter(self._write_counts)
+        return [
+            parameter
+            for parameter, old in zip(self._parameters, self._accumulated, strict=True)
+            if parameter.grad is not old or (old is not None and WRITE_COUNT(old) != next(counts))
+        ]
+
     def take_back(self) -> str:
         """Restore what the step began with, and return the reason why that cannot be done, else ""."""
         self._random.restore()

@@ -26,8 +26,9 @@ _SEES_SHARDS = (
     "gradients, and the trial of the step, are left out"
 )
 _DECIDES_ALONE = (
-    "a rank that runs its batch again would leave the others waiting in a collective of {strategy}, and ranks cannot "
-    "agree on that yet. Train on a single device, or find a batch size that fits with BatchSizeTuner"
+    "a rank that fails would leave the others waiting in a collective of the forward or backward pass of {strategy}, "
+    "where nothing can be said to them, and all ranks would have to run equally many parts. Train with strategy='ddp' "
+    "where the model fits, or find a batch size that fits"
 )
 _CUTS_THE_GRAPH = "reading a number in every step would cut XLA's graph in two."
 
@@ -36,7 +37,7 @@ _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
     "GradientCheckpointing": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CHECKPOINTS_ITSELF),
     "OOMReport": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CANNOT_TRACE),
     "BatchSizeTuner": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _COLLECTIVES_IN_TRIALS),
-    "OOMRecovery": dict.fromkeys(("DDP", "DeepSpeed", "FSDP", "ModelParallel", "XLA", "unknown"), _DECIDES_ALONE),
+    "OOMRecovery": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "XLA", "unknown"), _DECIDES_ALONE),
     "TrainingDoctor": {
         **dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _SEES_SHARDS),
         "XLA": _CUTS_THE_GRAPH,

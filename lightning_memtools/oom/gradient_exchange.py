@@ -1,0 +1,187 @@
+"""Lets one rank run its step again while the others wait for its gradients, and then averages them as if nothing was.
+
+In DistributedDataParallel a rank that runs out of memory leaves the others in the all-reduce of a bucket of gradients,
+where nothing can be said to them. Nothing need be: they cannot tell a rank that runs its step again from a slow one.
+
+1. The failed backward pass is ended over a group of one's own, so that the reducer is ready again. Buckets that had been
+   sent have averages that are right already: a bucket is sent when its gradients are complete.
+2. The parts run on the module itself; without its wrapper they send nothing.
+3. A backward pass that adds -0 to every gradient lets the reducer send the other buckets, in the order in which the
+   ranks that wait have them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memtools._torch import (
+    SilentGroup,
+    buckets_of,
+    expect_gradients,
+    forget_gradient_order,
+    has_gradient_hook,
+    reduces_over,
+    replaced_collectives,
+)
+from lightning_memtools.reporting.ranks import RankGather
+
+PATIENCE_S = 60.0
+"""Seconds that other ranks wait for one that runs its step again."""
+
+
+class CollectiveInPartError(Exception):
+    """A part of a batch starts a collective, which the other ranks do not take part in."""
+
+
+class GradientExchange:
+    """The average of the gradients over the ranks, for a rank that runs its step in parts.
+
+    Args:
+        strategy: The Trainer's strategy; its `model` is the wrapper.
+        agrees: All ranks tell each other in every step if it is skipped; they wait for each other then.
+    """
+
+    def __init__(self, strategy: Any, *, agrees: bool = False) -> None:
+        self._strategy = strategy
+        self._wrapper: DistributedDataParallel = strategy.model
+        self._flags = RankGather(timedelta(seconds=PATIENCE_S)) if agrees else None
+        self._failed_at: float | None = None
+        self._buckets: list[list[nn.Parameter]] = []
+        self._sent: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._failed_at, self._buckets, self._sent = None, [], []
+
+    def run_of_step(self, n_parts: int) -> AbstractContextManager[None]:
+        """Return a context for one attempt at the step, as so many parts: within, parts send no gradients."""
+        if n_parts == 1:
+            return nullcontext()
+        if self._failed_at is None:  # through the wrapper, because its forward pass copies buffers to the other ranks
+            return self._wrapper.no_sync()
+        return self._unwrapped()
+
+    def leave(self, complete: Collection[nn.Parameter]) -> str:
+        """End the backward pass that failed, if it was to send gradients, and leave gradients None.
+
+        Returns the reason why that cannot be done, or why the step must not be run again any more; else "".
+
+        Args:
+            complete: The parameters to which the failed pass had added its gradients.
+        """
+        if self._failed_at is not None:
+            waited = time.monotonic() - self._failed_at
+            return "" if waited < PATIENCE_S else f"the other ranks have waited {waited:.0f} s for its gradients"
+        self._failed_at = time.monotonic()
+        if not self._wrapper.require_backward_grad_sync:
+            return ""
+        self._buckets = buckets_of(self._wrapper)
+        done = set(complete)
+        open_ = [parameter for bucket in self._buckets for parameter in bucket if parameter not in done]
+        if not open_:
+            return "all of its gradients had been sent to the other ranks, or zero_grad(set_to_none=False) is used"
+        if not done:  # else they are expected already
+            expect_gradients(self._wrapper)
+        self._clear()
+        silent = SilentGroup(self._wrapper.process_group)
+        with reduces_over(self._wrapper, silent):
+            _touch(open_)
+        n_sent = len(self._buckets) - silent.n_all_reduces
+        n_complete = next(n for n, bucket in enumerate(self._buckets) if not done.issuperset(bucket))
+        self._sent = [(parameter, parameter.grad) for bucket in self._buckets[:n_sent] for parameter in bucket]
+        self._clear()
+        forget_gradient_order(self._wrapper)
+        if n_sent != n_complete:
+            return "memory ran out while a bucket of gradients was sent, so that the other ranks may have it or not"
+        return ""
+
+    def rejoin(self) -> None:
+        """Average the gradients over the ranks, if this step is to do so."""
+        is_sent = self._wrapper.require_backward_grad_sync
+        # As after a forward pass of the wrapper: before the next one it copies buffers to the other ranks, or does not.
+        self._wrapper.require_forward_param_sync = is_sent
+        if not is_sent:
+            return
+        buckets = self._buckets or buckets_of(self._wrapper)
+        expect_gradients(self._wrapper)
+        sent = {parameter for parameter, _ in self._sent}
+        if sent:
+            with reduces_over(self._wrapper, SilentGroup(self._wrapper.process_group)):
+                _touch([parameter for bucket in buckets for parameter in bucket if parameter in sent])
+        _touch([parameter for bucket in buckets for parameter in bucket if parameter not in sent])
+        for parameter, average in self._sent:
+            parameter.grad = average
+        self._sent = []
+
+    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001, it is what is asked
+        """Return whether any rank says so, this one among them. The ranks wait for each other."""
+        return flag if self._flags is None else any(self._flags.objects(flag))
+
+    def _clear(self) -> None:
+        for bucket in self._buckets:
+            for parameter in bucket:
+                parameter.grad = None
+
+    @contextmanager
+    def _unwrapped(self) -> Iterator[None]:
+        self._strategy.model = self._strategy.lightning_module
+        try:
+            yield
+        finally:
+            self._strategy.model = self._wrapper
+
+
+def exchange_of(strategy: Any, *, agrees: bool) -> GradientExchange | None:
+    """Return the exchange of a strategy's ranks; None where its model is not wrapped for any."""
+    return GradientExchange(strategy, agrees=agrees) if isinstance(strategy.model, DistributedDataParallel) else None
+
+
+def why_unsent(strategy: Any) -> str:
+    """Return the reason why a step of this wrapper cannot be taken back on one rank; "" where it can."""
+    wrapper = strategy.model
+    if not isinstance(wrapper, DistributedDataParallel):
+        return ""
+    if wrapper.find_unused_parameters or wrapper.static_graph:
+        option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
+        return f"{option}=True: the ranks then tell each other at the end of each backward pass which parameters it used"
+    if has_gradient_hook(wrapper):
+        return "a communication hook is registered, and what it sends or keeps is not known"
+    norm = next((name for name, part in wrapper.module.named_modules() if isinstance(part, nn.SyncBatchNorm)), None)
+    if norm is not None:
+        return f"{norm} is a SyncBatchNorm: the ranks talk in the forward pass, where one alone cannot run again"
+    return ""
+
+
+@contextmanager
+def no_collectives() -> Iterator[None]:
+    """Within, one of several ranks that starts a collective gets an error that names it."""
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        yield
+        return
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def collective(*_args: Any, **_options: Any) -> Any:
+            raise CollectiveInPartError(
+                f"OOMRecovery runs this batch in parts on this rank alone, and the step calls the collective {name!r} "
+                "(self.log(..., sync_dist=True) of a value of each step does), which the other ranks would not take "
+                "part in as often. Next: leave it out of the step, or log with on_step=False."
+            )
+
+        return collective
+
+    with replaced_collectives(refuse):
+        yield
+
+
+def _touch(parameters: list[nn.Parameter]) -> None:
+    """Add -0 to the gradients in a backward pass: it changes no bit, and what waits for gradients sees them."""
+    zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in parameters]
+    torch.autograd.backward(parameters, zeros)

@@ -1,0 +1,199 @@
+"""Run as a program, once per rank: one rank of two runs out of memory, and goes on. Writes what each rank saw as JSON.
+
+LOCAL_RANK=0 MASTER_ADDR=... MASTER_PORT=... python tests/integration/recovery_on_ranks.py <folder> <scenario> ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools import OOMRecovery, VirtualDevice
+from tests.lightning_models import trainer
+
+WIDTH, LAYERS, SAMPLES = 400, 5, 8
+"""A layer's gradients take 0.6 MiB: several buckets, from the first step on."""
+
+# Where memory runs out: (rank, batch) to "forward" or the layer in whose backward pass it does, and for which sizes.
+Failures = dict[tuple[int, int], tuple[str | int, tuple[int, ...]]]
+WHOLE = (SAMPLES,)
+
+
+class RunsOut(torch.autograd.Function):
+    """The identity; memory runs out in its backward pass if told so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, runs_out: bool) -> Tensor:
+        ctx.runs_out = runs_out
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.runs_out:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return gradients[0], None
+
+
+class Net(L.LightningModule):
+    """Linear layers, a buffer that every step writes, and a choice of optimizers."""
+
+    count: Tensor
+
+    def __init__(self, failures: Failures, *, optimizer: str = "SGD", sync_dist: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.register_buffer("count", torch.zeros(()))
+        self.failures, self.optimizer, self.sync_dist = failures, optimizer, sync_dist
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(len(batch))
+        place, sizes = self.failures.get((self.global_rank, batch_idx), ("", ()))
+        fails = len(batch) in sizes
+        # The part that is the last one of its batch.
+        if place == "last":
+            fails = fails and bool((batch[-1] == self.last_sample[batch_idx]).all())
+            place = 1
+        self.count += len(batch)
+        x = batch
+        for index, layer in enumerate(self.layers):
+            x = RunsOut.apply(torch.tanh(layer(x)), fails and place == index)
+        if fails and place == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        loss: Tensor = (x - batch).square().mean()
+        self.log("loss", loss, sync_dist=self.sync_dist)
+        return loss
+
+    last_sample: list[Tensor]
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "SGD":
+            return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def ddp(**options: Any) -> DDPStrategy:
+    return DDPStrategy(bucket_cap_mb=0.7, **options)  # type: ignore[arg-type]  # DDP takes parts of a MiB
+
+
+Scenario = tuple[Failures, dict[str, Any], dict[str, Any], Callable[[], dict[str, Any]]]
+SCENARIOS: dict[str, Scenario] = {
+    "forward": ({(1, 2): ("forward", WHOLE)}, {}, {}, dict),
+    "forward_of_the_first_step": ({(1, 0): ("forward", WHOLE)}, {}, {}, dict),
+    **{f"backward_of_layer_{layer}": ({(1, 2): (layer, WHOLE)}, {}, {}, dict) for layer in range(LAYERS)},
+    "backward_of_the_first_step": ({(1, 0): (1, WHOLE)}, {}, {}, dict),
+    "rank_0": ({(0, 2): (1, WHOLE)}, {}, {}, dict),
+    "both_ranks": ({(0, 2): ("forward", WHOLE), (1, 2): (1, WHOLE)}, {}, {}, dict),
+    "both_in_backward": ({(0, 2): (3, WHOLE), (1, 2): (0, WHOLE), (0, 3): (0, WHOLE)}, {}, {}, dict),
+    "last_micro_batch": ({(1, 2): ("last", (8, 4))}, {}, {}, dict),
+    "adamw_clipped": ({(1, 2): (1, WHOLE)}, {"optimizer": "AdamW"}, {}, lambda: {"gradient_clip_val": 0.1}),
+    "bucket_views": (
+        {(1, 1): (1, WHOLE), (1, 2): ("forward", WHOLE)}, {}, {},
+        lambda: {"strategy": ddp(gradient_as_bucket_view=True)},
+    ),
+    "accumulation": (
+        {(1, 0): (1, WHOLE), (1, 3): ("forward", WHOLE), (0, 5): ("forward", WHOLE)}, {}, {},
+        lambda: {"accumulate_grad_batches": 2},
+    ),
+    "skipped": ({(1, 2): ("forward", tuple(range(9)))}, {}, {"skip_batch": True}, dict),
+    "gives_up": ({(1, 2): (1, tuple(range(9)))}, {}, {}, dict),
+    "talks": ({(1, 2): (1, WHOLE)}, {"sync_dist": True}, {}, dict),
+}  # fmt: skip
+
+
+def batches(rank: int, *, n: int = 6, leave_out: int | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    made = [torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(n)]
+    return [batch for index, batch in enumerate(made) if index != leave_out]
+
+
+def fit(folder: Path, model: Net, data: list[Tensor], *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    torch.manual_seed(0)
+    for layer in model.layers:
+        layer.reset_parameters()  # type: ignore[operator]  # mypy sees modules
+    model.last_sample = [batch[-1] for batch in data]
+    defaults: dict[str, Any] = {"strategy": ddp(), "devices": 2, "logger": False, "use_distributed_sampler": False}
+    run = trainer(folder, *callbacks, **(defaults | options))
+    dataset: Any = data
+    run.fit(model, DataLoader(dataset, batch_size=None))
+    return run
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def compared(model: nn.Module, other: nn.Module) -> float:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
+    failures, module, callback, options = SCENARIOS[name]
+    healthy = Net({}, **module)
+    fit(folder, healthy, batches(rank, leave_out=2 if name == "skipped" else None), **options())
+    model, recovery = Net(failures, **module), OOMRecovery(on_recover="ignore", **callback)
+    begin = time.monotonic()
+    done = fit(folder, model, batches(rank), recovery, **options())
+    return {
+        "scenario": name,
+        "seconds": time.monotonic() - begin,
+        "digest": digest(model),
+        "error": compared(model, healthy),
+        "moved": compared(model, Net({}, **module)),
+        "count": float(model.count),
+        "seen": model.seen,
+        "global_step": done.global_step,
+        "remark": recovery.memory_remark,
+    }
+
+
+def run_on_devices(folder: Path, rank: int) -> dict[str, Any]:
+    """Rank 1 has long batches, and a device on which they do not fit."""
+
+    def data() -> list[Tensor]:
+        sizes = (8, 8, 8, 600, 8, 600) if rank else (8,) * 6
+        return [batch[:1].repeat(size, 1) + torch.randn(size, 1) for batch, size in zip(batches(rank), sizes, strict=True)]
+
+    torch.manual_seed(5 + rank)
+    mine = data()
+    healthy, model, recovery = Net({}), Net({}), OOMRecovery(on_recover="ignore")
+    fit(folder, healthy, mine)
+    with VirtualDevice("26MiB"):
+        done = fit(folder, model, mine, recovery)
+    return {
+        "scenario": "devices",
+        "digest": digest(model),
+        "error": compared(model, healthy),
+        "count": float(model.count),
+        "seen": model.seen,
+        "global_step": done.global_step,
+        "remark": recovery.memory_remark,
+    }
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+    torch.set_num_threads(1)
+    seen = []
+    for name in sys.argv[2:]:
+        seen.append(run_on_devices(folder, rank) if name == "devices" else run(name, folder, rank))
+        (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
