@@ -20,12 +20,13 @@ from lightning_memtools._lightning import (
     training_step,
 )
 from lightning_memtools.memory.sizes import is_count
-from lightning_memtools.oom.gradient_exchange import exchange_of, why_unsent
+from lightning_memtools.oom.gradient_exchange import GradientExchange, why_unsent
 from lightning_memtools.oom.step_recovery import Recoveries, StepRecovery
 from lightning_memtools.oom.step_start import BatchStep
 from lightning_memtools.oom.update_recovery import UpdateRecovery
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.loggers import log_scalars
+from lightning_memtools.reporting.ranks import RankPosts
 from lightning_memtools.reporting.strategies import why_unsupported
 
 _EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
@@ -64,7 +65,8 @@ class OOMRecovery(EitherCallback):
     takes_part_in_trials = False
     """BatchSizeTuner's trials leave this callback out."""
 
-    parts_of_a_run = ("_undo", "_recovery", "_updates")  # what is replaced stays with the original: it is undone once
+    # What is replaced stays with the original: it is undone once.
+    parts_of_a_run = ("_undo", "_recovery", "_updates", "_posts")
 
     def __init__(
         self,
@@ -89,8 +91,9 @@ class OOMRecovery(EitherCallback):
         self._undo: list[Callable[[], None]] | None = None
         self._recovery: StepRecovery | None = None
         self._updates: UpdateRecovery | None = None
-        self._found = Recoveries()
-        self._told = (0, 0, False)
+        self.recoveries = Recoveries()
+        self._posts: RankPosts | None = None
+        self._told = (0, 0, False, 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies whose ranks would have to agree on every part of a batch."""
@@ -135,10 +138,10 @@ class OOMRecovery(EitherCallback):
         self._tell(trainer, training_step(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what happened in the evaluation."""
-        self._tell(trainer, training_step(trainer))
+        """Log what happened, with what other ranks have told by now."""
+        self._tell(trainer, training_step(trainer), of_all=True)
 
-    on_test_end = on_predict_end = on_validation_end
+    on_train_end = on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the steps back."""
@@ -149,7 +152,7 @@ class OOMRecovery(EitherCallback):
         self._stop()
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> list[Callable[[], None]]:
-        self._updates, self._told = None, (0, 0, False)
+        self._updates, self._told = None, (0, 0, False, 0)
         self._recovery = StepRecovery(
             pl_module,
             trainer.strategy.root_device,
@@ -157,9 +160,10 @@ class OOMRecovery(EitherCallback):
             skip_batch=self.skip_batch,
             loss=self.loss,
             allow_batch_norm=self.allow_batch_norm,
-            exchange=exchange_of(trainer.strategy, agrees=self.skip_batch and trainer.world_size > 1),
+            exchange=GradientExchange(trainer.strategy, agrees=self.skip_batch and trainer.world_size > 1),
         )
-        self._found = self._recovery.recoveries
+        self.recoveries = self._recovery.recoveries
+        self._posts = RankPosts(type(self).__name__)
         run = partial(self._run_evaluation, trainer)
         self._undo = [replace_step(pl_module, name, run) for name in _EVALUATION_STEPS]
         return self._undo
@@ -177,22 +181,34 @@ class OOMRecovery(EitherCallback):
     @property
     def memory_remark(self) -> str:
         """A line on the latest call of the Trainer for the summary of MemoryMonitor; "" where nothing happened."""
-        return " ".join(filter(None, [str(self._found), self._updates.told if self._updates else ""]))
+        return " ".join([*filter(None, [self._own_remark()]), *(f"Rank {r}: {text}" for r, text, _ in self._others())])
 
-    def _tell(self, trainer: Trainer, step: int) -> None:
-        now = (self._found.n_recovered, self._found.n_skipped, bool(self._updates and self._updates.told))
+    def _own_remark(self) -> str:
+        return " ".join(filter(None, [str(self.recoveries), self._updates.told if self._updates else ""]))
+
+    def _others(self) -> list[tuple[int, str, int]]:
+        """Return what other ranks have told so far: the rank, its remark and its number of recoveries."""
+        posted = enumerate([] if self._posts is None else self._posts.read())
+        return [(rank, *theirs.values["told"]) for rank, theirs in posted if theirs.values and rank != self._posts.rank]
+
+    def _tell(self, trainer: Trainer, step: int, *, of_all: bool = False) -> None:
+        found, told = self.recoveries, self._updates.told if self._updates else ""
+        elsewhere = sum(n for *_, n in self._others()) if of_all else self._told[3]
+        now = (found.n_recovered, found.n_skipped, bool(told), elsewhere)
         if now == self._told:
             return
-        texts = (self._found.latest, self._found.latest, self._updates.told if self._updates else "")
-        new = [text for text, n, before in zip(texts, now, self._told, strict=True) if n and not before]
+        pairs = zip((found.latest, found.latest, told), now, self._told, strict=False)
+        new = [text for text, n, before in pairs if n and not before]
         is_first, self._told = not any(self._told), now
+        if self._posts is not None:
+            self._posts.post({"told": [self._own_remark(), found.n_recovered]})
         for text in dict.fromkeys(new) if self.on_recover == "warn" else ():
             warnings.warn(f"OOMRecovery: {text}", stacklevel=2)
-        for callback in callbacks_of(trainer) if is_first else ():
+        for callback in callbacks_of(trainer) if is_first and new else ():
             if hasattr(callback, "report_recovered"):
                 callback.report_recovered(trainer, new[0])
-        scalars = {"memory/oom_recoveries": self._found.n_recovered, "memory/micro_batches": self._found.n_parts}
-        log_scalars(trainer, scalars | {"memory/oom_skipped_batches": self._found.n_skipped}, step)
+        scalars = {"memory/oom_recoveries": found.n_recovered + elsewhere, "memory/micro_batches": found.n_parts}
+        log_scalars(trainer, scalars | {"memory/oom_skipped_batches": found.n_skipped}, step)
 
     def _stop(self) -> None:
         for undo in reversed(self._undo or []):

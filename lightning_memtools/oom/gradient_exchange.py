@@ -3,8 +3,8 @@
 In DistributedDataParallel a rank that runs out of memory leaves the others in the all-reduce of a bucket of gradients,
 where nothing can be said to them. Nothing need be: they cannot tell a rank that runs its step again from a slow one.
 
-1. The failed backward pass is ended over a group of one's own, so that the reducer is ready again. Buckets that had been
-   sent have averages that are right already: a bucket is sent when its gradients are complete.
+1. The failed backward pass is ended over a group of one's own, so that the reducer is ready again. Buckets that had
+   been sent have averages that are right already: a bucket is sent when its gradients are complete.
 2. The parts run on the module itself; without its wrapper they send nothing.
 3. A backward pass that adds -0 to every gradient lets the reducer send the other buckets, in the order in which the
    ranks that wait have them.
@@ -45,13 +45,14 @@ class GradientExchange:
     """The average of the gradients over the ranks, for a rank that runs its step in parts.
 
     Args:
-        strategy: The Trainer's strategy; its `model` is the wrapper.
+        strategy: The Trainer's strategy, whose `model` is the wrapper. Without a wrapper there is nothing to exchange.
         agrees: All ranks tell each other in every step if it is skipped; they wait for each other then.
     """
 
-    def __init__(self, strategy: Any, *, agrees: bool = False) -> None:
+    def __init__(self, strategy: Any = None, *, agrees: bool = False) -> None:
+        model = getattr(strategy, "model", None)
         self._strategy = strategy
-        self._wrapper: DistributedDataParallel = strategy.model
+        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         self._flags = RankGather(timedelta(seconds=PATIENCE_S)) if agrees else None
         self._failed_at: float | None = None
         self._buckets: list[list[nn.Parameter]] = []
@@ -63,7 +64,7 @@ class GradientExchange:
 
     def run_of_step(self, n_parts: int) -> AbstractContextManager[None]:
         """Return a context for one attempt at the step, as so many parts: within, parts send no gradients."""
-        if n_parts == 1:
+        if n_parts == 1 or self._wrapper is None:
             return nullcontext()
         if self._failed_at is None:  # through the wrapper, because its forward pass copies buffers to the other ranks
             return self._wrapper.no_sync()
@@ -77,6 +78,8 @@ class GradientExchange:
         Args:
             complete: The parameters to which the failed pass had added its gradients.
         """
+        if self._wrapper is None:
+            return ""
         if self._failed_at is not None:
             waited = time.monotonic() - self._failed_at
             return "" if waited < PATIENCE_S else f"the other ranks have waited {waited:.0f} s for its gradients"
@@ -96,7 +99,10 @@ class GradientExchange:
             _touch(open_)
         n_sent = len(self._buckets) - silent.n_all_reduces
         n_complete = next(n for n, bucket in enumerate(self._buckets) if not done.issuperset(bucket))
-        self._sent = [(parameter, parameter.grad) for bucket in self._buckets[:n_sent] for parameter in bucket]
+        # Gradients may be views of the buckets, which are written again.
+        is_view = self._wrapper.gradient_as_bucket_view
+        averages = [(p, p.grad) for bucket in self._buckets[:n_sent] for p in bucket]
+        self._sent = [(p, grad.clone() if is_view and grad is not None else grad) for p, grad in averages]
         self._clear()
         forget_gradient_order(self._wrapper)
         if n_sent != n_complete:
@@ -105,6 +111,8 @@ class GradientExchange:
 
     def rejoin(self) -> None:
         """Average the gradients over the ranks, if this step is to do so."""
+        if self._wrapper is None:
+            return
         is_sent = self._wrapper.require_backward_grad_sync
         # As after a forward pass of the wrapper: before the next one it copies buffers to the other ranks, or does not.
         self._wrapper.require_forward_param_sync = is_sent
@@ -121,7 +129,7 @@ class GradientExchange:
             parameter.grad = average
         self._sent = []
 
-    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001, it is what is asked
+    def any_rank(self, flag: bool) -> bool:
         """Return whether any rank says so, this one among them. The ranks wait for each other."""
         return flag if self._flags is None else any(self._flags.objects(flag))
 
@@ -139,9 +147,8 @@ class GradientExchange:
             self._strategy.model = self._wrapper
 
 
-def exchange_of(strategy: Any, *, agrees: bool) -> GradientExchange | None:
-    """Return the exchange of a strategy's ranks; None where its model is not wrapped for any."""
-    return GradientExchange(strategy, agrees=agrees) if isinstance(strategy.model, DistributedDataParallel) else None
+ONE_RANK = GradientExchange()
+"""Nothing is exchanged."""
 
 
 def why_unsent(strategy: Any) -> str:
@@ -151,7 +158,7 @@ def why_unsent(strategy: Any) -> str:
         return ""
     if wrapper.find_unused_parameters or wrapper.static_graph:
         option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
-        return f"{option}=True: the ranks then tell each other at the end of each backward pass which parameters it used"
+        return f"{option}=True: after each backward pass the ranks then tell each other which parameters it used"
     if has_gradient_hook(wrapper):
         return "a communication hook is registered, and what it sends or keeps is not known"
     norm = next((name for name, part in wrapper.module.named_modules() if isinstance(part, nn.SyncBatchNorm)), None)

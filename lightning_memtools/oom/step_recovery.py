@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.oom.batch_parts import CannotSplitError, join_parts, n_samples_in, split_batch, weighted_mean
-from lightning_memtools.oom.gradient_exchange import GradientExchange, no_collectives
+from lightning_memtools.oom.gradient_exchange import ONE_RANK, GradientExchange, no_collectives
 from lightning_memtools.oom.release_failed_step import release_cached
 from lightning_memtools.oom.step_start import BatchStep, RandomReader, StepBuffers, StepStart
 
@@ -86,7 +86,7 @@ class StepRecovery:
         skip_batch: Skip a training batch that does not fit in the smallest parts.
         loss: The loss of a batch is the mean or the sum over its samples; "auto" finds out at the first recovery.
         allow_batch_norm: Split though BatchNorm then normalizes with the statistics of each part.
-        exchange: How the ranks average gradients; None where there is one.
+        exchange: How the ranks average gradients.
 
     Attributes:
         recoveries: The numbers of what happened.
@@ -101,7 +101,7 @@ class StepRecovery:
         skip_batch: bool,
         loss: LossKind,
         allow_batch_norm: bool,
-        exchange: GradientExchange | None = None,
+        exchange: GradientExchange = ONE_RANK,
     ) -> None:
         self.recoveries = Recoveries()
         self._model = model
@@ -127,14 +127,13 @@ class StepRecovery:
         Raises:
             torch.OutOfMemoryError: It cannot be run in parts, or not in small enough ones; a note says why.
         """
-        exchange = self._exchange
-        if exchange is None or step.backward is None or step.skipped is None:
-            return self._run(step, None)
-        exchange.begin()
+        if step.backward is None or step.skipped is None:
+            return self._run(step, ONE_RANK)
         n_before = self.recoveries.n_skipped
-        result = self._run(step, exchange)
+        self._exchange.begin()
+        result = self._run(step, self._exchange)
         is_skipped = self.recoveries.n_skipped > n_before
-        if not exchange.any_rank(is_skipped):
+        if not self._exchange.any_rank(is_skipped):
             return result
         for parameter in self._parameters:
             parameter.grad = None
@@ -143,22 +142,20 @@ class StepRecovery:
             self.recoveries.latest = "A batch was skipped, because that of another rank ran out of memory in any parts."
         return step.skipped()
 
-    def _run(self, step: BatchStep, exchange: GradientExchange | None) -> Any:
+    def _run(self, step: BatchStep, exchange: GradientExchange) -> Any:
         known = self._known_size(step)
         n_parts = self._parts_to_try(known)
         before = StepStart(step, self._parameters, self._metrics, self._noted_buffers(step), self._random())
-        is_recovering = False
+        is_recovering, text, refused = False, "", ""
         while True:
             try:
-                if exchange is None:
-                    result = self._attempt(step, n_parts, before)
-                else:
-                    with exchange.run_of_step(n_parts):
-                        result = self._attempt(step, n_parts, before)
+                with exchange.run_of_step(n_parts):
+                    refused = self._prove_loss(step, n_parts, before) if is_recovering else ""
+                    result = None if refused else self._attempt(step, n_parts, before)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                complete = before.completed() if exchange is not None and n_parts == 1 else []
+                complete = before.completed() if n_parts == 1 else []
                 why_not = before.take_back() or self._why_not(step)
                 more = None if why_not else self._next(step, n_parts)
                 if more is None and (why_not or not self._skip_batch or step.skipped is None):
@@ -169,18 +166,15 @@ class StepRecovery:
             else:
                 break
             release_cached(self._device)  # after the handler: until then the error holds the step's tensors
-            if exchange is not None and (why_not := exchange.leave(complete)):
+            if why_not := exchange.leave(complete):
                 raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step again: {why_not}.")
             if more is None:
                 return self._skip(step, before, exchange, text)
-            with nullcontext() if exchange is None else exchange.run_of_step(more):
-                self._prove_loss(step, more, before, text)
-            if known is None or known.n_elements < _n_elements(step):
-                known = self._remember(step)
-            n_parts = known.n_parts = more
-            known.n_until_fewer = known.patience
-            is_recovering = True
-        if exchange is not None and n_parts > 1:
+            known = self._remember(step, known, more)
+            n_parts, is_recovering = more, True
+        if refused:
+            raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step in parts: {refused}")
+        if n_parts > 1:
             exchange.rejoin()
         self._note_success(step, known, n_parts, is_recovering=is_recovering)
         return result
@@ -249,10 +243,9 @@ class StepRecovery:
             return f"each of its {n_samples} samples alone is too large; skip_batch=True skips such a batch"
         return f"max_splits={self._max_splits} parts are too large still; a larger max_splits allows smaller ones"
 
-    def _skip(self, step: BatchStep, before: StepStart, exchange: GradientExchange | None, text: str) -> Any:
+    def _skip(self, step: BatchStep, before: StepStart, exchange: GradientExchange, text: str) -> Any:
         before.zero_once()
-        if exchange is not None:
-            exchange.rejoin()
+        exchange.rejoin()
         self.recoveries.n_skipped += 1
         self.recoveries.latest = f"A batch was skipped: even its smallest parts ran out of memory. ({text})"
         assert step.skipped is not None
@@ -279,10 +272,13 @@ class StepRecovery:
         fitting = [one for one in sizes if one.n_elements <= n_elements]
         return max(fitting, key=lambda one: one.n_parts, default=None)
 
-    def _remember(self, step: BatchStep) -> _KnownSize:
-        new = _KnownSize(_n_elements(step), 2)
-        self._known[step.backward is None].append(new)
-        return new
+    def _remember(self, step: BatchStep, known: _KnownSize | None, n_parts: int) -> _KnownSize:
+        n_elements = _n_elements(step)
+        if known is None or known.n_elements < n_elements:
+            known = _KnownSize(n_elements, n_parts)
+            self._known[step.backward is None].append(known)
+        known.n_parts, known.n_until_fewer = n_parts, known.patience
+        return known
 
     def _parts_to_try(self, known: _KnownSize | None) -> int:
         if known is None:
@@ -293,26 +289,25 @@ class StepRecovery:
         known.patience *= 2
         return max(1, known.n_parts // 2)
 
-    def _prove_loss(self, step: BatchStep, n_parts: int, before: StepStart, text: str) -> None:
+    def _prove_loss(self, step: BatchStep, n_parts: int, before: StepStart) -> str:
         """Find out whether the loss is a mean or a sum over samples: losses of two parts against that of both together.
 
-        The host waits for the three values, once in a run.
+        The host waits for the three values, once in a run. Returns the reason why it is neither, else "".
         """
         n_samples = n_samples_in(step.batch)
         if step.backward is None or self._loss != "auto" or n_samples is None:
-            return
+            return ""
         try:
             pair, _ = split_batch(step.batch, max(1, min(n_parts, n_samples // 2)), self._split)[0]
             halves = split_batch(pair, 2, self._split)
-            with torch.no_grad(), _without_randomness(self._model):
+            with torch.no_grad(), _without_randomness(self._model), no_collectives():
                 one, other, whole = (
                     float(step.forward(part).closure_loss) for part in (halves[0][0], halves[1][0], pair)
                 )
-        except Exception as error:  # noqa: BLE001, whatever the step raises on a part
-            raise torch.OutOfMemoryError(
-                f"{text}\nOOMRecovery did not run this step in parts: a trial with a part of it raised "
-                f"{type(error).__name__}: {error}"
-            ) from None
+        except Exception as error:  # whatever the step raises on a part
+            if is_out_of_memory(error):  # as the parts themselves would
+                raise
+            return f"a trial with a part of it raised {type(error).__name__}: {error}"
         finally:
             before.take_back()
         dtype = next((p.dtype for p in self._model.parameters()), torch.float32)
@@ -322,11 +317,11 @@ class StepRecovery:
         for kind, value in (("mean", mean), ("sum", one + other)):
             if abs(whole - value) <= tolerance * (abs(one) + abs(other)):
                 self._loss = kind  # type: ignore[assignment]  # mypy: a literal of the tuple
-                return
-        raise torch.OutOfMemoryError(
-            f"{text}\nOOMRecovery did not run this step in parts: the losses of {counts[0]} and {counts[1]} samples "
-            f"are {one:.6g} and {other:.6g}, and that of both together is {whole:.6g}, neither their mean nor their "
-            'sum. A loss over pairs of samples cannot be split; for any other give loss="mean" or loss="sum".'
+                return ""
+        return (
+            f"the losses of {counts[0]} and {counts[1]} samples are {one:.6g} and {other:.6g}, and that of both "
+            f"together is {whole:.6g}, neither their mean nor their sum. A loss over pairs of samples cannot be split; "
+            'for any other give loss="mean" or loss="sum".'
         )
 
 

@@ -158,6 +158,7 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
         "seen": model.seen,
         "global_step": done.global_step,
         "remark": recovery.memory_remark,
+        "own_remark": str(recovery.recoveries),
     }
 
 
@@ -165,23 +166,23 @@ def run_on_devices(folder: Path, rank: int) -> dict[str, Any]:
     """Rank 1 has long batches, and a device on which they do not fit."""
 
     def data() -> list[Tensor]:
-        sizes = (8, 8, 8, 600, 8, 600) if rank else (8,) * 6
-        return [batch[:1].repeat(size, 1) + torch.randn(size, 1) for batch, size in zip(batches(rank), sizes, strict=True)]
+        sizes = (8, 8, 8, 3000, 8, 3000) if rank else (8,) * 6
+        return [torch.randn(size, WIDTH) for size in sizes]
 
     torch.manual_seed(5 + rank)
     mine = data()
     healthy, model, recovery = Net({}), Net({}), OOMRecovery(on_recover="ignore")
     fit(folder, healthy, mine)
-    with VirtualDevice("26MiB"):
+    with VirtualDevice("64MiB"):
         done = fit(folder, model, mine, recovery)
     return {
         "scenario": "devices",
         "digest": digest(model),
         "error": compared(model, healthy),
+        "moved": compared(model, Net({})),
         "count": float(model.count),
         "seen": model.seen,
         "global_step": done.global_step,
-        "remark": recovery.memory_remark,
     }
 
 

@@ -1,0 +1,73 @@
+"""Two real processes on the CPU: a rank that runs out of memory goes on, and both have the weights of a healthy run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import recovery_on_ranks
+from tests.integration.recovery_on_ranks import SAMPLES, SCENARIOS
+from tests.two_processes import run_ranks
+
+Seen = dict[str, list[dict[str, Any]]]
+ENDING = ["gives_up", "talks"]
+LASTING = [*(name for name in SCENARIOS if name not in ENDING), "devices"]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> Seen:
+    """Scenario to what ranks 0 and 1 saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = run_ranks(Path(recovery_on_ranks.__file__), folder, *LASTING, timeout_s=240)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stdout + rank.stderr for rank in ranks)
+    by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return {one["scenario"]: [one, other] for one, other in zip(*by_rank, strict=True)}
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_both_ranks_have_the_weights_of_a_run_that_did_not_fail(name, seen):
+    zero, one = seen[name]
+    assert zero["digest"] == one["digest"]
+    assert zero["error"] < 1e-7  # float32, whose weights are below 0.1
+    assert zero["moved"] > 0.05
+    assert zero["global_step"] == one["global_step"] == (3 if name == "accumulation" else 6)
+    # The buffer counts the samples of rank 0, whose buffers DDP gives to all; attempts that failed are taken back.
+    assert zero["count"] == 6 * SAMPLES
+
+
+def test_only_the_rank_that_failed_runs_its_batch_again(seen):
+    for layer in range(recovery_on_ranks.LAYERS):
+        zero, one = seen[f"backward_of_layer_{layer}"]
+        assert zero["seen"] == [8] * 6
+        # The third batch fails; two samples, twice, and four of them show what the loss is; then there are two parts.
+        assert one["seen"] == [8, 8, 8, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4]
+    both = seen["both_ranks"]
+    assert both[0]["seen"] == both[1]["seen"] == one["seen"]
+
+
+def test_a_part_that_fails_last_is_run_again_in_smaller_ones(seen):
+    assert "in up to 4 parts" in seen["last_micro_batch"][1]["remark"]
+    assert seen["last_micro_batch"][0]["seen"] == [8] * 6
+
+
+def test_a_batch_is_skipped_on_both_ranks(seen):
+    for rank in seen["skipped"]:
+        assert "1 were skipped" in rank["remark"]
+
+
+def test_the_other_rank_is_told_in_the_summary(seen):
+    zero, one = seen["forward"]
+    assert zero["remark"] == f"Rank 1: {one['own_remark']}"
+    assert "1 batches ran out of memory and were run again in up to 2 parts" in one["own_remark"]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gives_up", "each of its 8 samples alone"), ("talks", "the collective")])
+def test_where_a_rank_cannot_go_on_both_end(name, reason, tmp_path):
+    ranks = run_ranks(Path(recovery_on_ranks.__file__), tmp_path, name, timeout_s=120)
+    assert all(rank.returncode != 0 for rank in ranks)
+    assert "OOMRecovery did not run this step" in ranks[1].stderr
+    assert reason in ranks[1].stderr
+    assert "Connection closed by peer" in ranks[0].stderr
