@@ -61,4 +61,4 @@ def test_buckets_on_a_gpu_are_sent_once_and_memory_is_that_of_a_healthy_step():
         assert all(parameter.grad is not None for parameter in net.parameters())
         allocated.append(torch.cuda.memory_allocated())
     assert sent == [0, 2]
-    assert len(set(allocated)) == 1
+    assert len(set(allocated[1:])) == 1  # after the first step DDP makes its buckets anew
