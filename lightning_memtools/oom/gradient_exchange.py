@@ -70,41 +70,47 @@ class GradientExchange:
             return self._wrapper.no_sync()
         return self._unwrapped()
 
-    def leave(self, complete: Collection[nn.Parameter]) -> str:
+    def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
         """End the backward pass that failed, if it was to send gradients, and leave gradients None.
 
         Returns the reason why that cannot be done, or why the step must not be run again any more; else "".
 
         Args:
             complete: The parameters to which the failed pass had added its gradients.
+            keeps: Those gradients are kept by the caller, because earlier batches had accumulated theirs in them.
         """
-        if self._wrapper is None:
-            return ""
         if self._failed_at is not None:
             waited = time.monotonic() - self._failed_at
             return "" if waited < PATIENCE_S else f"the other ranks have waited {waited:.0f} s for its gradients"
+        if self._wrapper is None:
+            return ""
         self._failed_at = time.monotonic()
         if not self._wrapper.require_backward_grad_sync:
             return ""
-        self._buckets = buckets_of(self._wrapper)
+        if keeps and self._wrapper.gradient_as_bucket_view:
+            return "gradient_as_bucket_view=True: gradients that earlier batches accumulated are in the buckets already"
+        return self._end_backward(complete, self._wrapper)
+
+    def _end_backward(self, complete: Collection[nn.Parameter], wrapper: DistributedDataParallel) -> str:
+        self._buckets = buckets_of(wrapper)
         done = set(complete)
         open_ = [parameter for bucket in self._buckets for parameter in bucket if parameter not in done]
         if not open_:
             return "all of its gradients had been sent to the other ranks, or zero_grad(set_to_none=False) is used"
         if not done:  # else they are expected already
-            expect_gradients(self._wrapper)
+            expect_gradients(wrapper)
         self._clear()
-        silent = SilentGroup(self._wrapper.process_group)
-        with reduces_over(self._wrapper, silent):
+        silent = SilentGroup(wrapper.process_group)
+        with reduces_over(wrapper, silent):
             _touch(open_)
         n_sent = len(self._buckets) - silent.n_all_reduces
         n_complete = next(n for n, bucket in enumerate(self._buckets) if not done.issuperset(bucket))
         # Gradients may be views of the buckets, which are written again.
-        is_view = self._wrapper.gradient_as_bucket_view
+        is_view = wrapper.gradient_as_bucket_view
         averages = [(p, p.grad) for bucket in self._buckets[:n_sent] for p in bucket]
         self._sent = [(p, grad.clone() if is_view and grad is not None else grad) for p, grad in averages]
         self._clear()
-        forget_gradient_order(self._wrapper)
+        forget_gradient_order(wrapper)
         if n_sent != n_complete:
             return "memory ran out while a bucket of gradients was sent, so that the other ranks may have it or not"
         return ""

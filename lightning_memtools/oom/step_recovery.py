@@ -155,10 +155,10 @@ class StepRecovery:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                complete = before.completed() if n_parts == 1 else []
+                complete = before.completed()
                 why_not = before.take_back() or self._why_not(step)
                 more = None if why_not else self._next(step, n_parts)
-                if more is None and (why_not or not self._skip_batch or step.skipped is None):
+                if more is None and (why_not or not self._skip_batch or step.skipped is None or before.is_partly_added):
                     error.add_note(f"OOMRecovery did not run this step again: {why_not or self._too_small(step)}.")
                     raise
                 text = str(error).partition("\n")[0]
@@ -166,7 +166,7 @@ class StepRecovery:
             else:
                 break
             release_cached(self._device)  # after the handler: until then the error holds the step's tensors
-            if why_not := exchange.leave(complete):
+            if why_not := exchange.leave(complete, keeps=before.is_partly_added):
                 raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step again: {why_not}.")
             if more is None:
                 return self._skip(step, before, exchange, text)

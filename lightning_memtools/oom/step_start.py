@@ -119,7 +119,9 @@ class StepStart:
     """The state that a step began with, to take a failed attempt back.
 
     The gradients of a batch that is the first of its optimizer step are None before it; those that earlier batches have
-    accumulated are set aside while parts run, so that a failed part cannot touch them.
+    accumulated are set aside while parts run, so that a failed part cannot touch them. Where a failed backward pass of
+    the whole batch has added to such a gradient, the sum is kept, because that pass adds to a parameter once, when its
+    gradient is complete. The parts then give gradients to the other parameters only.
 
     Args:
         step: The step.
@@ -145,12 +147,20 @@ class StepStart:
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._accumulated: list[Tensor | None] = []
         self._write_counts: list[int] = []
+        self._is_whole = False
+        self._adds_in_pieces = False
+        self._kept: set[nn.Parameter] = set()
         self._take_back_log = step.log.save()
         # One that was not updated since its reset is reset again.
         self._metrics = [(metric, _copied(vars(metric)) if metric.update_count else {}) for metric in metrics]
         if step.zero_grad is None and step.backward is not None:
             self._accumulated = [parameter.grad for parameter in parameters]
-            self._write_counts = list(map(WRITE_COUNT, filter(_IS_SET, self._accumulated)))
+            self._count_writes()
+
+    @property
+    def is_partly_added(self) -> bool:
+        """Whether some gradients of the batch are kept, so that it cannot be left out any more."""
+        return bool(self._kept)
 
     def run_part(self, step: BatchStep, part: Any, weight: float) -> Any:
         """Run forward and backward of the batch or of a part."""
@@ -158,8 +168,13 @@ class StepStart:
         if step.backward is None:
             return result
         self.zero_once()
+        self._is_whole = part is step.batch
         if result.closure_loss is not None:
-            step.backward(result.closure_loss if weight == 1.0 else result.closure_loss * weight)
+            try:
+                step.backward(result.closure_loss if weight == 1.0 else result.closure_loss * weight)
+            except Exception:
+                self._adds_in_pieces = _has_reentrant_checkpoint(result.closure_loss)
+                raise
         # What is kept of a part must not hold its graph.
         if part is step.batch:
             return result
@@ -186,14 +201,15 @@ class StepStart:
     def add_gradients_set_aside(self) -> None:
         """Put the gradients back with what the parts have added."""
         for parameter, gradient in self._aside:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            is_complete = parameter.grad is None or parameter in self._kept
+            parameter.grad = gradient if is_complete else gradient.add_(parameter.grad)
         self._aside = []
 
     def completed(self) -> list[nn.Parameter]:
         """Return the parameters to which a backward pass of the whole batch has added its gradient."""
-        if self._step.backward is None or not self._is_zeroed:
+        if not self._is_whole:
             return []
-        if not self._accumulated:
+        if self._step.zero_grad is not None:
             return [parameter for parameter in self._parameters if parameter.grad is not None]
         counts = iter(self._write_counts)
         return [
@@ -213,12 +229,17 @@ class StepStart:
                 metric.reset()
         if self._buffers is not None and (reason := self._buffers.restore()):
             return reason
-        # Those that were set aside are out of the reach of backward.
-        if self._accumulated and not self._aside and self._has_added():
-            return (
-                "its backward pass had added to gradients that earlier batches of the same optimizer step accumulated "
-                "before memory ran out, and sums cannot be taken apart exactly"
-            )
+        if self._step.zero_grad is None and (completed := self.completed()):
+            if self._adds_in_pieces:
+                return (
+                    "its backward pass had added to gradients that earlier batches of the same optimizer step "
+                    "accumulated, and with reentrant checkpointing it may not have added all to them; "
+                    "use_reentrant=False helps"
+                )
+            self._kept.update(completed)
+            self._accumulated = [parameter.grad for parameter in self._parameters]
+            self._count_writes()
+        self._is_whole = False
         if self._step.backward is not None and self._step.zero_grad is not None:
             self.zero_once()
             for parameter in self._parameters:
@@ -228,12 +249,22 @@ class StepStart:
         self._aside = []
         return ""
 
-    def _has_added(self) -> bool:
-        """Return whether a gradient that was there is another tensor now, or was written."""
-        now = [parameter.grad for parameter in self._parameters]
-        if any(old is not None and new is not old for old, new in zip(self._accumulated, now, strict=True)):
+    def _count_writes(self) -> None:
+        self._write_counts = list(map(WRITE_COUNT, filter(_IS_SET, self._accumulated)))
+
+
+def _has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """Return whether a backward pass of this loss starts others, which may add to one gradient several times."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
             return True
-        return list(map(WRITE_COUNT, filter(_IS_SET, self._accumulated))) != self._write_counts
+        seen.add(node)
+        waiting += [one for one, _ in node.next_functions]
+    return False
 
 
 class RandomReader:

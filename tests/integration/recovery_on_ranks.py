@@ -108,6 +108,9 @@ SCENARIOS: dict[str, Scenario] = {
         {(1, 0): (1, WHOLE), (1, 3): ("forward", WHOLE), (0, 5): ("forward", WHOLE)}, {}, {},
         lambda: {"accumulate_grad_batches": 2},
     ),
+    "accumulation_in_backward": (
+        {(1, 1): (1, WHOLE), (0, 2): (2, WHOLE)}, {}, {}, lambda: {"accumulate_grad_batches": 3}
+    ),
     "skipped": ({(1, 2): ("forward", tuple(range(9)))}, {}, {"skip_batch": True}, dict),
     "gives_up": ({(1, 2): (1, tuple(range(9)))}, {}, {}, dict),
     "talks": ({(1, 2): (1, WHOLE)}, {"sync_dist": True}, {}, dict),
