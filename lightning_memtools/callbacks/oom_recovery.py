@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -46,13 +46,13 @@ class OOMRecovery(EitherCallback):
     Before each step the states of random streams are noted, and buffers and metrics of the model are copied, so that a
     failed step can be taken back. Attributes that training_step itself changes, such as a counter, are not.
 
-    A module may have a method `split_batch(batch, n_parts)` that returns the parts of a batch of a kind of its own.
-
     Logged after a recovery: `memory/oom_recoveries`, `memory/micro_batches`, `memory/oom_skipped_batches`.
 
     Args:
         max_splits: The largest number of micro-batches of a batch.
         skip_batch: Skip a training batch that does not fit in the smallest parts, as if training_step returned None.
+        split_batch: A function `(batch, n_parts) -> parts` for batches of a kind of its own, in place of a method
+            `split_batch` that the module may have.
         loss: "mean" or "sum" over the samples of the batch; "auto" finds out.
         allow_batch_norm: Split training batches though BatchNorm then normalizes each part with its own statistics.
             Without this, such a model's training batches are not split.
@@ -73,18 +73,22 @@ class OOMRecovery(EitherCallback):
         *,
         max_splits: int = 8,
         skip_batch: bool = False,
+        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         loss: Literal["auto", "mean", "sum"] = "auto",
         allow_batch_norm: bool = False,
         on_recover: Literal["warn", "ignore"] = "warn",
     ) -> None:
         if not is_count(max_splits, least=2):  # a whole batch is one part
             raise ValueError(f"max_splits={max_splits!r} splits nothing. Give 2 or more.")
+        if split_batch is not None and not callable(split_batch):
+            raise ValueError(f"split_batch={split_batch!r} is no function of a batch and a number of parts.")
         if loss not in {"auto", "mean", "sum"}:
             raise ValueError(f"loss={loss!r} is neither 'auto' nor 'mean' nor 'sum'.")
         if on_recover not in {"warn", "ignore"}:
             raise ValueError(f"on_recover={on_recover!r} is neither 'warn' nor 'ignore'.")
         self.max_splits = max_splits
         self.skip_batch = skip_batch
+        self.split_batch = split_batch
         self.loss = loss
         self.allow_batch_norm = allow_batch_norm
         self.on_recover = on_recover
@@ -158,6 +162,7 @@ class OOMRecovery(EitherCallback):
             trainer.strategy.root_device,
             max_splits=self.max_splits,
             skip_batch=self.skip_batch,
+            split=self.split_batch or getattr(pl_module, "split_batch", None),
             loss=self.loss,
             allow_batch_norm=self.allow_batch_norm,
             exchange=GradientExchange(trainer.strategy, agrees=self.skip_batch and trainer.world_size > 1),

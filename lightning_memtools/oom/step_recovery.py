@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -84,6 +84,7 @@ class StepRecovery:
         device: Where it is.
         max_splits: The largest number of parts.
         skip_batch: Skip a training batch that does not fit in the smallest parts.
+        split: The user's function `(batch, n_parts) -> parts`.
         loss: The loss of a batch is the mean or the sum over its samples; "auto" finds out at the first recovery.
         allow_batch_norm: Split though BatchNorm then normalizes with the statistics of each part.
         exchange: How the ranks average gradients.
@@ -101,6 +102,7 @@ class StepRecovery:
         skip_batch: bool,
         loss: LossKind,
         allow_batch_norm: bool,
+        split: Callable[[Any, int], Any] | None = None,
         exchange: GradientExchange = ONE_RANK,
     ) -> None:
         self.recoveries = Recoveries()
@@ -117,7 +119,7 @@ class StepRecovery:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._norms = [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
         self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
-        self._split = getattr(model, "split_batch", None)
+        self._split = split
         # Evaluation needs less memory than training.
         self._known: dict[bool, list[_KnownSize]] = {True: [], False: []}
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -113,8 +114,14 @@ def close(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}],
-    ids=["plain", "clipping", "accumulation", "bf16"],
+    [
+        {},
+        {"gradient_clip_val": 0.1},
+        {"accumulate_grad_batches": 3},
+        {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=["plain", "clipping", "accumulation", "accumulation_of_4_and_clipping", "bf16"],
 )
 def test_a_run_that_dies_without_it_ends_with_it_as_on_a_larger_device(optimizer, options, tmp_path):
     capacity = "4MiB" if "precision" in options else TIGHT
@@ -132,6 +139,23 @@ def test_a_run_that_dies_without_it_ends_with_it_as_on_a_larger_device(optimizer
     assert run.global_step == other.global_step
     assert run.lr_scheduler_configs[0].scheduler.last_epoch == other.lr_scheduler_configs[0].scheduler.last_epoch
     assert 4 in model.seen or 8 in model.seen
+
+
+def test_the_gradient_scaler_sees_one_step_for_each_batch(tmp_path):
+    ends = []
+    for capacity in (None, "4MiB"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
+        model, recovery = Sequences(), OOMRecovery(on_recover="ignore")
+        precision = MixedPrecision("16-mixed", "cpu", scaler)
+        run = fit(tmp_path, model, recovery, capacity=capacity, plugins=precision)
+        ends.append((model, scaler.state_dict(), run.global_step))
+    (larger, its_state, its_step), (model, state, step) = ends
+    assert recovery.recoveries.n_recovered == 1
+    assert state == its_state
+    assert state["scale"] == 2.0 ** (4 + 3)  # six steps without Inf
+    assert step == its_step == 6
+    for a, b in zip(model.parameters(), larger.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.002)  # 11 bits of mantissa in another order
 
 
 class FailsOnce(TorchDispatchMode):
@@ -203,6 +227,18 @@ def test_the_bits_are_those_of_micro_batches_by_hand(dropout, tmp_path):
     by_hand(hand, batches((8,))[0], [8, 8])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hand.parameters(), strict=True))
     assert torch.equal(model.streams[-1], torch.get_rng_state())
+
+
+def test_parts_of_ones_own_are_weighted_by_their_sizes(tmp_path):
+    def uneven(batch: Any, n_parts: int) -> Any:
+        assert n_parts == 2
+        return [[one[:10] for one in batch], [one[10:] for one in batch]]
+
+    model, hand = prepared(), prepared()
+    one_step(tmp_path, model, OOMRecovery(on_recover="ignore", loss="mean", split_batch=uneven), at=12)
+    assert model.seen == [16, 10, 6]
+    by_hand(hand, batches((8,))[0], [10, 6])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hand.parameters(), strict=True))
 
 
 def test_wherever_memory_runs_out_in_a_step_the_run_goes_on(tmp_path):
@@ -404,6 +440,7 @@ def test_evaluation_batches_are_split_and_their_outputs_joined(tmp_path):
     [
         ({"max_splits": 1}, "max_splits=1 splits nothing"),
         ({"loss": "max"}, "loss='max' is neither"),
+        ({"split_batch": "halves"}, "split_batch='halves' is no function of a batch and a number of parts"),
         ({"on_recover": "shout"}, "on_recover='shout' is neither"),
     ],
 )
