@@ -186,7 +186,9 @@ class OOMRecovery(EitherCallback):
     @property
     def memory_remark(self) -> str:
         """A line on the latest call of the Trainer for the summary of MemoryMonitor; "" where nothing happened."""
-        return " ".join([*filter(None, [self._own_remark()]), *(f"Rank {r}: {text}" for r, text, _ in self._others())])
+        return " ".join(
+            [*filter(None, [self._own_remark()]), *(f"Rank {r}: {text}" for r, text, _ in self._others() if text)]
+        )
 
     def _own_remark(self) -> str:
         return " ".join(filter(None, [str(self.recoveries), self._updates.told if self._updates else ""]))

@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -150,7 +151,8 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     fit(folder, healthy, batches(rank, leave_out=2 if name == "skipped" else None), **options())
     model, recovery = Net(failures, **module), OOMRecovery(on_recover="ignore", **callback)
     begin = time.monotonic()
-    done = fit(folder, model, batches(rank), recovery, **options())
+    logger = CSVLogger(folder, name=name, version="")
+    done = fit(folder, model, batches(rank), recovery, **({"logger": logger} | options()))
     return {
         "scenario": name,
         "seconds": time.monotonic() - begin,

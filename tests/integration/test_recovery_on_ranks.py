@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ LASTING = [*(name for name in SCENARIOS if name not in ENDING), "devices"]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> Seen:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def seen(folder) -> Seen:
     """Scenario to what ranks 0 and 1 saw."""
-    folder = tmp_path_factory.mktemp("ranks")
     ranks = run_ranks(Path(recovery_on_ranks.__file__), folder, *LASTING, timeout_s=240)
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stdout + rank.stderr for rank in ranks)
     by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
@@ -63,6 +68,13 @@ def test_the_other_rank_is_told_in_the_summary(seen):
     zero, one = seen["forward"]
     assert zero["remark"] == f"Rank 1: {one['own_remark']}"
     assert "1 batches ran out of memory and were run again in up to 2 parts" in one["own_remark"]
+
+
+def test_rank_0_logs_the_recoveries_of_all(seen, folder):
+    for name, expected in {"forward": 1, "both_ranks": 2}.items():
+        with (folder / name / "metrics.csv").open() as file:
+            logged = [row["memory/oom_recoveries"] for row in csv.DictReader(file)]
+        assert float([value for value in logged if value][-1]) == expected, seen[name]
 
 
 @pytest.mark.parametrize(("name", "reason"), [("gives_up", "each of its 8 samples alone"), ("talks", "the collective")])
