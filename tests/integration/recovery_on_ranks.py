@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,19 @@ def compared(model: nn.Module, other: nn.Module) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
-    failures, module, callback, options = SCENARIOS[name]
+@cache
+def healthy_run(name: str, folder: Path, rank: int) -> Net:
+    """The model after the run of a scenario in which nothing fails."""
+    _, module, _, options = SCENARIOS[name]
     healthy = Net({}, **module)
     fit(folder, healthy, batches(rank, leave_out=2 if name == "skipped" else None), **options())
+    return healthy
+
+
+def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
+    failures, module, callback, options = SCENARIOS[name]
+    is_plain = options is dict and not module and name != "skipped"
+    healthy = healthy_run("forward" if is_plain else name, folder, rank)
     model, recovery = Net(failures, **module), OOMRecovery(on_recover="ignore", **callback)
     begin = time.monotonic()
     logger = CSVLogger(folder, name=name, version="")

@@ -26,7 +26,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def seen(folder) -> Seen:
     """Scenario to what ranks 0 and 1 saw."""
-    ranks = run_ranks(Path(recovery_on_ranks.__file__), folder, *LASTING, timeout_s=240)
+    ranks = run_ranks(Path(recovery_on_ranks.__file__), folder, *LASTING, timeout_s=600)
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stdout + rank.stderr for rank in ranks)
     by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     return {one["scenario"]: [one, other] for one, other in zip(*by_rank, strict=True)}
@@ -79,7 +79,7 @@ def test_rank_0_logs_the_recoveries_of_all(seen, folder):
 
 @pytest.mark.parametrize(("name", "reason"), [("gives_up", "each of its 8 samples alone"), ("talks", "the collective")])
 def test_where_a_rank_cannot_go_on_both_end(name, reason, tmp_path):
-    ranks = run_ranks(Path(recovery_on_ranks.__file__), tmp_path, name, timeout_s=120)
+    ranks = run_ranks(Path(recovery_on_ranks.__file__), tmp_path, name, timeout_s=300)
     assert all(rank.returncode != 0 for rank in ranks)
     assert "OOMRecovery did not run this step" in ranks[1].stderr
     assert reason in ranks[1].stderr
