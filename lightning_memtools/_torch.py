@@ -412,13 +412,14 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
 
     def allreduce(self, tensors: list[Tensor], _options: Any = None) -> Any:
         """Return at once."""
-        from torch._C._distributed_c10d import _create_work_from_future  # noqa: PLC0415, may not be built in
+        from torch._C import _distributed_c10d  # noqa: PLC0415, may not be built in
 
         self.n_all_reduces += 1
-        devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
+        devices: Any = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
         done: Any = torch.futures.Future(devices=devices)
         done.set_result(tensors)
-        return _create_work_from_future(done)
+        made: Any = _distributed_c10d
+        return made._create_work_from_future(done)
 
 
 @contextmanager
@@ -444,7 +445,8 @@ def buckets_of(wrapper: nn.parallel.DistributedDataParallel) -> list[list[nn.Par
 
     The way in which DDP itself finds them for `join`: it makes zeros as large as the gradients, which are freed here.
     """
-    return [list(bucket.parameters()) for bucket in wrapper.reducer._get_zeros_like_grad_buckets()]
+    buckets: Any = wrapper.reducer._get_zeros_like_grad_buckets()
+    return [list(bucket.parameters()) for bucket in buckets]
 
 
 def forget_gradient_order(wrapper: nn.parallel.DistributedDataParallel) -> None:

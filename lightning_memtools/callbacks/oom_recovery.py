@@ -195,8 +195,8 @@ class OOMRecovery(EitherCallback):
 
     def _others(self) -> list[tuple[int, str, int]]:
         """Return what other ranks have told so far: the rank, its remark and its number of recoveries."""
-        posted = enumerate([] if self._posts is None else self._posts.read())
-        return [(rank, *theirs.values["told"]) for rank, theirs in posted if theirs.values and rank != self._posts.rank]
+        posted, own = ([], 0) if self._posts is None else (self._posts.read(), self._posts.rank)
+        return [(rank, *one.values["told"]) for rank, one in enumerate(posted) if one.values and rank != own]
 
     def _tell(self, trainer: Trainer, step: int, *, of_all: bool = False) -> None:
         found, told = self.recoveries, self._updates.told if self._updates else ""

@@ -201,8 +201,8 @@ class StepStart:
     def add_gradients_set_aside(self) -> None:
         """Put the gradients back with what the parts have added."""
         for parameter, gradient in self._aside:
-            is_complete = parameter.grad is None or parameter in self._kept
-            parameter.grad = gradient if is_complete else gradient.add_(parameter.grad)
+            of_parts = None if parameter in self._kept else parameter.grad
+            parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
         self._aside = []
 
     def completed(self) -> list[nn.Parameter]:

@@ -282,7 +282,7 @@ def run_of_two(root: Path, model: Any, at: int | None) -> None:
     """Two batches of one optimizer step; memory runs out at an operator of the second."""
     run = trainer(root, OOMRecovery(on_recover="ignore", loss="mean"), logger=False, accumulate_grad_batches=2)
     with FailsOnce(model, 10**9 if at is None else at, batch=1):
-        run.fit(model, DataLoader(batches((8, 8)), batch_size=None))  # type: ignore[arg-type]  # a list is a dataset
+        run.fit(model, DataLoader(batches((8, 8)), batch_size=None))
 
 
 def test_gradients_of_earlier_batches_stay_right_wherever_memory_runs_out_in_a_later_one(tmp_path):

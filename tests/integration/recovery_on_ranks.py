@@ -88,7 +88,7 @@ class Net(L.LightningModule):
 
 
 def ddp(**options: Any) -> DDPStrategy:
-    return DDPStrategy(bucket_cap_mb=0.7, **options)  # type: ignore[arg-type]  # DDP takes parts of a MiB
+    return DDPStrategy(bucket_cap_mb=0.7, **options)
 
 
 Scenario = tuple[Failures, dict[str, Any], dict[str, Any], Callable[[], dict[str, Any]]]

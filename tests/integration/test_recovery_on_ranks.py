@@ -19,7 +19,7 @@ LASTING = [*(name for name in SCENARIOS if name not in ENDING), "devices"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 

@@ -38,7 +38,7 @@ def only_rank():
 @pytest.mark.usefixtures("only_rank")
 def test_buckets_on_a_gpu_are_sent_once_and_memory_is_that_of_a_healthy_step():
     net = Net().cuda()
-    wrapper = DistributedDataParallel(net, device_ids=[0], bucket_cap_mb=0.8)  # type: ignore[arg-type]
+    wrapper = DistributedDataParallel(net, device_ids=[0], bucket_cap_mb=0.8)
     strategy = SimpleNamespace(model=wrapper, lightning_module=net)
     exchange = GradientExchange(strategy)
     x, sent, allocated = torch.randn(8, 512, device="cuda"), [], []
