@@ -159,7 +159,7 @@ class StepStart:
 
     @property
     def is_partly_added(self) -> bool:
-        """Whether some gradients of the batch are kept, so that it cannot be left out any more."""
+        """True if some gradients of the batch are kept, so that it cannot be left out any more."""
         return bool(self._kept)
 
     def run_part(self, step: BatchStep, part: Any, weight: float) -> Any:
