@@ -26,9 +26,9 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict
+from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 from tests.zoo import timm, torchvision_models
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.memory_model import ChainPlan
-from lightning_memtools.simulation.cuda_ops.functions import CudaFunctions
+from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.zoo import torchvision_models

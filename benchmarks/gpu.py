@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
+from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.simulation.fakes import TensorExchange
 from lightning_memtools.simulation.simulated import simulated
 
@@ -163,7 +163,8 @@ def simulated_peaks(make: Callable[[], Case], optimizer_name: str, workspace: in
     """The same of a VirtualDevice over fake tensors, with CUDA's paths substituted."""
     model, inputs = make()
     device, exchange = VirtualDevice(cuda_like=True, cublas_workspace=f"{workspace}B"), TensorExchange()
-    with simulated(model, device, exchange, cuda=True, gpu=gpu_shape()):
+    device.gpu = gpu_shape()
+    with simulated(model, device, exchange, cuda=True):
         inputs = exchange(inputs)
         device.track(inputs)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())

@@ -5,6 +5,9 @@ Needs PyTorch's CUDA build; no GPU:
     python -m lightning_memtools.null_cuda --gpu "A100 80GB" benchmarks/truth.py [--only TEXT] [--part 0/2]
     python -m lightning_memtools.null_cuda --gpu "A100 80GB" benchmarks/truth.py --diff "dla34, bf16-mixed, Adam"
 
+With `--virtual-device` it is `VirtualDevice(cuda_like=True)` that is compared, over tensors that the CPU computes with
+(smaller inputs, results/truth_virtual_device.json).
+
 `--diff` lists the allocations that only one of the two makes, with their operators, the first one first. Figures of the
 real allocator are kept in a file of their own (--kept), because they change with torch and not with this library.
 """
@@ -20,6 +23,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -30,16 +34,17 @@ from estimate_models import MakeOptimizer
 from gpu_estimates import autocast, clean_up
 from machine import save
 from torch import nn
-from truth_models import OPTIMIZERS, TruthCase, cases, step
+from truth_models import OPTIMIZERS, TruthCase, cases, small_cases, step
 
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
 from lightning_memtools.simulation.step import Precision, Recipe
-from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
+from lightning_memtools.simulation.tracer import SimulationSettings, Subject, Traced, trace
 
 STEPS = 2
 GPU = "A100 80GB"
 _ROUNDING = 512
+Simulate = Callable[[TruthCase], tuple[dict[str, Any], list["TracedAllocation"]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +87,23 @@ def on_device(case: TruthCase) -> nn.Module:
     return model.to(dtype).to("cuda")  # in this order, as Lightning
 
 
-def built(case: TruthCase) -> nn.Module:
+def built(case: TruthCase, *, on_meta: bool = True) -> nn.Module:
     """Returns the model on meta; on the host, if it cannot be built there."""
     torch.manual_seed(0)
-    try:
-        with torch.device("meta"):
-            model = case.build()
-        on_meta = all(one.is_meta for one in (*model.parameters(), *model.buffers()))
-    except (RuntimeError, NotImplementedError, ValueError):  # it reads values
-        on_meta = False
-    if not on_meta:
+    model = _on_meta(case.build) if on_meta else None
+    if model is None:
         model = case.build()
     model.train(case.stage == "train")
     return model.to(memory_format=torch.channels_last) if case.channels_last else model  # type: ignore[call-overload]
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (RuntimeError, NotImplementedError, ValueError):  # it reads values
+        return None
+    return model if all(one.is_meta for one in (*model.parameters(), *model.buffers())) else None
 
 
 def run(case: TruthCase, model: nn.Module) -> None:
@@ -222,6 +231,12 @@ def estimated(case: TruthCase) -> tuple[dict[str, Any], list[TracedAllocation]]:
         )
     except Exception:  # noqa: BLE001, estimate_memory knows what to do, or says what is wrong
         return _estimated_on_host(case, optimizer, start), []
+    peaks, found = _record_of(traced)
+    return {**peaks, "notes": [], "seconds": round(time.perf_counter() - start, 2)}, found
+
+
+def _record_of(traced: Traced) -> tuple[dict[str, Any], list[TracedAllocation]]:
+    """The peaks of a trace, and every allocation."""
     recorder = traced.recorder
     peaks = {"allocated": max(recorder.allocated), "reserved": max(recorder.reserved)}
     found: list[TracedAllocation] = []
@@ -236,7 +251,7 @@ def estimated(case: TruthCase) -> tuple[dict[str, Any], list[TracedAllocation]]:
             found.append(TracedAllocation(str(one.operation or one.phase), size, allocated))
         elif kind == TraceEventKind.FREE:
             allocated -= sizes[number]
-    return {**peaks, "notes": [], "seconds": round(time.perf_counter() - start, 2)}, found
+    return peaks, found
 
 
 def _estimated_on_host(case: TruthCase, optimizer: MakeOptimizer | None, start: float) -> dict[str, Any]:
@@ -260,17 +275,14 @@ def _estimated_on_host(case: TruthCase, optimizer: MakeOptimizer | None, start: 
     }
 
 
-def on_virtual_device(case: TruthCase) -> dict[str, int]:
-    """Peaks of a VirtualDevice that is like CUDA, over real tensors on the host."""
+def on_virtual_device(case: TruthCase) -> tuple[dict[str, Any], list[TracedAllocation]]:
+    """The peaks and allocations of the same steps on a VirtualDevice that is like CUDA, computed by the CPU."""
+    start = time.perf_counter()
     optimizer: MakeOptimizer | None = OPTIMIZERS[case.optimizer] if case.stage == "train" else None
-    model = case.build()
-    model.train(case.stage == "train")
-    subject = Subject(model=model, step=step, optimizer=optimizer)
+    subject = Subject(model=built(case, on_meta=False), step=step, optimizer=optimizer)
     settings = SimulationSettings(cuda=True, cublas_workspace="8519680B")
-    stats = trace(subject, case.batch("cpu"), recipe_of(case), settings, values=True).device.stats()
-    assert stats.peak_allocated is not None
-    assert stats.peak_reserved is not None
-    return {"allocated": stats.peak_allocated, "reserved": stats.peak_reserved}
+    peaks, found = _record_of(trace(subject, case.batch("cpu"), recipe_of(case), settings, values=True))
+    return {**peaks, "seconds": round(time.perf_counter() - start, 2)}, found
 
 
 # --- the two side by side
@@ -328,9 +340,9 @@ def causes(real: list[TracedAllocation], estimated: list[TracedAllocation]) -> l
     return [f"{name}: {times[name]} times, up to {size} B" for name, size in counted.most_common(8)]
 
 
-def show_difference(case: TruthCase, limit: int) -> None:
+def show_difference(case: TruthCase, limit: int, simulate: Simulate) -> None:
     """Print the first differences of a case."""
-    real, (_, estimated_trace) = real_trace(case), estimated(case)
+    real, (_, estimated_trace) = real_trace(case), simulate(case)
     found = differences(real, estimated_trace)
     print(f"{case.key}: {len(real)} real allocations, {len(estimated_trace)} estimated, {len(found)} differences")
     print("peaks:", max(one.allocated for one in real), max(one.allocated for one in estimated_trace))
@@ -346,7 +358,9 @@ def show_difference(case: TruthCase, limit: int) -> None:
 # --- the sweep
 
 
-def measure(chosen: list[TruthCase], kept: Path, written: Path | None, seconds: float) -> dict[str, Any]:
+def measure(
+    chosen: list[TruthCase], simulate: Simulate, kept: Path, written: Path | None, seconds: float
+) -> dict[str, Any]:
     """Compare the cases; those that fail are named with their error. What was found is written after each.
 
     Cases that were written before are not measured again, so that a sweep can run in parts.
@@ -366,7 +380,7 @@ def measure(chosen: list[TruthCase], kept: Path, written: Path | None, seconds: 
             if real is None:
                 real = known[case.key] = real_peaks(case)
                 kept.write_text(json.dumps(known))
-            found[case.key] = compared(case, real)
+            found[case.key] = compared(case, real, simulate)
         except Exception as error:  # noqa: BLE001, the others are still wanted
             found[case.key] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             gc.collect()
@@ -381,17 +395,14 @@ def measure(chosen: list[TruthCase], kept: Path, written: Path | None, seconds: 
     return found
 
 
-def compared(case: TruthCase, real: dict[str, int]) -> dict[str, Any]:
+def compared(case: TruthCase, real: dict[str, int], simulate: Simulate) -> dict[str, Any]:
     """Returns both peaks, the estimate's errors, and the causes if there are any."""
-    made, allocations = estimated(case)
-    virtual = on_virtual_device(case) if case.source == "operator" and case.precision == "32-true" else None
+    made, allocations = simulate(case)
     errors = {
         f"{name}_error_pct": round(100 * (made[name] - real[name]) / real[name], 3)
         for name in ("allocated", "reserved")
     }
     one: dict[str, Any] = {"source": case.source, "real": real, "estimated": made, **errors}
-    if virtual is not None:
-        one["virtual_device"] = virtual
     if allocations and any(real[name] != made[name] for name in ("allocated", "reserved")):
         mine = real_trace(case)
         one["causes"] = causes(mine, allocations) or [first_other_lifetime(mine, allocations) or "the order of frees"]
@@ -433,21 +444,24 @@ def main() -> int:
     parser.add_argument("--part", default="0/1", help="a part of the cases: its number and how many parts")
     parser.add_argument("--diff", metavar="CASE", help="show where one case differs")
     parser.add_argument("--limit", type=int, default=10, help="how many differences to show")
-    parser.add_argument("--kept", type=Path, default=Path("logs/truth_real.json"), help="real figures of earlier runs")
+    parser.add_argument("--kept", type=Path, default=Path("logs"), help="the folder of real figures of earlier runs")
     parser.add_argument("--write", type=Path, help="write the results here and not to results/truth.json")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so long; run again to go on")
     parser.add_argument("--merge", type=Path, nargs="*", help="merge the results of parts into results/truth.json")
+    parser.add_argument("--virtual-device", action="store_true", help="compare VirtualDevice, on small inputs")
     options = parser.parse_args()
+    every, simulate = (small_cases, on_virtual_device) if options.virtual_device else (cases, estimated)
     if options.merge:
         found = {key: one for path in options.merge for key, one in json.loads(path.read_text()).items()}
     elif options.diff:
-        show_difference(next(case for case in cases() if case.key == options.diff), options.limit)
+        show_difference(next(case for case in every() if case.key == options.diff), options.limit, simulate)
         return 0
     else:
         part, parts = map(int, options.part.split("/"))
-        chosen = [case for case in cases() if options.only in case.key]
+        chosen = [case for case in every() if options.only in case.key]
         random.Random(0).shuffle(chosen)  # noqa: S311, so that a part of the sweep is a sample of it
-        found = measure(chosen[part::parts], options.kept, options.write, options.seconds)
+        kept = options.kept / ("truth_real_small.json" if options.virtual_device else "truth_real.json")
+        found = measure(chosen[part::parts], simulate, kept, options.write, options.seconds)
     for key, one in found.items():
         differs = "error" in one or any(
             one["real"][name] != one["estimated"][name] for name in ("allocated", "reserved")
@@ -459,7 +473,8 @@ def main() -> int:
     if options.write:
         options.write.write_text(json.dumps(found))
     else:
-        save("truth", {"gpu": GPU, "steps": STEPS, "summary": summary(found), "cases": found})
+        name = "truth_virtual_device" if options.virtual_device else "truth"
+        save(name, {"gpu": GPU, "steps": STEPS, "summary": summary(found), "cases": found})
     return 0
 
 

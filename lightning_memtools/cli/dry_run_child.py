@@ -28,9 +28,8 @@ from lightning_memtools.cli.dry_run import (
 from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
-from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
 from lightning_memtools.memory.oom_errors import is_out_of_memory
-from lightning_memtools.memory.sizes import context_bytes, known_gpus
+from lightning_memtools.memory.sizes import GpuShape, context_bytes, known_gpus
 from lightning_memtools.null_cuda.convolutions import convolutions_in, growth_with_workspaces
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS
 from lightning_memtools.null_cuda.stubs import DryRunError
@@ -188,7 +187,7 @@ def main(path: str) -> None:
             snapshot,
             spec.rank,
             convolutions_in(Path(os.environ[CONVOLUTIONS]), spec.rank),
-            ConvolutionGpu((properties.major, properties.minor), properties.multi_processor_count),
+            GpuShape(properties.multi_processor_count, compute_capability=(properties.major, properties.minor)),
         ),
         layers=sorted(((name, size) for name, size in observer.layers.items() if size > 0), key=lambda one: -one[1])[
             :20

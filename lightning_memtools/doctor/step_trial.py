@@ -173,11 +173,12 @@ def _gradient_norm(case: TrainingCase, batch: Any) -> float | None:
 def _try(case: TrainingCase, batch: Any, exchange: TensorExchange) -> TrialFacts:
     assert case.forward is not None
     facts = TrialFacts()
+    cuda = case.device.type == "cuda"
     names_of_strays = case.strays()
     try:
         with (
             _variables_restored(_step_of(case)),
-            simulated(case.model, VirtualDevice(), exchange, cuda=case.device.type == "cuda"),
+            simulated(case.model, VirtualDevice(cuda_like=cuda), exchange, cuda=cuda),
         ):
             copied = copy_of_batch(batch, None, values=isinstance(exchange, RealExchange))
             strays = {name: vars(module)[key] for name, (module, key) in names_of_strays.items()}

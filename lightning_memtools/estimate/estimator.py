@@ -13,9 +13,8 @@ from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.estimate.cpu_fallback import estimate_on_cpu, explain
 from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstimate, cublas_workspace_of
 from lightning_memtools.estimate.trace_reading import read_estimate
-from lightning_memtools.memory.sizes import find_gpu, is_count
+from lightning_memtools.memory.sizes import GpuShape, find_gpu, is_count
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
 from lightning_memtools.simulation.cuda_run import trace_on_cuda
 from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
 from lightning_memtools.simulation.step import STEP_NAMES, Precision, PrecisionName, Recipe, Stage

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_memtools.memory.sizes import GpuShape
+
 aten = torch.ops.aten
 CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
 """The operators whose workspaces `workspaces_of` knows."""
@@ -24,15 +26,8 @@ Operation = Literal["forward", "input gradient", "weight gradient"]
 _FEW_CHANNELS = 8
 _SMALL_MAP = 7
 _AMPERE, _HOPPER = (8, 0), (9, 0)
+_A100 = GpuShape()
 _TILE = 128  # rows and columns of a product of matrices that one block makes
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionGpu:
-    """The figures of a GPU that its workspaces depend on; by default an A100's."""
-
-    compute_capability: tuple[int, int] = _AMPERE
-    multiprocessors: int = 108
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +48,7 @@ class ConvolutionShape:
     element_size: int
     channels_last: bool = False
 
-    def workspace(self, operation: Operation, gpu: ConvolutionGpu = ConvolutionGpu()) -> int:
+    def workspace(self, operation: Operation, gpu: GpuShape = _A100) -> int:
         """Return the bytes of the workspace on a GPU."""
         capability = gpu.compute_capability
         if len(self.source) > 4:  # noqa: PLR2004, volumes
@@ -65,7 +60,7 @@ class ConvolutionShape:
             return self._padded if has_half_rules and self._has_few_channels else self._last(operation, has_half_rules)
         return self._first(operation, gpu, has_half_rules=has_half_rules)
 
-    def _first(self, operation: Operation, gpu: ConvolutionGpu, *, has_half_rules: bool) -> int:
+    def _first(self, operation: Operation, gpu: GpuShape, *, has_half_rules: bool) -> int:
         moved = self._in + self._out + self._weight
         if self._has_few_channels:
             return self._padded + self._out if has_half_rules or operation == "weight gradient" else 0
@@ -132,7 +127,7 @@ class ConvolutionShape:
         return prod(self.kernel) == 1 and same and max(self.source[2:]) > _SMALL_MAP
 
 
-def workspaces_of(func: Any, args: tuple[Any, ...], out: Any, gpu: ConvolutionGpu) -> Iterator[int]:
+def workspaces_of(func: Any, args: tuple[Any, ...], out: Any, gpu: GpuShape) -> Iterator[int]:
     """Yield the bytes of the workspaces of one of `CONVOLUTIONS`, in the order in which it takes them."""
     if func is aten.convolution.default:
         source, weight, groups, transposed = args[0], args[1], args[8], args[6]

@@ -124,6 +124,33 @@ class Gpu:
         return major, minor
 
 
+@dataclass(frozen=True, slots=True)
+class GpuShape:
+    """The numbers of a GPU that kernels and their workspaces depend on; by default an A100's.
+
+    Attributes:
+        multiprocessors: The number of streaming multiprocessors.
+        threads: The threads that each can hold.
+        compute_capability: Its generation, major and minor.
+    """
+
+    multiprocessors: int = 108
+    threads: int = 2048
+    compute_capability: tuple[int, int] = (8, 0)
+
+    @classmethod
+    def of(cls, gpu: Gpu | None) -> GpuShape:
+        """Return that of a GPU; an A100's for None.
+
+        Threads: "maximum number of resident threads per SM", table of compute capabilities, CUDA C++ programming guide.
+        """
+        if gpu is None:
+            return cls()
+        major, minor = gpu.capability
+        threads = 1024 if (major, minor) == (7, 5) else 1536 if (major, minor) > (8, 0) and major in {8, 12} else 2048
+        return cls(gpu.multiprocessors, threads, (major, minor))
+
+
 def parse_capacity(text: str | int) -> int:
     """Turn a size such as ``"24GiB"`` or a GPU's name such as ``"RTX 4090"`` or ``"H100 80GB"`` into bytes.
 

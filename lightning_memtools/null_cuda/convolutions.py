@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
-from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu, ConvolutionShape, Operation
+from lightning_memtools.memory.convolution_workspaces import ConvolutionShape, Operation
+from lightning_memtools.memory.sizes import GpuShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def convolutions_in(record: Path, device: int) -> Iterator[RecordedConvolution]:
 
 
 def growth_with_workspaces(
-    snapshot: dict[str, Any], device: int, convolutions: Iterable[RecordedConvolution], gpu: ConvolutionGpu
+    snapshot: dict[str, Any], device: int, convolutions: Iterable[RecordedConvolution], gpu: GpuShape
 ) -> int:
     """Return by how much the peak of reserved memory grows when each convolution takes its workspace for a moment.
 
@@ -72,7 +73,7 @@ def _passing(entry: dict[str, Any], sizes: Iterable[int]) -> Iterator[dict[str, 
 
 
 def workspaces_after(
-    entries: list[dict[str, Any]], convolutions: Iterable[RecordedConvolution], gpu: ConvolutionGpu
+    entries: list[dict[str, Any]], convolutions: Iterable[RecordedConvolution], gpu: GpuShape
 ) -> dict[int, list[int]]:
     """Return the bytes of the workspaces, by the number of the history's entry that they follow."""
     places: dict[int, list[int]] = {}

@@ -26,7 +26,6 @@ from lightning_memtools._torch import (
     stop_cuda_history,
 )
 from lightning_memtools.memory.allocator import Block
-from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.owned import storage_of, tensors_by_owner
 from lightning_memtools.memory.sizes import parse_size
@@ -195,8 +194,7 @@ class _CudaRun:
     ) -> None:
         """Play the history on the device and record it."""
         entries = snapshot["device_traces"][0]
-        gpu = ConvolutionGpu(settings.gpu.compute_capability, settings.gpu.multiprocessors)
-        workspaces = workspaces_after(entries, convolutions_in(convolutions, 0), gpu)
+        workspaces = workspaces_after(entries, convolutions_in(convolutions, 0), settings.gpu)
         allocator = self.device.allocator
         live: dict[int, Block] = {}
         for at, entry in enumerate(entries):

@@ -11,29 +11,25 @@ import torch
 from torch import nn
 
 from lightning_memtools._torch import FAKE_TENSOR_LOGGER
+from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
+from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
+from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
+from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.cuda_ops.autocast import cuda_autocast
-from lightning_memtools.simulation.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
-from lightning_memtools.simulation.cuda_ops.kernel_table import kernels_on
-from lightning_memtools.simulation.cuda_ops.kernels import SIZED, UNNEEDED, GpuShape
-from lightning_memtools.simulation.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
 from lightning_memtools.state.random_state import random_streams_restored
 
 
 @contextmanager
-def simulated(
-    model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool, gpu: GpuShape | None = None
-) -> Iterator[None]:
+def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool) -> Iterator[None]:
     """Make a module's tensors fakes on a virtual device within; afterwards all that its steps changed is restored.
 
     Args:
         model: The module; it is put on the device.
         device: The device. A device that is active already is suspended meanwhile.
         exchange: Makes the fakes. With a `RealExchange` they are copies of the real tensors and the CPU computes with
-            them, so that of CUDA's behaviour only the dropout masks and the optimizers are simulated.
-        cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate.
-        gpu: The GPU whose grids kernels have; an A100 by default.
+            them, so that autocast's lists and the functions of `CudaFunctions` are the CPU's.
+        cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate. The device is ``cuda_like``.
     """
     values = isinstance(exchange, RealExchange)
     active = VirtualDevice.current()
@@ -48,9 +44,7 @@ def simulated(
             if cuda:
                 stack.enter_context(cuda_autocast())
             stack.enter_context(fake_mode())
-            # Replacements return tensors without values, which would be wrong for real tensors.
-            own = kernels_on(gpu or GpuShape()) if cuda else {}
-            device.replace_operators({**UNNEEDED, **SIZED, **own})
+            device.replace_operators({**UNNEEDED, **SIZED})
         stack.enter_context(borrowed([model], exchange))
         if not values:
             _skip_checks(model)

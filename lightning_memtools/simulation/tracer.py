@@ -13,10 +13,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import storage_id
-from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual import Category, VirtualDevice
-from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
 from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, copy_optimizer
 from lightning_memtools.simulation.recording import AllocationRecorder
@@ -162,14 +161,14 @@ def trace(
         record=True,
     )
     recorder = AllocationRecorder(device.allocator)
-    device.convolution_gpu = ConvolutionGpu(settings.gpu.compute_capability, settings.gpu.multiprocessors)
+    device.gpu = settings.gpu
     device.listen(recorder)
     result = Traced(device, recorder)
     dtype = recipe.precision.dtype
     model = unwrapped(subject.model)
     exchange = RealExchange(dtype) if values else TensorExchange(dtype)
     with ExitStack() as stack:
-        stack.enter_context(simulated(model, device, exchange, cuda=settings.cuda, gpu=settings.gpu))
+        stack.enter_context(simulated(model, device, exchange, cuda=settings.cuda))
         buckets = None
 
         def count_bucket(bucket: torch.Tensor) -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.memory.sizes import find_gpu
-from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
+from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.simulation.step import Precision, Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from tests.estimate.networks import classify

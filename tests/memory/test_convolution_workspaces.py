@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memtools import VirtualDevice, estimate_memory
-from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu, ConvolutionShape
-from lightning_memtools.memory.sizes import find_gpu, format_size
+from lightning_memtools.memory.convolution_workspaces import ConvolutionShape
+from lightning_memtools.memory.sizes import GpuShape, find_gpu, format_size
 from tests.zoo import timm
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "convolution-workspaces.csv"
@@ -48,7 +48,7 @@ def error_of(row):
         channels_last=row["layout"] == "nhwc",
     )
     gpu = find_gpu(GPUS[row["gpu"]])
-    ours = shape.workspace(OPERATIONS[row["op"]], ConvolutionGpu(gpu.capability, gpu.multiprocessors))
+    ours = shape.workspace(OPERATIONS[row["op"]], GpuShape.of(gpu))
     return abs(ours - int(row["workspace"])) / int(row["input_plus_output_bytes"])
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_memtools._torch import cuda_memory_snapshot, record_cuda_history, stop_cuda_history
-from lightning_memtools.simulation.cuda_ops.kernels import GpuShape
-from lightning_memtools.simulation.cuda_ops.reductions import workspaces
+from lightning_memtools.memory.cuda_ops.reductions import workspaces
+from lightning_memtools.memory.sizes import GpuShape
 
 SHAPES = [(2048, 4096), (4096, 10), (100_000, 64), (8, 64, 56, 56), (2_097_152,), (3, 5, 7, 100_000), (12, 1023, 77)]
 # How each is called, how many tensors it returns, and the bytes that a block leaves of each output.

@@ -12,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memtools._torch import FakeTensor, OperatorMode, in_backward, own_tensors, storage_id
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
-from lightning_memtools.memory.convolution_workspaces import CONVOLUTIONS, ConvolutionGpu, workspaces_of
+from lightning_memtools.memory.convolution_workspaces import CONVOLUTIONS, workspaces_of
+from lightning_memtools.memory.cuda_ops.kernel_table import kernels_on
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import bytes_refused_by_host
+from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.cuda_texts import ONE_EXABYTE, too_large_error
 from lightning_memtools.memory.virtual.ledger import LedgerEntry, VirtualLedger
@@ -33,6 +35,7 @@ from lightning_memtools.memory.virtual.operators import (
     kind_of,
     references_of_autograd,
 )
+from lightning_memtools.memory.virtual.shadows import Shadows, can_be_copied
 from lightning_memtools.memory.virtual.storages import flat, is_among, on_device, parts, storage_key
 
 # Tensors that do not handle operators themselves. All others (wrapper subclasses) handle an operator first, and the
@@ -61,7 +64,7 @@ class AccountingMode(OperatorMode):
         error_of: Callable[[SimulatedOutOfMemory], torch.OutOfMemoryError],
         cublas_workspace: int = 0,
         cuda_like: bool = False,
-        convolution_gpu: ConvolutionGpu | None = None,
+        gpu: GpuShape | None = None,
         replacements: Mapping[Any, OperatorReplacement] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,9 +77,12 @@ class AccountingMode(OperatorMode):
         self._error_of = error_of
         self._cublas_workspace = cublas_workspace
         self._cuda_like = cuda_like
-        self._convolution_gpu = convolution_gpu or ConvolutionGpu()
+        self._gpu = gpu or GpuShape()
+        self._kernels = kernels_on(self._gpu) if cuda_like else {}
+        self._shadows: Shadows | None = None
+        self._purpose: tuple[Category, str] | None = None
         self._replacements = replacements or {}
-        self._is_hooked = bool(replacements) or ledger.listener is not None
+        self._is_hooked = cuda_like or bool(replacements) or ledger.listener is not None
         # cuBLAS keeps a workspace per thread, and autograd runs backward in a thread of its own.
         self._has_workspace = {False: False, True: False}
 
@@ -99,11 +105,7 @@ class AccountingMode(OperatorMode):
         if kind is not OperatorKind.FRESH or self.silent:
             return self._run_rare(kind, func, args, kwargs)
         out = self._run_or_refuse(func, args, kwargs)
-        workspaces = (
-            workspaces_of(func, args, out, self._convolution_gpu)
-            if self._cuda_like and func in CONVOLUTIONS
-            else iter(())
-        )
+        workspaces = workspaces_of(func, args, out, self._gpu) if self._cuda_like and func in CONVOLUTIONS else iter(())
         for tensor in (out,) if isinstance(out, torch.Tensor) else flat(out):
             self._enter(tensor, args, kwargs)
             # Each gradient is computed, with its workspace, before the next one is allocated.
@@ -262,19 +264,49 @@ class AccountingMode(OperatorMode):
         key = storage_id(storage)
         if self._ledger.find(key) is not None or not on_device(tensor) or is_among(key, args, kwargs):
             return
-        self._ask(self._ledger.add, storage, *self.place.purpose(args, kwargs))
+        self._ask(self._ledger.add, storage, *(self._purpose or self.place.purpose(args, kwargs)))
 
     def _run_hooked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self._ledger.listener is not None:
             self._ledger.listener.on_operator(func)
-        replacement = None if self.silent else self._replacements.get(func)
-        if replacement is None:
-            return self.__torch_dispatch__(func, types, args, kwargs, as_it_is=True)
+        replacement = None if self.silent else self._replacements.get(func) or self._kernels.get(func)
 
         def run(func: Any, *args: Any, **kwargs: Any) -> Any:
             return self.__torch_dispatch__(func, types, args, kwargs, as_it_is=True)
 
-        return replacement(self._ledger, run, func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if replacement is None:
+            return run(func, *args, **kwargs)
+        if func in self._replacements or FakeTensor in types:
+            return self._ask(replacement, self._ledger, run, func, args, kwargs)
+        if not can_be_copied(args, kwargs):
+            return run(func, *args, **kwargs)
+
+        def kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return replacement(self._ledger, run, func, args, kwargs)
+
+        return self._run_beside(kernel, run, func, args, kwargs)
+
+    def _run_beside(
+        self, kernel: Callable[..., Any], run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Compute an operator on the host, and allocate what CUDA's kernel does for it."""
+        if self._shadows is None:
+            self._shadows = Shadows(self._ledger)
+        self._purpose = self.place.purpose(args, kwargs)
+        try:
+            pass_on = self._ask(self._shadows.run, kernel, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001, the operator itself says what is wrong, or knows more than the kernel
+            pass_on = None
+        finally:
+            self._purpose = None
+        if pass_on is None:
+            return run(func, *args, **kwargs)
+        out = func(*args, **kwargs)
+        pass_on(out)
+        return out
 
     def _run_rare(self, kind: OperatorKind, func: Any, args: Any, kwargs: Any) -> Any:
         if kind is OperatorKind.COMPOSED:

@@ -24,8 +24,7 @@ from lightning_memtools.memory.allocator import (
     SimulatedOutOfMemory,
     take_snapshot,
 )
-from lightning_memtools.memory.convolution_workspaces import ConvolutionGpu
-from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, parse_capacity, parse_size
+from lightning_memtools.memory.sizes import GpuShape, context_bytes, find_gpu, format_size, parse_capacity, parse_size
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, OperatorReplacement
 from lightning_memtools.memory.virtual.attribution import attribute, composition_of, enter_all, trackable
@@ -65,8 +64,9 @@ class VirtualDevice:
         used_by_others: The part of the capacity that other processes take.
         cublas_workspace: The workspace that cuBLAS takes at the first matrix product in forward, and once more in
             backward, which runs in another thread: "32MiB" on Hopper, "8519680B" on other GPUs. Nothing by default.
-        cuda_like: Behave as on CUDA where CPU tensors behave otherwise: dropout keeps a mask of bools, optimizers use
-            foreach, and Adam's step counts stay on the host. Dropout then draws other random numbers.
+        cuda_like: Behave as on CUDA where CPU tensors behave otherwise: operators allocate what CUDA's kernels do,
+            dropout keeps a mask of bools, optimizers use foreach, and Adam's step counts stay on the host. Dropout then
+            draws other random numbers.
         record: Keep a trace of all events of the allocator, in `trace`.
 
     Raises:
@@ -111,8 +111,7 @@ class VirtualDevice:
         self._context = _size_of("context", context) if context is not None else context_bytes(capacity)
         self._cublas_workspace = _size_of("cublas_workspace", cublas_workspace)
         self._cuda_like = _checked_switch("cuda_like", cuda_like)
-        gpu = find_gpu(capacity)
-        self.convolution_gpu = ConvolutionGpu() if gpu is None else ConvolutionGpu(gpu.capability, gpu.multiprocessors)
+        self.gpu = GpuShape.of(find_gpu(capacity))
         others = self._context + _size_of("used_by_others", used_by_others)
         if self._capacity is not None and others >= self._capacity:
             raise ValueError(
@@ -424,7 +423,7 @@ class VirtualDevice:
             error_of=self._out_of_memory,
             cublas_workspace=self._cublas_workspace,
             cuda_like=self._cuda_like,
-            convolution_gpu=self.convolution_gpu,
+            gpu=self.gpu,
             replacements=self._replacements,
         )
 

@@ -231,6 +231,20 @@ class VirtualLedger:
                 self._give_back(entry)
         self._settle_late()
 
+    def pass_on(self, entry: LedgerEntry, storage: torch.UntypedStorage) -> None:
+        """Give a storage's block, with all that is known of it, to another storage, which has none yet."""
+        with self._lock:
+            self._settle()
+            if self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]
+                heir = LedgerEntry(storage, self._note_death)
+                heir.key = storage_id(storage)
+                heir.n_bytes = storage.nbytes()
+                heir.block, heir.serial = entry.block, entry.serial
+                heir.category, heir.module = entry.category, entry.module
+                self._entries[heir.key] = heir
+        self._settle_late()
+
     def freeze(self) -> list[LedgerEntry]:
         """Stop following storages, so that the allocator keeps its state, and return the live entries."""
         entries = self.entries()

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.convolution_workspaces import memory_format_of
-from lightning_memtools.simulation.cuda_ops.kernels import (
-    GpuShape,
+from lightning_memtools.memory.cuda_ops.kernels import (
     Run,
     Workspace,
     copy_bytes,
@@ -16,7 +15,8 @@ from lightning_memtools.simulation.cuda_ops.kernels import (
     instead_of_on_gpu,
     nbytes,
 )
-from lightning_memtools.simulation.cuda_ops.reductions import bytes_of_sum, workspaces
+from lightning_memtools.memory.cuda_ops.reductions import bytes_of_sum, workspaces
+from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
 _SEQUENCE = 3  # dimensions

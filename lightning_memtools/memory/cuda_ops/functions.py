@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_memtools._torch import without_autocast_on_cpu
+from lightning_memtools.memory.cuda_ops.losses import FusedBce
+from lightning_memtools.memory.cuda_ops.normalizations import FusedRmsNorm
+from lightning_memtools.memory.cuda_ops.recurrent import RECURRENT
 from lightning_memtools.memory.virtual.patches import Patches
-from lightning_memtools.simulation.cuda_ops.losses import FusedBce
-from lightning_memtools.simulation.cuda_ops.normalizations import FusedRmsNorm
-from lightning_memtools.simulation.cuda_ops.recurrent import RECURRENT
 
 aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.convolution_workspaces import memory_format_of
-from lightning_memtools.simulation.cuda_ops.kernels import (
+from lightning_memtools.memory.cuda_ops.kernels import (
     HALF,
-    GpuShape,
     Run,
     Workspace,
     copy_bytes,
     instead_of,
     instead_of_on_gpu,
 )
-from lightning_memtools.simulation.cuda_ops.reductions import bytes_of_sum, workspaces
+from lightning_memtools.memory.cuda_ops.reductions import bytes_of_sum, workspaces
+from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
 _MANY_ROWS, _WARP = 65_536, 32

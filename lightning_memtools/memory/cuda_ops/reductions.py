@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lightning_memtools.simulation.cuda_ops.kernels import HALF, GpuShape, Kernel, Run, Workspace, nbytes
+from lightning_memtools.memory.cuda_ops.kernels import HALF, Kernel, Run, Workspace, nbytes
+from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
 _MAX_THREADS = 512

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from lightning_memtools.simulation.cuda_ops.kernels import GpuShape, Run, Workspace, instead_of_on_gpu
-from lightning_memtools.simulation.cuda_ops.reductions import bytes_of_sum, workspaces
+from lightning_memtools.memory.cuda_ops.kernels import Run, Workspace, instead_of_on_gpu
+from lightning_memtools.memory.cuda_ops.reductions import bytes_of_sum, workspaces
+from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
 _NONE = 0

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_memtools.simulation.cuda_ops.kernels import (
+from lightning_memtools.memory.cuda_ops.kernels import (
     HALF,
-    GpuShape,
     Run,
     Workspace,
     copy_bytes,
@@ -17,6 +16,7 @@ from lightning_memtools.simulation.cuda_ops.kernels import (
     instead_of_on_gpu,
     nbytes,
 )
+from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
 _NARROW, _WIDE = 64, 128  # heads for which kernels differ

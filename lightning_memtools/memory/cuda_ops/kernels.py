@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from lightning_memtools._torch import FakeTensor
 from lightning_memtools.memory.convolution_workspaces import memory_format_of
-from lightning_memtools.memory.sizes import Gpu
 
 aten = torch.ops.aten
 
@@ -29,33 +27,6 @@ class Workspace(Protocol):
 
     def workspace(self, *sizes: int) -> AbstractContextManager[None]:
         """Allocate blocks, one after the other, that are freed on leaving; none for a size of 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuShape:
-    """The numbers of a GPU that a kernel's grid depends on; by default an A100's.
-
-    Attributes:
-        multiprocessors: The number of streaming multiprocessors.
-        threads: The threads that each can hold.
-        compute_capability: Its generation, major and minor.
-    """
-
-    multiprocessors: int = 108
-    threads: int = 2048
-    compute_capability: tuple[int, int] = (8, 0)
-
-    @classmethod
-    def of(cls, gpu: Gpu | None) -> GpuShape:
-        """Return that of a GPU; an A100's for None.
-
-        Threads: "maximum number of resident threads per SM", table of compute capabilities, CUDA C++ programming guide.
-        """
-        if gpu is None:
-            return cls()
-        major, minor = gpu.capability
-        threads = 1024 if (major, minor) == (7, 5) else 1536 if (major, minor) > (8, 0) and major in {8, 12} else 2048
-        return cls(gpu.multiprocessors, threads, (major, minor))
 
 
 Run = Callable[..., Any]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_memtools._torch import in_backward
-from lightning_memtools.simulation.cuda_ops.kernels import Run, Workspace, copy_bytes, instead_of, nbytes
+from lightning_memtools.memory.cuda_ops.kernels import Run, Workspace, copy_bytes, instead_of, nbytes
 
 aten = torch.ops.aten
 _ROWS_PER_THREAD = 10
