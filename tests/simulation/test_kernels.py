@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_memtools.estimate import estimate_memory
+from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend
 from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
-from lightning_memtools.memory.cuda_ops.functions import attention_backend
 from lightning_memtools.memory.cuda_ops.reductions import workspaces as reduction_workspaces
 from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.simulation.step import Precision, Recipe

@@ -19,7 +19,61 @@ from lightning_memtools.memory.cuda_ops.kernels import (
 from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
+_FLASH_MAX_HEAD = 256
 _NARROW, _WIDE = 64, 128  # heads for which kernels differ
+
+
+def attention_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> str:
+    """Return the kernel that scaled_dot_product_attention takes on CUDA: "flash", "efficient" or "math".
+
+    The conditions are those of use_flash_attention and use_mem_efficient_attention in
+    transformers/cuda/sdp_utils.cpp, in their order of priority; kernels that the user has switched off in
+    torch.backends.cuda are left out. cuDNN's kernel, which newer versions prefer on Hopper, takes as much memory as
+    "flash".
+    """
+    backends = torch.backends.cuda
+    if any(tensor.dim() != 4 for tensor in (query, key, value)):  # noqa: PLR2004, batch, heads, length, head
+        return "math"
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    same_batch = query.shape[0] == key.shape[0] == value.shape[0]
+    # For causal attention of different lengths, torch aligns the mask at another corner than flash does.
+    square = not is_causal or query.shape[2] == key.shape[2]
+    if (
+        backends.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and mask is None
+        and query.dtype in HALF
+        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD
+        and same_batch
+        and (same_heads or enable_gqa)
+        and square
+        and _last_is_dense(query, key, value)
+    ):
+        return "flash"
+    aligned = 8 if query.dtype in HALF else 4
+    if (
+        backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        and query.dtype in {*HALF, torch.float32}
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] % aligned == 0
+        and value.shape[-1] % aligned == 0
+        and same_batch
+        and same_heads
+        and _last_is_dense(query, key, value)
+    ):
+        return "efficient"
+    return "math"
+
+
+def _last_is_dense(*tensors: torch.Tensor) -> bool:
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
 
 
 def _head(head: int) -> int:
@@ -134,3 +188,48 @@ def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: 
         splits = max(1, min(splits, 200 // n_heads))
         floats += splits * 64 * sum(-(-one.shape[-1] // rows) * rows for one in (query, value))
     return floats
+
+
+@instead_of_on_gpu(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def attention_of_cpu(
+    ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, gpu: GpuShape
+) -> Any:
+    """The CPU's only fused kernel stands for the kernel that CUDA takes: output and logarithms are the same two."""
+    query, key, value, dropout, is_causal = (*args, 0.0, False)[:5]
+    mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+    backend = _backend_for(query, key, value, mask, is_causal=is_causal)
+    if backend == "flash":
+        op = aten._scaled_dot_product_flash_attention.default
+        return flash(ledger, run, op, (query, key, value, dropout, is_causal), {"scale": scale}, gpu=gpu)[:2]
+    if backend == "efficient":
+        return efficient(ledger, run, None, (query, key, value, mask, torch.is_grad_enabled()), {})[:2]
+    return run(func, *args, **kwargs)
+
+
+@instead_of(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def attention_of_cpu_backward(
+    ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """As `attention_of_cpu`."""
+    gradient, query, key, value, out, logarithms, dropout, is_causal = args
+    mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+    backend = _backend_for(query, key, value, mask, is_causal=is_causal)
+    seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))  # on the host
+    if backend == "flash":
+        op = aten._scaled_dot_product_flash_attention_backward.default
+        lengths = (None, None, query.shape[2], key.shape[2])
+        given = (gradient, query, key, value, out, logarithms, *lengths, dropout, is_causal, seed, offset)
+        return flash_backward(ledger, run, op, given, {"scale": scale})
+    if backend == "efficient":
+        op = aten._scaled_dot_product_efficient_attention_backward.default
+        wanted = [True, True, True, False]
+        given = (gradient, query, key, value, mask, out, logarithms, seed, offset, dropout, wanted, is_causal)
+        return efficient_backward(ledger, run, op, given, {"scale": scale})
+    return run(func, *args, **kwargs)
+
+
+def _backend_for(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool
+) -> str:
+    grouped = query.shape[1] != key.shape[1]
+    return attention_backend(query, key, value, mask, is_causal=is_causal, enable_gqa=grouped)

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_memtools._torch import without_autocast_on_cpu
+from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend
 from lightning_memtools.memory.cuda_ops.losses import FusedBce
 from lightning_memtools.memory.cuda_ops.normalizations import FusedRmsNorm
 from lightning_memtools.memory.cuda_ops.recurrent import RECURRENT
 from lightning_memtools.memory.virtual.patches import Patches
 
 aten = torch.ops.aten
-_HALF = frozenset({torch.float16, torch.bfloat16})
-_FLASH_MAX_HEAD = 256
 
 
 class CudaFunctions(TorchFunctionMode):
@@ -51,55 +50,6 @@ class CudaFunctions(TorchFunctionMode):
         if replacement is None:
             return func(*args, **(kwargs or {}))
         return replacement(*args, **(kwargs or {}))
-
-
-def attention_backend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> str:
-    """Return the kernel that scaled_dot_product_attention takes on CUDA: "flash", "efficient" or "math".
-
-    The conditions are those of use_flash_attention and use_mem_efficient_attention in
-    transformers/cuda/sdp_utils.cpp, in their order of priority; kernels that the user has switched off in
-    torch.backends.cuda are left out. cuDNN's kernel, which newer versions prefer on Hopper, takes as much memory as
-    "flash".
-    """
-    backends = torch.backends.cuda
-    if any(tensor.dim() != 4 for tensor in (query, key, value)):  # noqa: PLR2004, batch, heads, length, head
-        return "math"
-    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    same_batch = query.shape[0] == key.shape[0] == value.shape[0]
-    # For causal attention of different lengths, torch aligns the mask at another corner than flash does.
-    square = not is_causal or query.shape[2] == key.shape[2]
-    if (
-        backends.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-        and mask is None
-        and query.dtype in _HALF
-        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD
-        and same_batch
-        and (same_heads or enable_gqa)
-        and square
-        and _last_is_dense(query, key, value)
-    ):
-        return "flash"
-    aligned = 8 if query.dtype in _HALF else 4
-    if (
-        backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
-        and query.dtype in {*_HALF, torch.float32}
-        and query.shape[-1] == key.shape[-1]
-        and query.shape[-1] % aligned == 0
-        and value.shape[-1] % aligned == 0
-        and same_batch
-        and same_heads
-        and _last_is_dense(query, key, value)
-    ):
-        return "efficient"
-    return "math"
 
 
 def attention(  # noqa: PLR0917, the arguments are those of torch
@@ -250,10 +200,6 @@ def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:
         return original(source, dim, *args, dtype=dtype, **kwargs)
 
     return softmax
-
-
-def _last_is_dense(*tensors: torch.Tensor) -> bool:
-    return all(tensor.stride(-1) == 1 for tensor in tensors)
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
