@@ -32,8 +32,8 @@ class TracedStep:
         batch: The input of the forward pass, tensors in any nesting; it is not changed either.
         forward: Runs the forward pass.
         optimizers: The optimizers, whose state takes memory as well.
-        device: The device whose operators are traced: "cpu"; "cuda"; or "cuda-like", a CPU with the dropout masks and
-            optimizers of CUDA, as in a `VirtualDevice(cuda_like=True)`.
+        device: The device whose operators are traced: "cpu"; "cuda"; or "cuda-like", a CPU with what CUDA's kernels,
+            dropout and optimizers take, as in a `VirtualDevice(cuda_like=True)`.
     """
 
     model: nn.Module

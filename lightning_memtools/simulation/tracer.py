@@ -152,7 +152,7 @@ def trace(
         recipe: The settings of the loop.
         settings: The settings of the device.
         values: Compute on copies of the real tensors instead. This happens on the CPU, so that of CUDA's behaviour only
-            the dropout masks and the optimizers' implementations are simulated.
+            kernels' memory, dropout masks and the optimizers' implementations are simulated.
     """
     device = VirtualDevice(
         allocator=settings.allocator,

@@ -6,6 +6,7 @@ A sample of benchmarks/truth.py, whose whole sweep is in benchmarks/results/trut
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -185,3 +186,24 @@ def test_peaks_of_models_are_those_of_cuda(truth, name):
     case = case_of(truth, build, inputs, settings)
     real, (made, _) = truth.real_peaks(case), truth.estimated(case)
     assert (made["allocated"], made["reserved"]) == (real["allocated"], real["reserved"])
+
+
+@pytest.mark.cuda_memory
+def test_the_sweeps_tool_names_the_first_allocation_that_differs_and_its_operator(truth, monkeypatch, capsys):
+    with_exp, without = (
+        case_of(truth, partial(Scaled, function), {"x": ((512, 512), FLOAT)}, {})
+        for function in (lambda x: x.tanh().exp(), lambda x: x.tanh())
+    )
+    monkeypatch.setattr(truth, "cases", lambda: [with_exp])
+    monkeypatch.setattr(sys, "argv", ["truth.py", "--diff", with_exp.key])
+    assert truth.main() == 0
+    summary, _, lifetime = capsys.readouterr().out.strip().splitlines()
+    assert summary.endswith(", 0 differences")
+    assert lifetime == "first other lifetime: None"
+    estimated = truth.estimated
+    monkeypatch.setattr(truth, "estimated", lambda _case: estimated(without))
+    assert truth.main() == 0
+    _, _, place, real, ours, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"  at \d+, after aten::tanh 1048576", place)
+    assert real == "    real only:      aten::exp 1048576"
+    assert ours == "    estimate only:  -"

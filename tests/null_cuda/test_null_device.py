@@ -230,6 +230,19 @@ def test_nvml_answers_for_the_pretended_gpu():
     assert printed(code, "--gpu", "RTX 3060") == "RTX 3060 12GB (dry run)|12622168064|100".replace("|", " ")
 
 
+def test_nvml_lists_this_process_and_no_other(forks):
+    """So a report's lines on other processes say that there are none, as on a GPU of one's own."""
+    pytest.importorskip("pynvml")
+    code = """
+        import torch
+        from lightning_memtools.memory.processes import other_gpu_processes
+        from lightning_memtools.memory.readers import reader_for
+        x = torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda")
+        print(other_gpu_processes(0), reader_for(x.device).stats().device_used // 2**20)
+    """
+    assert forks(code) == "[] 100"
+
+
 NVIDIAS = ("libcudart", "libcublas", "libcudnn", "libcufft", "libcuda.", "libnv", "libnccl", "libcusparse",
            "libcusolver", "libcurand", "libcupti")  # fmt: skip
 

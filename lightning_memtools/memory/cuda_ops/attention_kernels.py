@@ -194,13 +194,16 @@ def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: 
 def attention_of_cpu(
     ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, gpu: GpuShape
 ) -> Any:
-    """The CPU's only fused kernel stands for the kernel that CUDA takes: output and logarithms are the same two."""
+    """The CPU's only fused kernel stands for the one that CUDA takes, which also keeps the state of dropout."""
     query, key, value, dropout, is_causal = (*args, 0.0, False)[:5]
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
     backend = _backend_for(query, key, value, mask, is_causal=is_causal)
     if backend == "flash":
         op = aten._scaled_dot_product_flash_attention.default
-        return flash(ledger, run, op, (query, key, value, dropout, is_causal), {"scale": scale}, gpu=gpu)[:2]
+        out, logarithms, *rest = flash(
+            ledger, run, op, (query, key, value, dropout, is_causal), {"scale": scale}, gpu=gpu
+        )
+        return out, logarithms, rest[4], rest[5]
     if backend == "efficient":
         return efficient(ledger, run, None, (query, key, value, mask, torch.is_grad_enabled()), {})[:2]
     return run(func, *args, **kwargs)
@@ -211,19 +214,18 @@ def attention_of_cpu_backward(
     ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """As `attention_of_cpu`."""
-    gradient, query, key, value, out, logarithms, dropout, is_causal = args
+    _, query, key, value, _, _, dropout, is_causal = args
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
     backend = _backend_for(query, key, value, mask, is_causal=is_causal)
     seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))  # on the host
     if backend == "flash":
-        op = aten._scaled_dot_product_flash_attention_backward.default
         lengths = (None, None, query.shape[2], key.shape[2])
-        given = (gradient, query, key, value, out, logarithms, *lengths, dropout, is_causal, seed, offset)
+        given: tuple[Any, ...] = (*args[:6], *lengths, dropout, is_causal, seed, offset)
+        op = aten._scaled_dot_product_flash_attention_backward.default
         return flash_backward(ledger, run, op, given, {"scale": scale})
     if backend == "efficient":
+        given = (*args[:4], mask, *args[4:6], seed, offset, dropout, [True, True, True, False], is_causal)
         op = aten._scaled_dot_product_efficient_attention_backward.default
-        wanted = [True, True, True, False]
-        given = (gradient, query, key, value, mask, out, logarithms, seed, offset, dropout, wanted, is_causal)
         return efficient_backward(ledger, run, op, given, {"scale": scale})
     return run(func, *args, **kwargs)
 

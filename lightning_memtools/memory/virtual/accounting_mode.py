@@ -270,13 +270,14 @@ class AccountingMode(OperatorMode):
         if self._ledger.listener is not None:
             self._ledger.listener.on_operator(func)
         replacement = None if self.silent else self._replacements.get(func) or self._kernels.get(func)
+        if replacement is None:
+            # In the same tuple: sums of gradients are known by how often a tensor is referred to.
+            return self.__torch_dispatch__(func, types, args, kwargs, as_it_is=True)
+        kwargs = kwargs or {}
 
         def run(func: Any, *args: Any, **kwargs: Any) -> Any:
             return self.__torch_dispatch__(func, types, args, kwargs, as_it_is=True)
 
-        kwargs = kwargs or {}
-        if replacement is None:
-            return run(func, *args, **kwargs)
         if func in self._replacements or FakeTensor in types:
             return self._ask(replacement, self._ledger, run, func, args, kwargs)
         if not can_be_copied(args, kwargs):

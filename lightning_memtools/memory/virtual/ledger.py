@@ -232,13 +232,14 @@ class VirtualLedger:
         self._settle_late()
 
     def pass_on(self, entry: LedgerEntry, storage: torch.UntypedStorage) -> None:
-        """Give a storage's block, with all that is known of it, to another storage, which has none yet."""
+        """Give a storage's block, with all that is known of it, to another storage, which may have blocks already."""
         with self._lock:
             self._settle()
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
                 heir = LedgerEntry(storage, self._note_death)
-                heir.key = storage_id(storage)
+                key = storage_id(storage)
+                heir.key = -entry.block.id if key in self._entries else key  # as a second block of its
                 heir.n_bytes = storage.nbytes()
                 heir.block, heir.serial = entry.block, entry.serial
                 heir.category, heir.module = entry.category, entry.module

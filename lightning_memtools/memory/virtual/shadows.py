@@ -40,11 +40,20 @@ class Shadows:
             made = kernel(fake_args, fake_kwargs)
         originals = {id(copy): original for original, copy in copies.values()}
 
-        def pass_on(results: Any) -> None:
-            for fake, real in zip(_each(made), _each(results), strict=False):
-                if isinstance(fake, torch.Tensor) and isinstance(real, torch.Tensor):
-                    # CUDA's kernel may have written its result into an argument, which is the result from now on.
-                    self._pass_on(originals.get(id(fake), fake), real)
+        def pass_on(out: Any) -> None:
+            results = _each(out)
+            for number, fake in enumerate(_each(made)):
+                # What CUDA's kernel returns beside the CPU's results lives as long as the last of these.
+                is_result = number < len(results)
+                real = results[number] if is_result else results[-1]
+                if not isinstance(fake, torch.Tensor) or not isinstance(real, torch.Tensor):
+                    continue
+                storage = real.untyped_storage()
+                # CUDA's kernel may have written its result into an argument, which is the result from now on.
+                entry = self._ledger.find(storage_key(originals.get(id(fake), fake)))
+                is_known = is_result and self._ledger.find(storage_id(storage)) is not None
+                if entry is not None and not is_known:
+                    self._ledger.pass_on(entry, storage)
 
         return pass_on
 
@@ -55,12 +64,6 @@ class Shadows:
                 copies[id(value)] = value, fake_copy(value, self._mode)
             return copies[id(value)][1]
         return type(value)(self._copied(one, copies) for one in value) if type(value) in {list, tuple} else value
-
-    def _pass_on(self, holder: torch.Tensor, result: torch.Tensor) -> None:
-        entry = self._ledger.find(storage_key(holder))
-        storage = result.untyped_storage()
-        if entry is not None and self._ledger.find(storage_id(storage)) is None:
-            self._ledger.pass_on(entry, storage)
 
 
 def _each(results: Any) -> tuple[Any, ...]:

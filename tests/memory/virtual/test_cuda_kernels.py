@@ -81,6 +81,17 @@ def test_a_gradient_that_cuda_adds_in_place_is_counted_once() -> None:
         assert device.composition().by_category["gradient"] == 33_792
 
 
+def test_gradients_that_meet_are_summed_in_place_here_too() -> None:
+    def peak_of_backward(device: VirtualDevice) -> int:
+        with device:
+            x = torch.ones(1000, requires_grad=True)
+            y = x.tanh()
+            (y.sin() * y.cos() * y.exp()).sum().backward()
+        return peak(device)
+
+    assert peak_of_backward(VirtualDevice(cuda_like=True)) == peak_of_backward(VirtualDevice())
+
+
 def wrong_shape() -> None:
     functional.layer_norm(torch.ones(4, 5), [6])
 
