@@ -153,4 +153,6 @@ def test_data_parallel_ranks_hold_the_whole_model_and_its_buckets(trained, scrip
     assert result.status == 0, result.error
     two, one = (next(s for s in r.stages if s.stage == "train") for r in (result, trained))
     assert two.by_category["parameters"] == one.by_category["parameters"]
-    assert two.peak_allocated > one.peak_allocated
+    # The buckets hold every gradient once more; each starts at a multiple of 512 bytes.
+    buckets = 4 * (1024 * 4096 + 4096 + 4096 * 10 + 10)
+    assert 0 <= two.peak_allocated - one.peak_allocated - buckets <= 16 * 512

@@ -273,6 +273,8 @@ class AccountingMode(OperatorMode):
         if replacement is None:
             # In the same tuple: sums of gradients are known by how often a tensor is referred to.
             return self.__torch_dispatch__(func, types, args, kwargs, as_it_is=True)
+        if not _ORDINARY.issuperset(types):
+            return NotImplemented
         kwargs = kwargs or {}
 
         def run(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -126,3 +126,13 @@ def test_sparse_tensors_are_computed_as_always() -> None:
     with VirtualDevice(cuda_like=True):
         x = torch.eye(30)
         assert x.to_sparse().sum() == 30
+
+
+def test_tensors_within_tensors_are_counted_by_what_they_hold() -> None:
+    rows = torch.arange(6.0).view(3, 2)
+    with VirtualDevice(cuda_like=True) as device:
+        nested = torch.nested.nested_tensor([rows, rows[:2]], layout=torch.jagged)
+        before = allocated(device)
+        normed = functional.layer_norm(nested, [2])
+        assert allocated(device) > before
+        assert torch.equal(normed.values()[:3], functional.layer_norm(rows, [2]))
