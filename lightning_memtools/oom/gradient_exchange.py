@@ -103,8 +103,8 @@ class GradientExchange:
         silent = SilentGroup(wrapper.process_group)
         with reduces_over(wrapper, silent):
             _touch(open_)
-        n_sent = len(self._buckets) - silent.n_all_reduces
         n_complete = next(n for n, bucket in enumerate(self._buckets) if not done.issuperset(bucket))
+        n_sent = n_complete if _is_pretended(wrapper) else len(self._buckets) - silent.n_all_reduces
         # Gradients may be views of the buckets, which are written again.
         is_view = wrapper.gradient_as_bucket_view
         averages = [(p, p.grad) for bucket in self._buckets[:n_sent] for p in bucket]
@@ -165,7 +165,7 @@ def why_unsent(strategy: Any) -> str:
     if wrapper.find_unused_parameters or wrapper.static_graph:
         option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
         return f"{option}=True: after each backward pass the ranks then tell each other which parameters it used"
-    if has_gradient_hook(wrapper):
+    if has_gradient_hook(wrapper) and not _is_pretended(wrapper):
         return "a communication hook is registered, and what it sends or keeps is not known"
     norm = next((name for name, part in wrapper.module.named_modules() if isinstance(part, nn.SyncBatchNorm)), None)
     if norm is not None:
@@ -192,6 +192,11 @@ def no_collectives() -> Iterator[None]:
 
     with replaced_collectives(refuse):
         yield
+
+
+def _is_pretended(wrapper: DistributedDataParallel) -> bool:
+    """Return whether the other ranks are those of a dry run, where a hook stands for what is sent."""
+    return bool(distributed.get_backend(wrapper.process_group) == "fake")
 
 
 def _touch(parameters: list[nn.Parameter]) -> None:

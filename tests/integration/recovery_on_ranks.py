@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMRecovery, VirtualDevice
+from lightning_memtools.oom import gradient_exchange
 from tests.lightning_models import trainer
 
 WIDTH, LAYERS, SAMPLES = 400, 5, 8
@@ -115,6 +116,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "skipped": ({(1, 2): ("forward", tuple(range(9)))}, {}, {"skip_batch": True}, dict),
     "gives_up": ({(1, 2): (1, tuple(range(9)))}, {}, {}, dict),
+    "late": ({(1, 2): ("last", (8, 4))}, {}, {}, dict),
     "talks": ({(1, 2): (1, WHOLE)}, {"sync_dist": True}, {}, dict),
 }  # fmt: skip
 
@@ -205,6 +207,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
     torch.set_num_threads(1)
+    if "late" in sys.argv:
+        gradient_exchange.PATIENCE_S = 0.0
     seen = []
     for name in sys.argv[2:]:
         seen.append(run_on_devices(folder, rank) if name == "devices" else run(name, folder, rank))

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.integration import recovery_on_ranks
+from tests.integration import recovery_on_a_pretended_rank, recovery_on_ranks
 from tests.integration.recovery_on_ranks import SAMPLES, SCENARIOS
-from tests.two_processes import run_ranks
+from tests.two_processes import run_ranks, run_script
 
 Seen = dict[str, list[dict[str, Any]]]
-ENDING = ["gives_up", "talks"]
-LASTING = [*(name for name in SCENARIOS if name not in ENDING), "devices"]
+REASONS = {
+    "gives_up": "each of its 8 samples alone",
+    "late": "the other ranks have waited 0 s for its gradients",
+    "talks": "calls the collective",
+}
+LASTING = [*(name for name in SCENARIOS if name not in REASONS), "devices"]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,11 @@ def test_rank_0_logs_the_recoveries_of_all(seen, folder):
         assert float([value for value in logged if value][-1]) == expected, seen[name]
 
 
-@pytest.mark.parametrize(("name", "reason"), [("gives_up", "each of its 8 samples alone"), ("talks", "the collective")])
+def test_a_rank_of_a_dry_run_goes_on_too(tmp_path):
+    run_script(Path(recovery_on_a_pretended_rank.__file__), tmp_path, timeout_s=300)
+
+
+@pytest.mark.parametrize(("name", "reason"), REASONS.items())
 def test_where_a_rank_cannot_go_on_both_end(name, reason, tmp_path):
     ranks = run_ranks(Path(recovery_on_ranks.__file__), tmp_path, name, timeout_s=300)
     assert all(rank.returncode != 0 for rank in ranks)
