@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError
     from lightning_memtools.nonfinite.capsule.capsule_replay import Replay, replay
     from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+    from lightning_memtools.null_cuda.stubs import DryRunError
     from lightning_memtools.oom.release_failed_step import FailedStepRelease, release_failed_step
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ _HOME_OF_NAME = {
     "CapsuleError": "nonfinite.capsule.capsule_file",
     "CheckpointPlan": "checkpointing.checkpoint_plan",
     "DoctorReport": "doctor.findings",
+    "DryRunError": "null_cuda.stubs",
     "DryRunResult": "cli.dry_run",
     "EmptyCache": "callbacks.empty_cache",
     "FailedStepRelease": "oom.release_failed_step",
@@ -76,6 +78,7 @@ __all__ = [
     "CapsuleError",
     "CheckpointPlan",
     "DoctorReport",
+    "DryRunError",
     "DryRunResult",
     "EmptyCache",
     "FailedStepRelease",

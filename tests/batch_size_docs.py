@@ -1,4 +1,4 @@
-"""The page of BatchSizeTuner: its example and the table of measurements. Run as a program, it updates the table.
+"""The pages of BatchSizeTuner: the example and the table of measurements. Run as a program, it updates the table.
 
 python -m tests.batch_size_docs
 """
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "batch-size.md"
+PAGE = ROOT / "docs" / "batch-size-compared.md"
+MANUAL = ROOT / "docs" / "batch-size.md"
 RESULTS = ROOT / "benchmarks" / "results" / "batch_size.json"
 TOOLS = ("BatchSizeTuner", "BatchSizeFinder power", "BatchSizeFinder binsearch")
 _BEGIN, _END = "<!-- measured -->\n", "<!-- end -->"
@@ -25,8 +26,8 @@ def results() -> dict[str, Any]:
 
 
 def code() -> str:
-    """Returns the page's first block of code."""
-    found: list[str] = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    """Returns the first block of code of the manual's page."""
+    found: list[str] = re.findall(r"```python\n(.*?)```", MANUAL.read_text("utf-8"), re.DOTALL)
     return found[0]
 
 

@@ -19,6 +19,8 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
+MEMORY_TAB = "#lightning_memtools"
+
 
 @contextlib.contextmanager
 def tensorboard(log_dir: Path, output: Path, *options: str) -> Iterator[str]:
@@ -112,3 +114,33 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
             return False
         time.sleep(0.5)
     return True
+
+
+def open_memory_tab(
+    window: webdriver.Chrome, address: str, run: str | None = None, view: str | None = None, *, dark: bool = False
+) -> None:
+    """Load the Memory tab, with a run and a view chosen; the window is then inside of its frame."""
+    window.switch_to.default_content()
+    window.get("about:blank")
+    window.get(f"{address}/{'?darkMode=true' if dark else ''}{MEMORY_TAB}")
+    assert wait_until(lambda: enter_memory_tab(window)), "the tab did not load"
+    if run is not None:
+        script = (
+            "const s = document.querySelector('select'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))"
+        )
+        window.execute_script(script, run)
+        time.sleep(0.3)
+    if view is not None:
+        window.execute_script("document.getElementById(`tab-${arguments[0]}`).click()", view)
+    assert wait_until(lambda: window.execute_script("return document.querySelector('#view').children.length > 0"))
+    time.sleep(1)
+
+
+def enter_memory_tab(window: webdriver.Chrome) -> bool:
+    """Go into the tab's frame; True once it has drawn itself."""
+    window.switch_to.default_content()
+    frames = window.find_elements("tag name", "iframe")
+    if not frames:
+        return False
+    window.switch_to.frame(frames[0])
+    return bool(window.execute_script("return document.documentElement.dataset.ready") == "true")

@@ -1,4 +1,4 @@
-"""The figures in docs/batch-size.md against the measurements, and some cases measured again."""
+"""The figures in docs/batch-size-compared.md against the measurements, and some cases measured again."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Thin Lightning shells, one file per callback. Floor 3: a hook's body calls the core and returns."""
+"""Thin Lightning shells, one file per callback. Floor 6: a hook's body calls the core and returns."""

@@ -21,11 +21,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog="Exit status: 0 if nothing serious was found, 1 if something was, or the command line is wrong.",
     )
     TARGET.add_to(parser, "A plain module needs the dict, with its step: step=lambda model, batch: loss.")
-    parser.add_argument("--checkpoint", metavar="FILE", help="compare its keys with the model, before it is loaded")
-    parser.add_argument("--checks", nargs="+", metavar="NAME", help="make these checks only")
-    parser.add_argument("--ignore", nargs="+", metavar="NAME", help="leave these checks out")
+    parser.add_argument(
+        "--checkpoint", metavar="FILE", help="compare its keys with the model, before it is loaded (default: none)"
+    )
+    parser.add_argument("--checks", nargs="+", metavar="NAME", help="make these checks only (default: all)")
+    parser.add_argument("--ignore", nargs="+", metavar="NAME", help="leave these checks out (default: none)")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps to run (default: 20)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="print the report as JSON, and nothing else (default: a table)"
+    )
     parser.set_defaults(run=run)
 
 

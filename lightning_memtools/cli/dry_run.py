@@ -15,9 +15,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_memtools.memory.sizes import context_bytes, format_size
+from lightning_memtools.argument_types import check_types
+from lightning_memtools.memory.sizes import context_bytes, format_size, is_count
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS, environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
+from lightning_memtools.reporting.console import progress_printed
 from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 
@@ -187,11 +189,16 @@ def dry_run(
         FileNotFoundError: The script or module does not exist.
         ValueError: A GPU's name is not known, or a number is out of its range.
     """
+    check_types(dry_run, locals())
+    if isinstance(arguments, str) or not all(isinstance(one, str) for one in arguments):
+        raise ValueError(f"arguments={arguments!r} is not a list of texts, such as ['--batch-size', '64'].")
     _check_there_is(os.fspath(program), module=module)
-    if not 0 <= rank < devices:
-        raise ValueError(f"rank={rank}: with devices={devices}, ranks go from 0 to {devices - 1}.")
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps={steps}: at least one step has to run.")
+    if not is_count(devices):
+        raise ValueError(f"devices={devices!r} is not a number of devices. Give 1 or more.")
+    if not is_count(rank, least=0) or rank >= devices:
+        raise ValueError(f"rank={rank!r}: with devices={devices}, ranks go from 0 to {devices - 1}.")
+    if steps is not None and not is_count(steps):
+        raise ValueError(f"steps={steps!r}: at least one step has to run. Give a number, or None for the script's own.")
     taken = context_bytes(gpu if capacity is None else capacity)
     found = null_devices(gpu, capacity, count=devices, context_bytes=taken)
     place = Path(directory or tempfile.mkdtemp(prefix="memtools-dry-run-")).resolve()
@@ -221,7 +228,8 @@ def dry_run(
         stdout=output,
     )
     try:
-        status = child.wait()
+        with progress_printed(lambda: f"Dry run of {spec.program}", stream=sys.stderr):
+            status = child.wait()
     finally:
         _end_session(child)
     if not result.exists():
@@ -255,10 +263,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Run an unchanged training script on CUDA devices that account for memory and compute nothing. "
         "Exit status: 0 the run fits, 3 it ran out of memory, 1 the script failed, 2 it could not be started.",
     )
-    parser.add_argument("--gpu", metavar="NAME", help="the GPU that the device is like, such as 'RTX 4090'")
     parser.add_argument(
-        "--capacity", metavar="SIZE", help="bytes of each device, such as 24GiB (default: the GPU's; 1 TiB)"
+        "--gpu", metavar="NAME", help="the GPU that the device is like, such as 'RTX 4090' (default: an A100 of 1 TiB)"
     )
+    parser.add_argument("--capacity", metavar="SIZE", help="bytes of each device, such as 24GiB (default: the GPU's)")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many devices there are (default: 1)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is run (default: 0)")
     parser.add_argument(
@@ -268,12 +276,18 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--directory", metavar="DIR", help="where the run's logs and checkpoints go (default: a temporary folder)"
     )
-    parser.add_argument("--snapshot", metavar="FILE", help="write torch's memory snapshot, for pytorch.org/memory_viz")
     parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON; the script's output goes to stderr"
+        "--snapshot", metavar="FILE", help="write torch's memory snapshot, for pytorch.org/memory_viz (default: none)"
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the result as JSON, and the script's output to stderr (default: a table)",
+    )
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module (default: a file)"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the training script, as it is")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
     parser.set_defaults(run=run)
 

@@ -30,7 +30,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description=__doc__,
     )
     TARGET.add_to(parser, "Build large models under torch.device('meta').")
-    parser.add_argument("--optimizer", metavar="NAME", help="a class of torch.optim, such as AdamW")
+    parser.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="a class of torch.optim, such as AdamW (default: that of a LightningModule, else none)",
+    )
     parser.add_argument("--precision", choices=PRECISIONS, help="as Lightning's Trainer names it (default: 32-true)")
     parser.add_argument("--stage", choices=STAGES, help="the step that runs (default: train)")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps, or batches of evaluation (default: 2)")
@@ -39,18 +43,30 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--device", choices=("cuda", "cpu"), help="whose operators are simulated (default: cuda)")
     parser.add_argument(
         "--engine", choices=("auto", "simulation", "cuda"), default="auto",
-        help="simulation, or PyTorch's own CUDA code on a device that computes nothing (default: the latter where a "
-        "CUDA build of torch and a C compiler are installed and the step runs on it)",
+        help="simulation, or PyTorch's own CUDA code on a device that computes nothing; auto takes the latter where a "
+        "CUDA build of torch and a C compiler are installed and the step runs on it (default: auto)",
     )  # fmt: skip
-    parser.add_argument("--allocator", metavar="CONF", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True")
-    parser.add_argument("--capacity", metavar="SIZE", help='a size such as "24GiB", or a GPU such as "RTX 4090"')
-    parser.add_argument("--max-batch", action="store_true", help="find the largest batch for --capacity")
-    parser.add_argument("--all-gpus", action="store_true", help="list every known GPU, not only those near the limit")
+    parser.add_argument(
+        "--allocator",
+        metavar="CONF",
+        help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True (default: no settings)",
+    )
+    parser.add_argument(
+        "--capacity", metavar="SIZE", help='a size such as "24GiB", or a GPU such as "RTX 4090" (default: no limit)'
+    )
+    parser.add_argument(
+        "--max-batch", action="store_true", help="find the largest batch for --capacity (default: no search)"
+    )
+    parser.add_argument("--all-gpus", action="store_true", help="list every known GPU (default: those near the limit)")
     parser.add_argument(
         "--modules", type=int, default=10, metavar="N", help="show the N modules that save most (default: 10)"
     )
-    parser.add_argument("--snapshot", metavar="FILE", help="write a snapshot for pytorch.org/memory_viz")
-    parser.add_argument("--picture", metavar="FILE.svg", help="write a picture of memory over the steps")
+    parser.add_argument(
+        "--snapshot", metavar="FILE", help="write a snapshot for pytorch.org/memory_viz (default: none)"
+    )
+    parser.add_argument(
+        "--picture", metavar="FILE.svg", help="write a picture of memory over the steps (default: none)"
+    )
     parser.set_defaults(run=run)
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from lightning_memtools.cli.replay import add_model_and_trust, model_of, trusted
-from lightning_memtools.cli.targets import UsageError
+from lightning_memtools.cli.targets import UsageError, working
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,7 +15,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "oom-report", help="print an out-of-memory report, or finish its checks", description=__doc__
     )
     parser.add_argument("path", metavar="FILE", type=Path, help="OOMReport's report, oom-<stage>-step<n>.md")
-    parser.add_argument("--finish", action="store_true", help="check everything, without a limit of time")
+    parser.add_argument(
+        "--finish",
+        action="store_true",
+        help="make all checks, without a limit of time, and rewrite it (default: print it)",
+    )
     add_model_and_trust(parser, "the report's step")
     parser.set_defaults(run=run)
 
@@ -40,6 +44,7 @@ def _finished(chosen: argparse.Namespace) -> str:
 
     model = model_of(chosen)
     try:
-        return finish_report(chosen.path, read_snapshot, model=model, trusts=trusted(chosen))
+        with working("The failed step is traced with each change") as status:
+            return finish_report(chosen.path, read_snapshot, model=model, trusts=trusted(chosen, status))
     except (SavedStepError, NotASnapshotError) as error:
         raise UsageError(str(error)) from error

@@ -11,24 +11,24 @@ from lightning_memtools.cli import doctor, dry_run, estimate, finish_oom_report,
 from lightning_memtools.cli.targets import UsageError, print_error
 
 
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command and all of its subcommands."""
+    parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
+    parser.add_argument("--version", action="version", version=f"lightning_memtools {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for one in (estimate, doctor, replay, finish_oom_report, dry_run, report, snapshot):
+        one.add_to(commands)
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0; 1 after an error or a serious finding; 130 after Ctrl-C.
 
     Args:
         arguments: The command line; by default that of the process.
     """
-    parser = argparse.ArgumentParser(prog="memtools", description="GPU memory and training health, from the console.")
-    parser.add_argument("--version", action="version", version=f"lightning_memtools {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    estimate.add_to(commands)
-    doctor.add_to(commands)
-    replay.add_to(commands)
-    finish_oom_report.add_to(commands)
-    dry_run.add_to(commands)
-    report.add_to(commands)
-    snapshot.add_to(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = parser.parse_args(given, argparse.Namespace(command_line=given))
+    chosen = command_parser().parse_args(given, argparse.Namespace(command_line=given))
     try:
         return chosen.run(chosen) or 0
     except UsageError as error:

@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_memtools.cli.targets import UsageError, load
+from lightning_memtools.cli.targets import UsageError, load, working
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,12 +34,13 @@ def add_model_and_trust(parser: argparse.ArgumentParser, file: str) -> None:
     parser.add_argument(
         "--model",
         metavar="package.Class",
-        help="the module's class, made from the saved hyperparameters, or a function without arguments that makes it",
+        help="the module's class, made from the saved hyperparameters, or a function without arguments that makes it "
+        "(default: the class that the file names)",
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help=f"import the modules that {file} names, without asking: this runs their code",
+        help=f"import the modules that {file} names, without asking: this runs their code (default: ask)",
     )
 
 
@@ -48,9 +52,22 @@ def model_of(chosen: argparse.Namespace) -> Any:
     return None if chosen.model is None else load(_with_colon(chosen.model))
 
 
-def trusted(chosen: argparse.Namespace) -> Callable[[str, str], bool]:
-    """Return the function that decides, with `--trust` or at the terminal, whether a module may be imported."""
-    return (lambda _module, _place: True) if chosen.trust else _asked
+def trusted(chosen: argparse.Namespace, status: Status) -> Callable[[str, str], bool]:
+    """Return the function that decides, with `--trust` or at the terminal, whether a module may be imported.
+
+    Args:
+        chosen: The command line.
+        status: The line that says what is being done, which makes room for the question.
+    """
+
+    def asked(module: str, place: str) -> bool:
+        status.stop()
+        try:
+            return _asked(module, place)
+        finally:
+            status.start()
+
+    return (lambda _module, _place: True) if chosen.trust else asked
 
 
 def run(chosen: argparse.Namespace) -> None:
@@ -64,9 +81,11 @@ def run(chosen: argparse.Namespace) -> None:
 
     model = model_of(chosen)
     try:
-        print(replay(chosen.path, model=model, trust=trusted(chosen)).summary())  # noqa: T201, a command prints
+        with working("The step is run again") as status:
+            summary = replay(chosen.path, model=model, trust=trusted(chosen, status)).summary()
     except CapsuleError as error:
         raise UsageError(str(error)) from error
+    print(summary)  # noqa: T201, a command prints
 
 
 def _asked(module: str, place: str) -> bool:

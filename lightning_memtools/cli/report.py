@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_memtools.cli.targets import UsageError
+from lightning_memtools.cli.targets import UsageError, working
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,7 +15,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("log_dir", metavar="LOGDIR", type=Path, help="as given to tensorboard --logdir")
     parser.add_argument(
-        "-o", "--output", metavar="FILE.html", type=Path, default=Path("report.html"), help="by default report.html"
+        "-o",
+        "--output",
+        metavar="FILE.html",
+        type=Path,
+        default=Path("report.html"),
+        help="the file (default: report.html)",
     )
     parser.set_defaults(run=run)
 
@@ -32,7 +37,8 @@ def run(chosen: argparse.Namespace) -> None:
     if not chosen.log_dir.is_dir():
         raise UsageError(f"There is no directory {chosen.log_dir}. Give the one that holds the event files.")
     directory = EventDirectory(chosen.log_dir)
-    directory.refresh()
+    with working("The event files are read"):
+        directory.refresh()
     runs = directory.runs()
     if not runs:
         raise UsageError(
@@ -40,9 +46,9 @@ def run(chosen: argparse.Namespace) -> None:
             "Trainer(callbacks=lightning_memtools.default_callbacks()) and a TensorBoardLogger first."
         )
     try:
-        chosen.output.write_text(
-            report_html(runs, f"Memory: {chosen.log_dir}", log_dir=chosen.log_dir), encoding="utf-8"
-        )
+        with working("The page is written"):
+            page = report_html(runs, f"Memory: {chosen.log_dir}", log_dir=chosen.log_dir)
+            chosen.output.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{chosen.output} cannot be written: {error.strerror}.") from error
     print(f"{chosen.output}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}. Open it in a browser.")  # noqa: T201, a command prints

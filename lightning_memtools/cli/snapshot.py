@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_memtools.cli.targets import UsageError
+from lightning_memtools.cli.targets import UsageError, working
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,7 +15,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "file", metavar="FILE.pickle", type=Path, help="of MemoryMonitor(snapshot_at_step=...) or torch.cuda.memory"
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE.html", type=Path, default=None, help="by default FILE.html beside FILE.pickle"
+        "-o",
+        "--output",
+        metavar="FILE.html",
+        type=Path,
+        default=None,
+        help="the file (default: FILE.html beside FILE.pickle)",
     )
     parser.set_defaults(run=run)
 
@@ -31,12 +36,14 @@ def run(chosen: argparse.Namespace) -> None:
     from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from  # noqa: PLC0415, as above
 
     try:
-        timeline = timeline_from(chosen.file, with_blocks=True)
+        with working("The snapshot is read"):
+            timeline = timeline_from(chosen.file, with_blocks=True)
     except NotASnapshotError as error:
         raise UsageError(str(error)) from error
     output: Path = chosen.output or chosen.file.with_suffix(".html")
     try:
-        output.write_text(snapshot_html(timeline, f"Memory: {chosen.file.name}"), encoding="utf-8")
+        with working("The page is written"):
+            output.write_text(snapshot_html(timeline, f"Memory: {chosen.file.name}"), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror}.") from error
     what = f"{timeline['n_events']:,} events, {len(timeline['blocks']):,} blocks"

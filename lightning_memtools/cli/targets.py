@@ -8,18 +8,20 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 
 class UsageError(Exception):
     """The command line is wrong; the message says how, and what to do."""
 
 
-def working(text: str) -> AbstractContextManager[object]:
-    """Show on a terminal that the code within is at work; elsewhere nothing, so that output can be read by programs."""
+def working(text: str) -> Status:
+    """Show on a terminal what the code within does; elsewhere nothing, so that output can be read by programs."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     return Console(stderr=True).status(f"{text} ...")

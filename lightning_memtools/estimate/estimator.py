@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memtools.argument_types import check_types
 from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.estimate.cpu_fallback import estimate_on_cpu, explain
 from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstimate, cublas_workspace_of
@@ -63,8 +64,8 @@ def estimate_memory(
         steps: The number of steps. Two show the peak of a longer training; a third changes little.
         accumulate: The number of batches per optimizer step.
         clip: The norm to which gradients are clipped.
-        device: "cuda" for the memory of CUDA's operators (see docs/estimate-memory.md for the list), "cpu" for those of
-            the CPU: byte for byte the memory that a `VirtualDevice` shows for a run on real tensors.
+        device: "cuda" for the memory of CUDA's operators (docs/estimate-accuracy.md lists them), "cpu" for those of the
+            CPU: byte for byte the memory that a `VirtualDevice` shows for a run on real tensors.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
         capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the estimate then says whether it fits.
         ddp_bucket_mb: The bucket size of DistributedDataParallel, in MiB, for a rank of a DDP training: 25 is torch's
@@ -84,6 +85,8 @@ def estimate_memory(
         TypeError: The step returns no loss, or an argument has a wrong type.
         RuntimeError: A VirtualDevice is active, or the steps cannot run on the wanted engine.
     """
+    given = dict(locals())
+    check_types(estimate_memory, {name: given[name] for name in given.keys() - {"model", "optimizer"}})  # see below
     if VirtualDevice.current() is not None:
         raise RuntimeError(
             f"estimate_memory cannot run while {VirtualDevice.current()!r} is entered: it enters a device of its own. "

@@ -67,10 +67,9 @@ class Recoveries:
         """Return a line for a summary; "" where nothing happened."""
         if not self.latest:
             return ""
-        return (
-            f"OOMRecovery: {self.n_recovered} batches ran out of memory and were run again in up to {self.most_parts} "
-            f"parts; {self.n_skipped} were skipped."
-        )
+        one = self.n_recovered == 1
+        batches = f"{self.n_recovered} batch{'' if one else 'es'} ran out of memory and {'was' if one else 'were'}"
+        return f"OOMRecovery: {batches} run again in up to {self.most_parts} parts; {self.n_skipped} were skipped."
 
 
 class StepRecovery:

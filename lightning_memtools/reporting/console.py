@@ -37,17 +37,21 @@ def print_on_console(
 
 
 @contextmanager
-def progress_printed(text: Callable[[], str], *, after_s: float = 2.0, every_s: float = 10.0) -> Iterator[None]:
+def progress_printed(
+    text: Callable[[], str], *, after_s: float = 2.0, every_s: float = 10.0, stream: TextIO | None = None
+) -> Iterator[None]:
     """Print the text, with the seconds that have passed, while the code within takes longer than a moment.
 
-    It goes to what is stdout at the beginning, also while the code within sends its own output elsewhere.
+    It goes to the stream, else to what is stdout at the beginning, also while the code within sends its own output
+    elsewhere.
 
     Args:
         text: Returns what is being done; called from another thread.
         after_s: The seconds until the first line.
         every_s: The seconds between lines.
+        stream: The stream to print to.
     """
-    begin, is_over, stream = time.monotonic(), threading.Event(), sys.stdout
+    begin, is_over, stream = time.monotonic(), threading.Event(), stream or sys.stdout
 
     def tell() -> None:
         pause = after_s

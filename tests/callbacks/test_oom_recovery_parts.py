@@ -252,7 +252,7 @@ def test_the_first_recovery_is_reported_with_what_was_done_and_the_summary_count
     assert "The run goes on. A batch of 16 samples ran out of memory and was run again in" in text
     assert "(train, step 2, batch 2, forward)" in text.replace("during ", "") or "step 2" in text
     (summary,) = tmp_path.rglob("memory_summary_fit.md")
-    assert "OOMRecovery: 1 batches ran out of memory and were run again in up to" in summary.read_text()
+    assert "OOMRecovery: 1 batch ran out of memory and was run again in up to" in summary.read_text()
     assert "The run goes on." in capsys.readouterr().out
 
     # --- after a crash

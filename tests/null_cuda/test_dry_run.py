@@ -278,8 +278,10 @@ def test_ctrl_c_and_kill_end_the_script_and_everything_that_it_started(script, t
     while not (pid.exists() and pid.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    progress = process.stderr.readline()
     process.send_signal(end)
     _, errors = process.communicate(timeout=60)
+    assert progress.startswith(f"Dry run of {path} (")
     assert process.returncode == 128 + end
     assert errors.endswith("memtools: interrupted; the script was ended.\n")
     assert not is_alive(int(pid.read_text()))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +15,8 @@ from lightning_memtools.cli.dry_run import dry_run
 from tests.null_cuda.dry_run_scripts import MIB, TRAINER, command
 
 pytestmark = pytest.mark.cuda_memory
+
+ROOT = Path(__file__).parents[2]
 
 SPAWNS = """
     import sys, torch
@@ -156,3 +163,21 @@ def test_data_parallel_ranks_hold_the_whole_model_and_its_buckets(trained, scrip
     # The buckets hold every gradient once more; each starts at a multiple of 512 bytes.
     buckets = 4 * (1024 * 4096 + 4096 + 4096 * 10 + 10)
     assert 0 <= two.peak_allocated - one.peak_allocated - buckets <= 16 * 512
+
+
+def test_the_example_answers_for_one_card_and_for_8_of_them():
+    """A smaller model than the page's, for time; benchmarks/dry_run.py measures the page's."""
+    example = ROOT / "examples" / "will_it_fit.py"
+    small = ("--layers", "2", "--width", "512", "--tokens", "256")
+    done = subprocess.run([sys.executable, str(example), *small], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    one, of_eight = done.stdout.splitlines()[1], done.stdout.splitlines()[-1]
+    gib = r"(\d+\.\d) GiB reserved at the peak"
+    alone = re.fullmatch(rf"AdamW, bf16-mixed: {gib}\. Smallest GPU: .+", one)
+    shard = re.fullmatch(rf"AdamW, FSDP 2 on 8 of RTX 4090: fits, {gib}", of_eight)
+    assert alone, done.stdout
+    assert shard, done.stdout
+    assert float(shard[1]) < float(alone[1])
+    found = json.loads((ROOT / "benchmarks" / "results" / "dry_run.json").read_text())["cases"]
+    whole = found["Llama 2 7B, FSDP 2, 8 ranks of RTX 4090"]["peak_reserved"]["train"] / 2**30
+    assert f"AdamW, FSDP 2 on 8 of RTX 4090: fits, {whole:.1f} GiB" in (ROOT / "docs" / "examples.md").read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.keys import Keys
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.browser import chromium, get, tensorboard, wait_until
+from tests.browser import MEMORY_TAB, chromium, enter_memory_tab, get, open_memory_tab, tensorboard, wait_until
 from tests.tensorboard_plugin.logdirs import ATTACK, write_cpu_run, write_failed_run, write_long_run, write_small_run
 
 ROOT = Path(__file__).parents[2]
-TAB = "#lightning_memtools"
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +28,7 @@ def log_dir(tmp_path_factory):
         logs / "run <script>window.attacked=1<", text=f"### Title {ATTACK}\n\n| {ATTACK} | b |\n|---|---|\n| 1 | 2 |"
     )
     write_cpu_run(logs / "cpu")
+    write_small_run(logs / "findings", text=f"| severity | evidence |\n|---|---|\n| warning | {'word ' * 80} |")
     write_failed_run(logs / "failed")
     return logs
 
@@ -45,32 +44,6 @@ def board(log_dir, tmp_path_factory):
 def window():
     with chromium() as opened:
         yield opened
-
-
-def open_tab(window, address, run=None, view=None, *, dark=False):
-    window.switch_to.default_content()
-    window.get("about:blank")
-    window.get(f"{address}/{'?darkMode=true' if dark else ''}{TAB}")
-    assert wait_until(lambda: enter(window)), "the tab did not load"
-    if run is not None:
-        script = (
-            "const s = document.querySelector('select'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))"
-        )
-        window.execute_script(script, run)
-        time.sleep(0.3)
-    if view is not None:
-        window.execute_script("document.getElementById(`tab-${arguments[0]}`).click()", view)
-    assert wait_until(lambda: window.execute_script("return document.querySelector('#view').children.length > 0"))
-    time.sleep(1)
-
-
-def enter(window):
-    window.switch_to.default_content()
-    frames = window.find_elements("tag name", "iframe")
-    if not frames:
-        return False
-    window.switch_to.frame(frames[0])
-    return window.execute_script("return document.documentElement.dataset.ready") == "true"
 
 
 def text_of(window, css="#memtools"):
@@ -119,7 +92,7 @@ SHADED = (48, 64)
 
 
 def test_the_example_s_run_is_drawn(window, board, tmp_path):
-    open_tab(window, board, "lightning_logs/version_0")
+    open_memory_tab(window, board, "lightning_logs/version_0")
     window.save_screenshot(str(tmp_path / "memory_tab.png"))
     text = text_of(window)
     for words in ("Peak allocated", "Peak reserved", "Left on the device", "validation peak", "test peak", "capacity",
@@ -133,7 +106,7 @@ def test_the_example_s_run_is_drawn(window, board, tmp_path):
 
 
 def test_host_memory_and_the_sanity_check_are_shown(window, board):
-    open_tab(window, board, "lightning_logs/version_0")
+    open_memory_tab(window, board, "lightning_logs/version_0")
     text = text_of(window)
     for words in ("Host memory", "this process", "used by everyone", "sanity check"):
         assert words in text
@@ -142,7 +115,7 @@ def test_host_memory_and_the_sanity_check_are_shown(window, board):
 
 def test_a_log_directory_of_50000_points_sends_little_to_the_page(window, board):
     """Together with benchmarks/memory_tab_load.py, which takes the time: what is sent does not grow with the run."""
-    open_tab(window, board, "long")
+    open_memory_tab(window, board, "long")
     script = "return performance.getEntriesByType('resource').map((one) => [one.name, one.decodedBodySize])"
     sent = {name.partition("?")[0].rpartition("/")[2]: size for name, size in window.execute_script(script)}
     assert 0 < sent["runs"] < 10_000
@@ -155,20 +128,20 @@ def test_a_log_directory_of_50000_points_sends_little_to_the_page(window, board)
 
 
 def test_a_run_of_a_single_point_is_drawn_and_says_that_memory_ran_out(window, board):
-    open_tab(window, board, "failed")
+    open_memory_tab(window, board, "failed")
     assert inked(window, 0, ALLOCATED) > 500
     assert inked(window, 0, [193, 18, 31]) > 15  # the head of the mark; its thin line is blurred
     assert "1 out-of-memory error." in window.execute_script("return document.querySelector('.events').textContent")
     assert "1 out-of-memory error" in text_of(window, ".figures")
-    open_tab(window, board, "failed", "composition")
+    open_memory_tab(window, board, "failed", "composition")
     assert inked(window, 0, [0, 158, 115]) > 5000  # activations
-    open_tab(window, board, "failed", "reports")
+    open_memory_tab(window, board, "failed", "reports")
     assert text_of(window, "blockquote") == "No memory left."
     assert window.execute_script("return document.querySelectorAll('.report thead').length") == 1  # the plan's
 
 
 def test_a_mark_is_said_when_the_cursor_is_on_it(window, board):
-    open_tab(window, board, "run <script>window.attacked=1<")
+    open_memory_tab(window, board, "run <script>window.attacked=1<")
     plot = window.find_element("css selector", ".plot")
     plot.send_keys(*[Keys.ARROW_RIGHT] * 7)
     spoken = window.execute_script("return document.querySelector('.spoken').textContent")
@@ -176,12 +149,12 @@ def test_a_mark_is_said_when_the_cursor_is_on_it(window, board):
 
 
 def test_the_newest_run_is_shown_first(window, board):
-    open_tab(window, board)
+    open_memory_tab(window, board)
     assert window.execute_script("return document.querySelector('select').value") == "failed"
 
 
 def test_each_one_step_peak_of_50000_points_is_seen(window, board):
-    open_tab(window, board, "long")
+    open_memory_tab(window, board, "long")
     tops = column_tops(window, ALLOCATED)
     # The capacity is 8 GiB: the curve of 1 GiB lies at 0.8 of the height, and the peaks of 3 GiB reach 0.6.
     high = [x for x, top in enumerate(tops) if top is not None and top < 0.7]
@@ -192,7 +165,7 @@ def test_each_one_step_peak_of_50000_points_is_seen(window, board):
 
 
 def test_zoom_is_shared_and_brings_every_point(window, board):
-    open_tab(window, board, "long")
+    open_memory_tab(window, board, "long")
     chart = window.find_element("css selector", ".plot .u-over")
     drag = ActionChains(window).move_to_element_with_offset(chart, -100, 0)
     drag.click_and_hold().move_by_offset(15, 0).release().perform()
@@ -202,7 +175,7 @@ def test_zoom_is_shared_and_brings_every_point(window, board):
 
 
 def test_zooming_one_chart_zooms_the_others(window, board):
-    open_tab(window, board, "run <script>window.attacked=1<")
+    open_memory_tab(window, board, "run <script>window.attacked=1<")
     before = [inked(window, chart, VALIDATION, SHADED) for chart in (0, 1)]
     assert min(before) > 100  # the last tenth of the steps
     for key in ("+", "+"):
@@ -213,7 +186,7 @@ def test_zooming_one_chart_zooms_the_others(window, board):
 
 
 def test_a_run_on_a_cpu_shows_host_memory_first_and_each_loss_in_a_colour_of_its_own(window, board):
-    open_tab(window, board, "cpu")
+    open_memory_tab(window, board, "cpu")
     titles = window.execute_script("return [...document.querySelectorAll('.chart h3')].map((one) => one.textContent)")
     assert titles == ["Host memory", "Loss", "Gradient norm"]
     assert inked(window, 0, ALLOCATED) > 500
@@ -226,7 +199,7 @@ def test_a_run_on_a_cpu_shows_host_memory_first_and_each_loss_in_a_colour_of_its
 
 
 def test_the_keyboard_moves_the_cursor_and_the_values_are_spoken(window, board):
-    open_tab(window, board, "lightning_logs/version_0")
+    open_memory_tab(window, board, "lightning_logs/version_0")
     plot = window.find_element("css selector", ".plot")
     plot.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)  # at the first step the cache was emptied; it has no peak
     spoken = window.execute_script("return document.querySelector('.spoken').textContent")
@@ -241,10 +214,10 @@ def test_the_keyboard_moves_the_cursor_and_the_values_are_spoken(window, board):
 
 
 def test_composition_comparison_and_reports(window, board):
-    open_tab(window, board, "lightning_logs/version_0", "composition")
+    open_memory_tab(window, board, "lightning_logs/version_0", "composition")
     assert "optimizer state" in text_of(window)
     assert inked(window, 0, [0, 158, 115]) > 5000  # activations
-    open_tab(window, board, "lightning_logs/version_0", "compare")
+    open_memory_tab(window, board, "lightning_logs/version_0", "compare")
     text = text_of(window)
     for words in (
         "peak allocated, train",
@@ -255,7 +228,7 @@ def test_composition_comparison_and_reports(window, board):
     ):
         assert words in text
     assert re.search(r"[+\u2212][\d,.]+%", text)
-    open_tab(window, board, "lightning_logs/version_0", "reports")
+    open_memory_tab(window, board, "lightning_logs/version_0", "reports")
     assert text_of(window).count("Memory summary") == 2
     assert "call 2 of 2" in text_of(window)
     assert "during fit" in text_of(window)
@@ -263,10 +236,21 @@ def test_composition_comparison_and_reports(window, board):
     assert window.execute_script("return document.querySelectorAll('.report table').length") >= 2
 
 
+def test_no_word_of_a_table_in_a_report_is_broken(window, board):
+    open_memory_tab(window, board, "findings", "reports")
+    script = """
+    return [...document.querySelectorAll('.report tr > :first-child')].map((cell) => {
+        const range = document.createRange();
+        range.selectNodeContents(cell);
+        return [cell.textContent, range.getClientRects().length];
+    });"""
+    assert window.execute_script(script) == [["severity", 1], ["warning", 1]]
+
+
 def test_names_and_texts_from_the_logs_never_become_markup(window, board):
     for run in ("run <script>window.attacked=1<", "cpu"):
         for view in ("run", "composition", "compare", "reports"):
-            open_tab(window, board, run, view)
+            open_memory_tab(window, board, run, view)
             assert window.execute_script("return window.attacked") is None
             found = "return document.querySelectorAll('#memtools img, #memtools script').length"
             assert window.execute_script(found) == 0
@@ -275,7 +259,7 @@ def test_names_and_texts_from_the_logs_never_become_markup(window, board):
 
 def test_the_page_is_quiet_and_asks_nobody_but_the_server(window, board):
     window.get_log("browser")
-    open_tab(window, board, "lightning_logs/version_0")
+    open_memory_tab(window, board, "lightning_logs/version_0")
     assert [line for line in window.get_log("browser") if line["level"] == "SEVERE"] == []
     loaded = window.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert len(loaded) > 8
@@ -284,9 +268,9 @@ def test_the_page_is_quiet_and_asks_nobody_but_the_server(window, board):
 
 def test_dark_mode_follows_tensorboard(window, board):
     background = "return getComputedStyle(document.querySelector('#memtools')).backgroundColor"
-    open_tab(window, board, "lightning_logs/version_0")
+    open_memory_tab(window, board, "lightning_logs/version_0")
     light = window.execute_script(background)
-    open_tab(window, board, "lightning_logs/version_0", dark=True)
+    open_memory_tab(window, board, "lightning_logs/version_0", dark=True)
     assert (light, window.execute_script(background)) == ("rgb(244, 246, 249)", "rgb(20, 24, 31)")
 
 
@@ -297,7 +281,7 @@ def test_a_narrow_window_needs_no_sideways_scrolling(window, board):
             ("lightning_logs/version_0", "run"), ("lightning_logs/version_0", "composition"),
             ("lightning_logs/version_0", "compare"), ("lightning_logs/version_0", "reports"), ("cpu", "reports"),
         ):  # fmt: skip
-            open_tab(window, board, run, view)
+            open_memory_tab(window, board, run, view)
             assert window.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (run, view)
         wide = (
             "return [...document.querySelectorAll('pre, blockquote')].map((one) => one.scrollWidth <= one.clientWidth)"
@@ -313,6 +297,6 @@ def test_an_empty_log_directory_says_which_callback_to_add(window, tmp_path):
     with tensorboard(tmp_path / "logs", tmp_path / "output") as address:
         get(address, "plugins_listing")
         window.switch_to.default_content()
-        window.get(f"{address}/{TAB}")
-        assert wait_until(lambda: enter(window))
+        window.get(f"{address}/{MEMORY_TAB}")
+        assert wait_until(lambda: enter_memory_tab(window))
         assert "default_callbacks()" in text_of(window)

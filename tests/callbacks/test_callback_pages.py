@@ -1,0 +1,232 @@
+"""Every callback's page has one form: its question, a picture, an example, what it logs, what it costs, its limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_memtools as memtools
+from tests.event_files import scalars, texts_of
+from tests.integration import ddp_run
+from tests.lightning_models import Adversaries, Regression, loader, trainer
+from tests.two_processes import run_script
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {
+    "MemoryMonitor": "memory-monitor",
+    "LossCurves": "loss-curves",
+    "EmptyCache": "empty-cache",
+    "OOMReport": "oom-report",
+    "OOMRecovery": "oom-recovery",
+    "HaltOnNaN": "halt-on-nan",
+    "TrainingDoctor": "training-doctor",
+    "GradientCheckpointing": "gradient-checkpointing",
+    "BatchSizeTuner": "batch-size",
+}
+UNITS = {"GiB", "%", "ms", "count", "rank", "text", "as the loss", "as the gradients", "as the tag"}
+ONLY_ON_CUDA = {"memory/host/pinned_gib"}
+PLACEHOLDERS = {
+    "<stage>": "(train|val|test|predict)",
+    "<phase>": "(forward|backward|optimizer)",
+    "<category>": "(parameters|gradients|optimizer|activations|inputs|other)",
+    "<i>": r"\d+",
+    "<r>": r"\d+",
+    "<name>": "[^/]+",
+    "<tag>": "(memory|time)/.+",
+}
+LARGEST_PICTURE = 150_000
+
+every_page = pytest.mark.parametrize("callback", PAGES)
+
+
+def text_of(callback: str) -> str:
+    return (DOCS / f"{PAGES[callback]}.md").read_text("utf-8")
+
+
+def section(text: str, title: str) -> str:
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_every_callback_has_a_page():
+    found = {
+        name
+        for name in memtools.__all__
+        if isinstance(one := getattr(memtools, name), type) and issubclass(one, L.Callback)
+    }
+    assert found == set(PAGES)
+
+
+@every_page
+def test_a_page_begins_with_the_question_that_leads_to_it(callback):
+    """The same words stand in the table of `Which callback do I need?`, beside a link to the page."""
+    title, question = re.match(r"# (\w+)\n\n\*\*(.+?\?)\*\*", text_of(callback)).groups()
+    assert title == callback
+    rows = (DOCS / "which-callback.md").read_text("utf-8").splitlines()
+    assert any(row.startswith(f"| {question} | [{callback}]({PAGES[callback]}.md)") for row in rows), question
+
+
+@every_page
+def test_a_page_shows_an_example_first_and_then_a_picture(callback):
+    """tests/test_docs.py runs the example."""
+    beginning = text_of(callback).partition("\n## ")[0]
+    example, picture = (
+        beginning.find("```python"),
+        re.search(r"!\[(.+?)\]\((images/[\w-]+\.png)\)", beginning, re.DOTALL),
+    )
+    assert 0 < example < picture.start()
+    assert f"{callback}(" in beginning
+    words, path = picture.groups()
+    assert len(words.split()) >= 5, "who cannot see it reads what it shows"
+    content = (DOCS / path).read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) < LARGEST_PICTURE
+
+
+@every_page
+def test_a_page_says_what_is_logged_what_it_costs_and_where_it_ends(callback):
+    text = text_of(callback)
+    titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    wanted = ["What it logs", "Cost", "Limits"]
+    assert [title for title in titles if title in wanted] == wanted
+    assert titles[0] == "What it logs"
+    (result,) = set(re.findall(r"`benchmarks/results/(\w+\.json)`", section(text, "Cost")))
+    assert (DOCS.parent / "benchmarks" / "results" / result).is_file()
+    assert section(text, "Limits").count("\n- ") >= 2 or "| --- |" in section(text, "Limits")
+
+
+def rows_of(callback: str) -> list[tuple[list[str], str, str]]:
+    """The table of what is logged: tags, unit, meaning."""
+    head, line, *rows = re.findall(r"^\|.*\|$", section(text_of(callback), "What it logs"), re.MULTILINE)
+    assert head == "| tag | unit | meaning |"
+    assert line == "| --- | --- | --- |"
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return [(re.findall(r"`([^`]+)`", tags), unit, meaning) for tags, unit, meaning in cells]
+
+
+def pattern_of(tag: str) -> str:
+    for placeholder, pattern in PLACEHOLDERS.items():
+        tag = tag.replace(placeholder, pattern)
+    assert "<" not in tag, f"{tag} has a placeholder that nobody knows"
+    return tag
+
+
+def fits_unit(tag: str, unit: str) -> bool:
+    ends = {"GiB": "_gib", "%": "_pct", "ms": "ms"}
+    return unit in UNITS and tag.removesuffix("_min").endswith(ends.get(unit, ""))
+
+
+@every_page
+def test_every_tag_has_a_unit_and_a_meaning(callback):
+    for tags, unit, meaning in rows_of(callback):
+        assert tags
+        assert meaning
+        for tag in tags:
+            assert fits_unit(tag, unit), f"{tag} in {unit}"
+
+
+class Keeps(Regression):
+    """Runs out of memory at the largest batches, and keeps some activations."""
+
+    def __init__(self, batch_size: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        blocks = [nn.Sequential(nn.Linear(4 if i == 0 else width, width), nn.GELU()) for i in range(6)]
+        self.net = nn.Sequential(*blocks, nn.Linear(width, 1))
+
+    def train_dataloader(self) -> DataLoader[tuple[torch.Tensor, ...]]:
+        return loader(4096, self.batch_size)
+
+
+class Diverges(Regression):
+    """Its loss is NaN in the second and in the third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (torch.nan if batch_idx in {1, 2} else 1)
+
+
+class TwoLoaders(Regression):
+    """Has two validation loaders and two validation losses."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.loss(batch)
+
+
+class TwoLosses(Regression):
+    """Logs two losses in validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"a_loss": self.loss(batch), "b_loss": self.loss(batch)})
+
+
+def logged_in(root: Path, callback: L.Callback, model: L.LightningModule, *data: Any, **options: Any) -> set[str]:
+    """The tags that a fit with the callback alone logs; what the module logs itself is left out."""
+    run = trainer(root, callback, **options)
+    try:
+        run.fit(model, *data)
+        if isinstance(callback, memtools.MemoryMonitor):
+            run.validate(model, loader(16), verbose=False)
+            run.test(model, loader(16), verbose=False)
+            run.predict(model, loader(8))
+    except (torch.OutOfMemoryError, memtools.NonFiniteError):
+        pass
+    found = set(scalars(run.log_dir)) | set(texts_of(run.log_dir))
+    return {tag for tag in found if "/" in tag and not tag.startswith("custom_scalars")}
+
+
+def of_memory_monitor(root: Path) -> set[str]:
+    monitor = memtools.MemoryMonitor(phases=True, eval_batches=True)
+    found = logged_in(root / "one", monitor, Regression(), loader(), loader(16, seed=1))
+    (root / "two").mkdir()
+    run_script(Path(ddp_run.__file__), root / "two", "ddp")
+    return found | {tag for tag in scalars(root / "two" / "board") if tag.startswith("memory/")}
+
+
+def of_loss_curves(root: Path) -> set[str]:
+    def curves() -> L.Callback:
+        return memtools.LossCurves(grad_norm=True)
+
+    return (
+        logged_in(root, curves(), Regression(), loader(), loader(16))
+        | logged_in(root, curves(), Adversaries(), loader(), loader(16))
+        | logged_in(root, curves(), TwoLoaders(), loader(), [loader(16), loader(16)])
+        | logged_in(root, curves(), TwoLosses(), loader(), loader(16))
+    )
+
+
+RUNS: dict[str, Callable[[Path], set[str]]] = {
+    "MemoryMonitor": of_memory_monitor,
+    "LossCurves": of_loss_curves,
+    "EmptyCache": lambda root: logged_in(root, memtools.EmptyCache(), Regression(), loader(), loader(16)),
+    "OOMReport": lambda root: logged_in(root, memtools.OOMReport(), Keeps(4096)),
+    "OOMRecovery": lambda root: logged_in(root, memtools.OOMRecovery(), Keeps(4096)),
+    "HaltOnNaN": lambda root: logged_in(root, memtools.HaltOnNaN(max_skips=1), Diverges(), loader()),
+    "TrainingDoctor": lambda root: logged_in(
+        root, memtools.TrainingDoctor(steps=2), Regression(), loader(), loader(16)
+    ),
+    "GradientCheckpointing": lambda root: logged_in(root, memtools.GradientCheckpointing(), Keeps(256), max_steps=4),
+    "BatchSizeTuner": lambda root: logged_in(root, memtools.BatchSizeTuner(max_trials=3), Keeps(), max_steps=1),
+}
+SMALL = {"OOMReport", "OOMRecovery", "BatchSizeTuner"}
+"""Those whose run has to fill a device."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@every_page
+def test_the_tags_on_the_page_are_those_that_the_callback_logs(callback, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_memtools.oom.oom_reporter.CHECKS_S", 0.0)  # the advice is not looked at here
+    with memtools.VirtualDevice("8MiB" if callback in SMALL else "1GiB"):
+        logged = RUNS[callback](tmp_path)
+    tags = {tag for tags, _, _ in rows_of(callback) for tag in tags}
+    assert logged
+    unknown = {one for one in logged if not any(re.fullmatch(pattern_of(tag), one) for tag in tags)}
+    assert not unknown, "logged, and not on the page"
+    never = {tag for tag in tags - ONLY_ON_CUDA if not any(re.fullmatch(pattern_of(tag), one) for one in logged)}
+    assert not never, "on the page, and not logged"
