@@ -10,11 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import EitherCallback, end_the_call
+from lightning_memtools.argument_types import check_types
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning
 from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.simulation.trainer_stand_in import is_lightning_module
 
 
 class BatchSizeTuner(EitherCallback):
@@ -181,6 +183,11 @@ def tune_batch_size(
     Raises:
         RuntimeError: Not even the smallest size fits, or the device keeps no memory statistics.
     """
+    check_types(tune_batch_size, {"worst_case": worst_case})
+    if not hasattr(trainer, "fit_loop"):
+        raise ValueError(f"trainer={trainer!r} is not accepted: give a Trainer of Lightning.")
+    if not is_lightning_module(model):
+        raise ValueError(f"model={model!r} is not accepted: give a LightningModule.")
     tuner = BatchSizeTuner(**arguments)
     tuner.worst_case = worst_case
     tuner.ends_before_training = True

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from lightning_memtools.argument_types import check_types
 from lightning_memtools.checkpointing.chains import (
     Chain,
     NothingToApplyTo,
@@ -90,6 +91,7 @@ def plan_checkpoints(
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
+    check_types(plan_checkpoints, {"module": module})
     options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude)
     device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
     step = TracedStep(module, sample_args, lambda model, args: model(*args), device=device)

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memtools.argument_types import check_types
 from lightning_memtools.doctor.check_registry import selected_checks
 from lightning_memtools.doctor.examination import Examination
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.doctor.step_trial import place_of_error
 from lightning_memtools.doctor.training_case import Forward, TrainingCase
 from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.simulation.trainer_stand_in import (
     SilentLogger,
@@ -79,9 +81,10 @@ def diagnose(
         ValueError: A check's name is unknown, `steps` is below 1, a plain module comes without `step`, or the
             checkpoint is no file.
     """
+    check_types(diagnose, locals())
     names = selected_checks(checks, ignore)
-    if steps < 1:
-        raise ValueError(f"steps={steps} watches nothing. Give a number of training steps from 1 upwards.")
+    if not is_count(steps):
+        raise ValueError(f"steps={steps!r} watches nothing. Give a number of training steps from 1 upwards.")
     is_lightning = is_lightning_module(model)
     if step is None and not is_lightning:
         raise ValueError(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.allocator import (
     AllocationTrace,
     AllocatorConfig,
@@ -93,6 +94,7 @@ class VirtualDevice:
             "cuda_like": cuda_like,
             "record": record,
         }
+        check_types(VirtualDevice.__init__, self._options)
         self._set_up(**self._options)
 
     def _set_up(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError, read_capsule
 from lightning_memtools.nonfinite.capsule.environment import (
@@ -139,6 +140,7 @@ def replay(path: str | Path, *, model: Any = None, trust: bool | Callable[[str, 
         CapsuleError: The capsule cannot be read, its module cannot be made, or it names code that is not trusted; the
             message says what can still be read.
     """
+    check_types(replay, {"path": path, "trust": trust})
     # Making a module uses random numbers.
     random = RandomState.now()
     try:
