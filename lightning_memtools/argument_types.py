@@ -1,6 +1,6 @@
 """Checks the types of arguments, off the annotations of the function that takes them.
 
-Numbers, and texts that stand for numbers, are left to the function: it knows which of them it accepts.
+Numbers, texts that stand for numbers, and lists of either are left to the function: it knows which of them it accepts.
 """
 
 from __future__ import annotations
@@ -46,14 +46,21 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
 def _checked_arguments(function: Callable[..., Any]) -> dict[str, list[Any]]:
     """Return the alternatives of each argument that is checked."""
     found = {name: _alternatives(annotation) for name, annotation in typing.get_type_hints(function).items()}
-    return {name: accepted for name, accepted in found.items() if _is_checked({*map(_kind, accepted)})}
+    return {name: accepted for name, accepted in found.items() if _is_checked(accepted)}
 
 
-def _is_checked(kinds: set[Any]) -> bool:
+def _is_checked(annotations: list[Any]) -> bool:
+    kinds = {*map(_kind, annotations)}
+    if any(_kind(one) is Sequence and not _holds_objects(one) for one in annotations):
+        return False
     are_classes = all(isinstance(kind, type) or kind is Callable for kind in kinds)
     # The same class exists in lightning and in pytorch_lightning; a file may be of any class.
     are_known = not any("lightning." in getattr(kind, "__module__", "") or kind is typing.IO for kind in kinds)
     return are_classes and are_known and not kinds & {int, Any, object} and not kinds >= {float, str}
+
+
+def _holds_objects(annotation: Any) -> bool:
+    return all(isinstance(inner, type) and inner not in {str, int} for inner in typing.get_args(annotation))
 
 
 def _alternatives(annotation: Any) -> list[Any]:
@@ -78,7 +85,7 @@ def _is_of(value: object, annotation: Any) -> bool:
         return isinstance(value, Real)
     if kind is str:  # a text that names a file may be given as a path
         return isinstance(value, str | os.PathLike)
-    (inner,) = typing.get_args(annotation) if kind is Sequence else (str,)
-    if kind is Sequence and inner is not str:
-        return isinstance(value, Sequence) and all(_is_of(one, inner) for one in value)
-    return isinstance(value, kind)
+    if kind is not Sequence:
+        return isinstance(value, kind)
+    (inner,) = typing.get_args(annotation)
+    return isinstance(value, Sequence) and all(_is_of(one, inner) for one in value)

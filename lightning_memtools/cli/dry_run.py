@@ -190,7 +190,8 @@ def dry_run(
         ValueError: A GPU's name is not known, or a number is out of its range.
     """
     check_types(dry_run, locals())
-    if isinstance(arguments, str) or not all(isinstance(one, str) for one in arguments):
+    is_list = isinstance(arguments, Sequence) and not isinstance(arguments, str)
+    if not is_list or not all(isinstance(one, str) for one in arguments):
         raise ValueError(f"arguments={arguments!r} is not a list of texts, such as ['--batch-size', '64'].")
     _check_there_is(os.fspath(program), module=module)
     if not is_count(devices):

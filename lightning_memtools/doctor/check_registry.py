@@ -52,11 +52,11 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
         ValueError: There is no check of a name.
     """
     wanted, left_out = (
-        list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
         for given in (list(CHECKS) if checks == "all" else checks, ignore)
     )
     for name in (*wanted, *left_out):
-        if name not in CHECKS:
+        if not isinstance(name, str) or name not in CHECKS:
             near = difflib.get_close_matches(str(name), CHECKS, n=1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"There is no check {name!r}.{meant} The checks are: {', '.join(CHECKS)}; or 'all'.")

@@ -86,7 +86,7 @@ def estimate_memory(
         RuntimeError: A VirtualDevice is active, or the steps cannot run on the wanted engine.
     """
     given = dict(locals())
-    check_types(estimate_memory, {name: given[name] for name in given.keys() - {"model", "optimizer"}})  # see below
+    check_types(estimate_memory, {name: given[name] for name in given.keys() - {"model", "step", "optimizer"}})
     if VirtualDevice.current() is not None:
         raise RuntimeError(
             f"estimate_memory cannot run while {VirtualDevice.current()!r} is entered: it enters a device of its own. "
