@@ -71,7 +71,7 @@ def test_a_batch_is_skipped_on_both_ranks(seen):
 def test_the_other_rank_is_told_in_the_summary(seen):
     zero, one = seen["forward"]
     assert zero["remark"] == f"Rank 1: {one['own_remark']}"
-    assert "1 batches ran out of memory and were run again in up to 2 parts" in one["own_remark"]
+    assert "1 batch ran out of memory and was run again in up to 2 parts" in one["own_remark"]
 
 
 def test_rank_0_logs_the_recoveries_of_all(seen, folder):
