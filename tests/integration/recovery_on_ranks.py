@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import OOMRecovery, VirtualDevice
+from lightning_memtools import OOMRecovery, VirtualDevice, default_callbacks
 from lightning_memtools.oom import gradient_exchange
 from tests.lightning_models import trainer
 
@@ -101,6 +101,8 @@ SCENARIOS: dict[str, Scenario] = {
     "rank_0": ({(0, 2): (1, WHOLE)}, {}, {}, dict),
     "both_ranks": ({(0, 2): ("forward", WHOLE), (1, 2): (1, WHOLE)}, {}, {}, dict),
     "both_in_backward": ({(0, 2): (3, WHOLE), (1, 2): (0, WHOLE), (0, 3): (0, WHOLE)}, {}, {}, dict),
+    "planned_parts": ({(1, 2): ("forward", WHOLE), (1, 4): (1, (4,))}, {}, {}, dict),
+    "beside_others": ({(1, 2): (1, WHOLE)}, {}, {}, dict),
     "last_micro_batch": ({(1, 2): ("last", (8, 4))}, {}, {}, dict),
     "adamw_clipped": ({(1, 2): (1, WHOLE)}, {"optimizer": "AdamW"}, {}, lambda: {"gradient_clip_val": 0.1}),
     "bucket_views": (
@@ -164,7 +166,8 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     model, recovery = Net(failures, **module), OOMRecovery(on_recover="ignore", **callback)
     begin = time.monotonic()
     logger = CSVLogger(folder, name=name, version="")
-    done = fit(folder, model, batches(rank), recovery, **({"logger": logger} | options()))
+    others = default_callbacks() if name == "beside_others" else []
+    done = fit(folder, model, batches(rank), *others, recovery, **({"logger": logger} | options()))
     return {
         "scenario": name,
         "seconds": time.monotonic() - begin,

@@ -60,7 +60,8 @@ def test_only_the_rank_that_failed_runs_its_batch_again(seen):
 
 def test_a_part_that_fails_last_is_run_again_in_smaller_ones(seen):
     assert "in up to 4 parts" in seen["last_micro_batch"][1]["remark"]
-    assert seen["last_micro_batch"][0]["seen"] == [8] * 6
+    assert "in up to 4 parts" in seen["planned_parts"][1]["remark"]
+    assert seen["last_micro_batch"][0]["seen"] == seen["planned_parts"][0]["seen"] == [8] * 6
 
 
 def test_a_batch_is_skipped_on_both_ranks(seen):
