@@ -140,6 +140,16 @@ def write_count_or_none(tensor: Tensor) -> int:
     return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
+def alias_below_autograd(tensor: Tensor) -> Tensor:
+    """Returns a detached alias that shares the version counter, in a dispatch mode, where `detach` alone does not.
+
+    As `torch.utils.checkpoint` does it.
+    """
+    excluded = False
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, excluded):
+        return tensor.detach()
+
+
 def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the functions that an optimizer calls after each step; they can be registered, but not listed."""
     return list(optimizer._optimizer_step_post_hooks.values())
@@ -297,6 +307,18 @@ def flattened(tensors: list[Tensor]) -> Tensor:
 def operator_schema(operator: Any) -> Any:
     """Returns an operator's schema: which arguments it writes, and what it returns. There is no public way."""
     return operator._schema
+
+
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the arguments that a call of an operator writes; none of what is no operator."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
+    return [
+        given[one.name] for one in schema.arguments
+        if one.alias_info is not None and one.alias_info.is_write and one.name in given
+    ]  # fmt: skip
 
 
 # The namespaces of the operators that run collectives. No public list exists.

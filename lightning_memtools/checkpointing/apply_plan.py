@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from inspect import signature
 from types import TracebackType
@@ -131,7 +131,7 @@ class _PlannedChain:
         def run(log: RunLog, value: Any) -> Any:
             return self._run(value, one.start, one.stop, one.inner, log)
 
-        return _recomputed(run, self._names_of(one), self._norms_of(one), self._streams, ((value,), {}))
+        return _recomputed(run, self._names_of(one), self._norms_of(one), self._streams, ((value,), {}), kept=one.kept)
 
     def _norms_of(self, one: Range) -> list[nn.Module]:
         return [part for layer in self._norms[one.start : one.stop] for part in layer if updates_statistics(part)]
@@ -146,9 +146,10 @@ class _PlannedChain:
 class _PlannedModule:
     """The forward of a module that is recomputed as a whole."""
 
-    def __init__(self, module: nn.Module, name: str, proofs: _Proofs) -> None:
+    def __init__(self, module: nn.Module, plan: ChainPlan, proofs: _Proofs) -> None:
         self._module = module
-        self._name = name
+        self._name = plan.name
+        self._kept = plan.ranges[0].kept
         self._trained = module.training
         self._streams = DrawnStreams(module.modules())
         self._proofs = proofs
@@ -166,7 +167,7 @@ class _PlannedModule:
             log.note_output(out)
             return out
 
-        return _recomputed(run, [self._name], self._norms(), self._streams, (args, kwargs))
+        return _recomputed(run, [self._name], self._norms(), self._streams, (args, kwargs), kept=self._kept)
 
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._module).forward(self._module, *args, **kwargs)
@@ -222,6 +223,8 @@ def _recomputed(
     modules: list[nn.Module],
     streams: DrawnStreams,
     given: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    kept: Collection[int],
 ) -> Any:
     log = RunLog(names)
     states = streams.now()
@@ -242,7 +245,7 @@ def _recomputed(
         *different.values(),
         use_reentrant=False,
         preserve_rng_state=True,
-        context_fn=lambda: contexts(modules, log, states),
+        context_fn=lambda: contexts(modules, log, states, kept),
     )
 
 
@@ -298,7 +301,7 @@ class AppliedPlan:
             )
         forward: _PlannedModule | _PlannedChain
         if plan.is_module:
-            forward = _PlannedModule(module, plan.name, self._proofs)
+            forward = _PlannedModule(module, plan, self._proofs)
         else:
             assert isinstance(module, nn.Sequential)
             layers = [model.get_submodule(name) for name in plan.layers]

@@ -196,7 +196,7 @@ def chain_plans(
         # Of several chains the innermost, whose name is longest.
         index, at = max(found, key=lambda each: (len(chains[each[0]].name), each[1]))
         inner = [moved for each in one.inner if (moved := place(each, index)) is not None]
-        moved = Range(at, ends[index, one.stop], tuple(inner))
+        moved = Range(at, ends[index, one.stop], tuple(inner), one.kept)
         if index == within:
             return moved
         of_chain.setdefault(index, []).append(moved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_memtools._torch import (
     saved_tensor_hooks,
 )
 from lightning_memtools.checkpointing.drawn_streams import Stream, streams_set_to
+from lightning_memtools.checkpointing.kept_products import KeptProducts
 from lightning_memtools.memory.nested_tensors import tensors_in
 
 # By name, for libraries that are not imported here: torchvision has StochasticDepth, timm DropPath and DropBlock2d.
@@ -170,13 +171,29 @@ def mismatch_message(layer: str, evidence: str) -> str:
 
 
 def contexts(
-    modules: Sequence[nn.Module], log: RunLog, states: Sequence[tuple[Stream, Any]]
+    modules: Sequence[nn.Module], log: RunLog, states: Sequence[tuple[Stream, Any]], kept: Collection[int] = ()
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Returns the contexts of a range's first and later runs, for `torch.utils.checkpoint`'s context_fn.
 
-    `states` are those of the streams that torch's checkpoint does not restore, before the first run.
+    Args:
+        modules: The range's layers that update running statistics.
+        log: What the layers return and keep.
+        states: Those of the streams that torch's checkpoint does not restore, before the first run.
+        kept: The products whose results are kept, by their order.
     """
-    return _Renewed(lambda: _watched(log)), _Renewed(lambda: _later_run(modules, log, states))
+    if not kept:
+        return _Renewed(lambda: _watched(log)), _Renewed(lambda: _later_run(modules, log, states))
+    products = KeptProducts(kept)
+    return (
+        _Renewed(lambda: _both(_watched(log), products.keeping())),
+        _Renewed(lambda: _both(_later_run(modules, log, states), products.using())),
+    )
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class _Renewed:

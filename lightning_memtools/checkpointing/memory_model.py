@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+_FEW_PRODUCTS = 4
+_MOST_SETS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +18,19 @@ class Range:
         start: The index of the first layer in its chain.
         stop: The index after the last.
         inner: Ranges within this one. When this range runs again, they keep only their input, and run once more later.
+        kept: The products whose results are kept besides the input, and not computed again; counted from the range's
+            first. Such a range has no inner ones and is no inner one.
     """
 
     start: int
     stop: int
     inner: tuple[Range, ...] = ()
+    kept: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         span = str(self.start) if self.stop == self.start + 1 else f"{self.start}-{self.stop - 1}"
+        if self.kept:
+            return f"{span} but for {len(self.kept)} {'product' if len(self.kept) == 1 else 'products'}"
         return f"{span}({', '.join(map(str, self.inner))})" if self.inner else span
 
 
@@ -57,6 +66,25 @@ class ChainPlan:
         return replace(self, ranges=(), kept_bytes=self.plain_kept_bytes, extra_operations=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product, convolution or attention in a layer, whose results a range may keep when it runs again.
+
+    Attributes:
+        n_bytes: The size of its results.
+        operations: Its operations.
+        is_output: Whether its results are the output of the layer.
+        in_tail: Whether it follows the last tensor that the layer keeps.
+        may_be_kept: Whether nothing overwrites its results, and they are new tensors.
+    """
+
+    n_bytes: int
+    operations: int
+    is_output: bool = False
+    in_tail: bool = False
+    may_be_kept: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """A layer, or the code between two chains. Sizes in bytes, each storage counted once.
@@ -81,6 +109,7 @@ class Unit:
         backward_peak: The same at the peak of its backward pass; None if no gradient passes through it.
         alongside: Tensors besides its input that are there when it begins though nothing is kept, because the code
             around it refers to them: the index of the unit that made each, and its size.
+        products: Its matrix products, convolutions and attention, in the order of their calls.
     """
 
     own_bytes: int = 0
@@ -101,6 +130,7 @@ class Unit:
     backward_base: int = 0
     backward_peak: int | None = None
     alongside: tuple[tuple[int, int], ...] = ()
+    products: tuple[Product, ...] = ()
 
     def forward_need(self, *, keeping: bool, stops: bool) -> int:
         """Returns the peak of its forward pass, above what was allocated when it began.
@@ -173,14 +203,65 @@ def last_saving(units: Sequence[Unit], start: int, stop: int) -> int:
     return next((at for at in range(stop - 1, start - 1, -1) if units[at].saves), -1)
 
 
+def kept_products(units: Sequence[Unit], one: Range) -> dict[int, list[Product]]:
+    """Returns the products that a range keeps, by unit."""
+    if not one.kept:
+        return {}
+    found: dict[int, list[Product]] = {}
+    every = [(at, product) for at in range(one.start, one.stop) for product in units[at].products]
+    for number in one.kept:
+        at, product = every[number]
+        found.setdefault(at, []).append(product)
+    return found
+
+
+def is_output_held(units: Sequence[Unit], one: Range) -> bool:
+    """Returns whether the output of a range is held after it ran: as its input, or as a product that it keeps."""
+    if all(unit.same_storage for unit in units[one.start : one.stop]):
+        return True
+    return any(product.is_output for product in kept_products(units, one).get(one.stop - 1, ()))
+
+
+def ranges_with_products(units: Sequence[Unit], start: int, stop: int) -> list[Range]:
+    """Returns the ranges of these units that keep products and so run less of them again.
+
+    Of up to four products every subset; of more, those that save most operations for their size first.
+    """
+    end = last_saving(units, start, stop)
+    every = [(at, product) for at in range(start, stop) for product in units[at].products]
+    useful = [
+        number
+        for number, (at, one) in enumerate(every)
+        if one.may_be_kept and one.operations and (at < end or (at == end and not one.in_tail))
+    ]
+    if len(useful) <= _FEW_PRODUCTS:
+        sets = [kept for n in range(1, len(useful) + 1) for kept in combinations(useful, n)]
+    else:
+        useful.sort(key=lambda number: -every[number][1].operations / max(every[number][1].n_bytes, 1))
+        counts = {round(len(useful) * n / _MOST_SETS) for n in range(1, _MOST_SETS + 1)}
+        sets = [tuple(sorted(useful[:count])) for count in sorted(counts) if count]
+    return [Range(start, stop, (), kept) for kept in sets]
+
+
+def _bytes_of(products: Sequence[Product]) -> int:
+    return sum(product.n_bytes for product in products)
+
+
 def estimate(
-    units: Sequence[Unit], ranges: Ranges, first: int = 0, last: int | None = None, *, input_held: bool = True
+    units: Sequence[Unit],
+    ranges: Ranges,
+    first: int = 0,
+    last: int | None = None,
+    *,
+    input_held: bool = True,
+    sizes: Sequence[int] | None = None,
 ) -> PlanEstimate:
     """Returns the peak and the extra operations of a plan, following the step unit by unit.
 
-    With `first` and `last` only these units are followed, as if the others kept nothing.
+    With `first` and `last` only these units are followed, as if the others kept nothing. `sizes` are those of
+    `boundary_bytes`, where they are known already.
     """
-    simulated = _SimulatedStep(units)
+    simulated = _SimulatedStep(units, boundary_bytes(units) if sizes is None else sizes)
     simulated.run(first, len(units) if last is None else last, ranges, 0, input_held=input_held, again=False)
     return PlanEstimate(simulated.peak, simulated.extra, simulated.kept)
 
@@ -188,12 +269,13 @@ def estimate(
 class _SimulatedStep:
     """Runs units forward and back by the memory model, and notes the peak and what is computed again."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], sizes: Sequence[int]) -> None:
         self.peak = 0
         self.extra = 0
         self.kept = 0
         self._units = units
-        self._sizes = boundary_bytes(units)
+        self._sizes = sizes
+        self._kept: dict[int, list[Product]] = {}  # of the range that runs again
 
     def run(self, start: int, stop: int, ranges: Ranges, held: int, *, input_held: bool, again: bool) -> None:
         """Run units forward, keeping what is outside of ranges, then backward.
@@ -213,8 +295,10 @@ class _SimulatedStep:
             if isinstance(piece, Range):
                 if not input_held:
                     held += self._sizes[piece.start]
-                self._run_range(piece, held, base)
-                input_held = all(unit.same_storage for unit in self._units[piece.start : piece.stop])
+                kept = kept_products(self._units, piece)
+                self._run_range(piece, held, base, kept)
+                held += sum(map(_bytes_of, kept.values()))
+                input_held = is_output_held(self._units, piece)
                 if again:
                     self.extra += sum(unit.operations for unit in self._units[piece.start : piece.stop])
             else:
@@ -229,18 +313,34 @@ class _SimulatedStep:
             self.kept = held
         for piece, then in reversed(forward):
             if isinstance(piece, Range):
-                self.run(piece.start, piece.stop, piece.inner, then, input_held=True, again=True)
+                self._run_back(piece, then)
             elif (top := self._units[piece].backward_peak) is not None:
                 self.peak = max(self.peak, then + top)
 
-    def _run_range(self, one: Range, held: int, base: int | None) -> None:
-        """Run a range forward: its input is held, and nothing else is kept."""
+    def _run_back(self, one: Range, held: int) -> None:
+        """Run a range again and backward. What is kept of its products is part of what its layers keep then."""
+        self._kept = kept_products(self._units, one)
+        self.run(
+            one.start, one.stop, one.inner, held - sum(map(_bytes_of, self._kept.values())), input_held=True, again=True
+        )
+        self.extra -= sum(product.operations for products in self._kept.values() for product in products)
+        self._kept = {}
+
+    def _run_range(self, one: Range, held: int, base: int | None, kept: dict[int, list[Product]]) -> None:
+        """Run a range forward: its input is held, and nothing else is kept but for some of its products."""
         below = self._units[one.start].forward_base if base is None else base
+        input_held = True
         for at in range(one.start, one.stop):
             unit = self._units[at]
             made = sum(size for maker, size in unit.alongside if maker >= one.start)
-            missing = 0 if at == one.start else self._sizes[at] + made
-            self.peak = max(self.peak, held + missing + below + unit.forward_need(keeping=False, stops=False))
+            missing = 0 if at == one.start else made + (0 if input_held else self._sizes[at])
+            need = unit.forward_need(keeping=False, stops=False)
+            added = _bytes_of(kept.get(at, ()))
+            if added:  # the layer's peak may be before or after these are made, but keeps no more than everything
+                need = min(need + added, max(unit.forward_need(keeping=True, stops=False), added))
+            self.peak = max(self.peak, held + missing + below + need)
+            held += added
+            input_held = any(product.is_output for product in kept.get(at, ()))
 
     def _run_unit(self, at: int, held: int, base: int | None, end: int | None, *, input_held: bool) -> None:
         """Run a unit forward that keeps its tensors. `end` is the unit in which running again stops; None at first."""
@@ -249,7 +349,10 @@ class _SimulatedStep:
         unit, stops = self._units[at], at == end
         below = unit.forward_base if base is None else base
         missing = 0 if input_held else self._sizes[at]
-        self.peak = max(self.peak, held + missing + below + unit.forward_need(keeping=True, stops=stops))
+        # Until they are reached, the kept products of this and later layers are there besides.
+        later = sum(_bytes_of(products) for other, products in self._kept.items() if other > at)
+        need = max(unit.forward_need(keeping=True, stops=stops), _bytes_of(self._kept.get(at, ())))
+        self.peak = max(self.peak, held + missing + below + later + need)
         if end is not None:
             self.extra += unit.operations - (unit.tail_operations if stops else 0)
 
@@ -262,7 +365,8 @@ def kept_by_unit(units: Sequence[Unit], ranges: Ranges) -> list[int]:
     for piece in pieces(0, len(units), ranges):
         if isinstance(piece, Range):
             kept[piece.start] = 0 if held else sizes[piece.start]
-            held = all(unit.same_storage for unit in units[piece.start : piece.stop])
+            kept[piece.start] += sum(map(_bytes_of, kept_products(units, piece).values()))
+            held = is_output_held(units, piece)
         else:
             kept[piece], held = after_keeping(units[piece], input_held=held, in_bytes=sizes[piece])
     return kept

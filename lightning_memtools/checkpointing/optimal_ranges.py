@@ -13,6 +13,7 @@ begin and end at some of these places only, and each plan is then solved again w
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,9 @@ from lightning_memtools.checkpointing.memory_model import (
     Unit,
     after_keeping,
     boundary_bytes,
+    estimate,
+    is_output_held,
+    ranges_with_products,
 )
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
@@ -276,6 +280,27 @@ class _Kept:
     top: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Selective:
+    """A range that keeps products.
+
+    Attributes:
+        range: The range.
+        last: The index of the place where it ends.
+        out_held: Whether its output is held afterwards.
+        added: The memory that it adds.
+        need: The least memory in which it runs, forward and back.
+        cost: The operations that it computes again.
+    """
+
+    range: Range
+    last: int
+    out_held: bool
+    added: int
+    need: int
+    cost: int
+
+
 class _Solution:
     """The tables of the dynamic program for ranges that begin and end at certain places.
 
@@ -324,6 +349,7 @@ class _Solution:
                 starts[int(last)] = min(first, starts.get(int(last), first))
         for last in sorted(starts):
             self._solve_inner(starts[last], last)
+        self._selective = self._solve_selective(rows, at_of)
         self._outer = np.zeros((2, len(places), n))
         for first in range(len(places) - 2, -1, -1):
             self._solve_outer(first)
@@ -343,6 +369,11 @@ class _Solution:
             kept = self._outer[int(one.out_held), first + 1, slot - one.added] if slot >= need else INFINITE
             boundary = 0 if held else self._slots(self._sizes[self.places[first]])
             costs = self._outer_column(first, slot - boundary)
+            option = self._best_selective(first, slot, min(kept, costs.min(initial=INFINITE)), held=held)
+            if option is not None:
+                found.append(option.range)
+                first, held, slot = option.last, option.out_held, slot - option.added
+                continue
             if kept <= costs.min(initial=INFINITE):
                 first, held, slot = first + 1, one.out_held, slot - one.added
                 continue
@@ -417,6 +448,10 @@ class _Solution:
             best[:need] = INFINITE
             if need < self._n:
                 best[need:] = self._outer[int(one.out_held), first + 1, need - one.added : self._n - one.added]
+        for held, option in self._selective.get(first, ()):
+            best = self._outer[int(held), first, option.need :]
+            after = self._outer[int(option.out_held), option.last, option.need - option.added : self._n - option.added]
+            np.minimum(best, after + option.cost, out=best)
         ends = self._ends.get(first)
         if ends is None:
             return
@@ -429,6 +464,27 @@ class _Solution:
             if shift < self._n:
                 best = self._outer[int(held), first, shift:]
                 np.minimum(best, whole[: self._n - shift], out=best)
+
+    def _solve_selective(self, rows: Sequence[Row], at_of: dict[int, int]) -> dict[int, list[tuple[bool, _Selective]]]:
+        """Returns the ranges that keep products, of single layers, by place: whether their input is held, and each."""
+        found: dict[int, list[tuple[bool, _Selective]]] = {}
+        for start, stop in sorted({pair for row in rows for pair in itertools.pairwise(row)}):
+            if start not in at_of or stop not in at_of or not self._units[start].may_start:
+                continue
+            for one in ranges_with_products(self._units, start, stop):
+                for held in (False, True):
+                    cost = estimate(self._units, (one,), start, stop, input_held=held, sizes=self._sizes)
+                    option = _Selective(
+                        one,
+                        at_of[stop],
+                        is_output_held(self._units, one),
+                        self._slots(cost.kept_bytes),
+                        max(self._slots(cost.peak_bytes), self._slots(cost.kept_bytes)),
+                        cost.extra_operations,
+                    )
+                    if option.need < self._n:
+                        found.setdefault(at_of[start], []).append((held, option))
+        return found
 
     def _outer_inside(self, first: int, slots: Any) -> Costs:
         """Returns the costs of all ranges from `first`, followed by the rest of the step."""
@@ -523,6 +579,16 @@ class _Solution:
         costs = self._outer_inside(first, slot)
         costs[np.array(self._running_needs(first, self._ends[first], None)) > slot] = INFINITE
         return costs
+
+    def _best_selective(self, first: int, slot: int, below: float, *, held: bool) -> _Selective | None:
+        """Returns the range that keeps products and costs least with the rest of the step, if less than `below`."""
+        best = None
+        for of, option in self._selective.get(first, ()):
+            if of == held and option.need <= slot:
+                cost = option.cost + self._outer[int(option.out_held), option.last, slot - option.added]
+                if cost < below:
+                    best, below = option, cost
+        return best
 
     def _inner_plan(self, first: int, last: int, slot: int) -> Ranges:
         found: list[Range] = []

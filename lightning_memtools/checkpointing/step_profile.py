@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import write_count
+from lightning_memtools._torch import write_count, written_arguments
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
+from lightning_memtools.checkpointing.kept_products import is_product
 from lightning_memtools.checkpointing.key_value_caches import caches_off
-from lightning_memtools.checkpointing.memory_model import ChainPlan, Unit
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Product, Unit
 from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.reachable_variables import variables_of_hooks
@@ -45,6 +46,16 @@ class StepProfile:
 
 
 @dataclass(slots=True)
+class _ProductRecord:
+    """A product of a unit: its operations, those counted until it was done, its results' blocks, and their fate."""
+
+    operations: int
+    operations_after: int
+    results: dict[int, int]
+    overwritten: bool = False
+
+
+@dataclass(slots=True)
 class _Record:
     """The measurements of one unit."""
 
@@ -63,6 +74,7 @@ class _Record:
     output: dict[int, int] = field(default_factory=dict)
     overwrites: bool = False
     given: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
+    products: list[_ProductRecord] = field(default_factory=list)
     backward_before: int | None = None
     backward_peak: int | None = None
 
@@ -115,6 +127,7 @@ class _Recorder:
         self._inside = False
         self._keeping = True
         self._alive: _AliveBlocks | None = None
+        self._products: dict[int, _ProductRecord] = {}
         # A layer that holds another chain is no unit of its own: the layers of that chain are, and the code between.
         holding = {chain.name for chain in chains if not chain.is_module}
         for chain in chains:
@@ -132,12 +145,14 @@ class _Recorder:
     def around_forward(self) -> Any:
         if self._keeping:
             self.static = {entry.block.id for entry in self._trace.device.blocks()}
+            self._trace.counted.listener = self._note_operator
         self._begin(None, ())
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def begin_backward(self) -> None:
         """Note that the forward pass is over. The unit that ran last is the first to go backward."""
         self._end(())
+        self._trace.counted.listener = None
         for record in self.records:
             record.overwrites |= _was_written(record.given)
         self._enter_backward(self.records[-1])
@@ -232,6 +247,18 @@ class _Recorder:
         peak = self._trace.peak_since()
         if self._backward is not None:
             self._backward.backward_peak = max(self._backward.backward_peak or 0, peak)
+
+    def _note_operator(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, operations: int
+    ) -> None:
+        if self._open is not None and is_product(operator, args, kwargs):
+            found = _ProductRecord(operations, self._trace.counted.total, self._keys(out))
+            self._open.products.append(found)
+            self._products.update(dict.fromkeys(found.results, found))
+        elif self._products:
+            for key in self._keys(written_arguments(operator, args, kwargs)):
+                if key in self._products:
+                    self._products[key].overwritten = True
 
     def _pack(self, tensor: Tensor) -> Any:
         record = self._open
@@ -417,10 +444,21 @@ def _profile_of(
                 backward_base=0 if record.backward_before is None else record.backward_before - kept,
                 backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
                 alongside=record.alongside,
+                products=tuple(_product_of(one, record) for one in record.products),
             )
         )
     places = tuple(one.place for one in records)
     return StepProfile(tuple(_with_starts(units, records)), places, plain, outside, recorder.spans)
+
+
+def _product_of(one: _ProductRecord, record: _Record) -> Product:
+    return Product(
+        n_bytes=sum(one.results.values()),
+        operations=one.operations,
+        is_output=bool(one.results.keys() & record.output.keys()),
+        in_tail=one.operations_after > record.operations_at_last_save,
+        may_be_kept=bool(one.results) and not one.overwritten and not one.results.keys() & record.input.keys(),
+    )
 
 
 def _with_starts(units: list[Unit], records: Sequence[_Record]) -> list[Unit]:

@@ -67,12 +67,19 @@ class StepCost:
 
 
 class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
-    """Counts operations. `.item()` of a fake tensor returns 1, so that code which logs values runs."""
+    """Counts operations. `.item()` of a fake tensor returns 1, so that code which logs values runs.
+
+    Attributes:
+        total: The operations so far.
+        flops: Those of matrix products and convolutions alone.
+        listener: Is told of every operator: the operator, its arguments, its result and its operations.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self.flops = 0
+        self.listener: Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int], None] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count."""
@@ -84,14 +91,17 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         out = func(*args, **kwargs)
         formula = flop_registry.get(operator_packet(func))
+        operations = 0
         if formula is not None:
-            flops = int(formula(*args, **kwargs, out_val=out))
-            self.flops += flops
-            self.total += flops
+            operations = int(formula(*args, **kwargs, out_val=out))
+            self.flops += operations
         elif not getattr(func, "is_view", False):
-            self.total += sum(
+            operations = sum(
                 one.numel() for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Tensor)
             )
+        self.total += operations
+        if self.listener is not None:
+            self.listener(func, args, kwargs, out, operations)
         return out
 
 

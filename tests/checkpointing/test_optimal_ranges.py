@@ -8,18 +8,35 @@ from collections.abc import Iterator, Sequence
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
-from lightning_memtools.checkpointing.memory_model import Range, Ranges, Unit, estimate, may_be_range
+from lightning_memtools.checkpointing.memory_model import (
+    Product,
+    Range,
+    Ranges,
+    Unit,
+    estimate,
+    last_saving,
+    may_be_range,
+)
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges, Row
 
 
 def all_plans(
-    units: Sequence[Unit], start: int, stop: int, whole: Ranges = (), rows: Sequence[Row] | None = None
+    units: Sequence[Unit],
+    start: int,
+    stop: int,
+    whole: Ranges = (),
+    rows: Sequence[Row] | None = None,
+    *,
+    outermost: bool = False,
 ) -> Iterator[Ranges]:
-    """Every set of ranges within [start, stop), nested in every way, but for the range `whole` itself."""
+    """Every set of ranges within [start, stop), nested in every way, but for the range `whole` itself.
+
+    Outermost ranges of a single layer keep every set of the products that may be kept.
+    """
     if start >= stop:
         yield ()
         return
-    yield from all_plans(units, start + 1, stop, rows=rows)
+    yield from all_plans(units, start + 1, stop, rows=rows, outermost=outermost)
     for end in range(start + 1, stop + 1):
         here = Range(start, end)
         if rows is None:
@@ -28,11 +45,34 @@ def all_plans(
             may = units[start].may_start and any({start, end} <= set(row) for row in rows)
         if may and here not in whole:
             for inner in all_plans(units, start, end, (here,), rows):
-                for rest in all_plans(units, end, stop, rows=rows):
+                for rest in all_plans(units, end, stop, rows=rows, outermost=outermost):
                     yield (Range(start, end, inner), *rest)
+        if may and outermost:
+            for kept in sets_of_products(units, start, end, rows):
+                for rest in all_plans(units, end, stop, rows=rows, outermost=True):
+                    yield (Range(start, end, (), kept), *rest)
+
+
+def sets_of_products(
+    units: Sequence[Unit], start: int, stop: int, rows: Sequence[Row] | None
+) -> Iterator[tuple[int, ...]]:
+    """Every set of products that run again in these units and are not overwritten, if these are a single layer."""
+    if stop > start + 1 if rows is None else not any((start, stop) in itertools.pairwise(row) for row in rows):
+        return
+    end = last_saving(units, start, stop)
+    every = [(at, one) for at in range(start, stop) for one in units[at].products]
+    useful = [
+        number for number, (at, one) in enumerate(every)
+        if one.may_be_kept and (at < end or (at == end and not one.in_tail))
+    ]  # fmt: skip
+    for n in range(1, len(useful) + 1):
+        yield from itertools.combinations(useful, n)
 
 
 sizes = st.integers(0, 6)
+products = st.builds(
+    Product, sizes, st.integers(1, 5), st.booleans(), st.booleans(), st.sampled_from([True, True, False])
+)
 
 
 @st.composite
@@ -40,7 +80,8 @@ def chains(draw, least: int, most: int) -> list[Unit]:
     units = []
     for at in range(draw(st.integers(least, most))):
         same = draw(st.integers(0, 4)) == 0
-        operations = draw(st.integers(0, 9))
+        inside = tuple(draw(st.lists(products, max_size=2))) if at % 4 == 1 else ()
+        operations = draw(st.integers(0, 9)) + sum(one.operations for one in inside)
         base, forward = draw(sizes), draw(sizes)
         units.append(
             Unit(
@@ -61,6 +102,7 @@ def chains(draw, least: int, most: int) -> list[Unit]:
                 forward_base=draw(sizes),
                 backward_base=base,
                 backward_peak=draw(st.one_of(st.none(), st.integers(base, base + 6))),
+                products=inside,
                 alongside=tuple(draw(st.lists(st.tuples(st.integers(0, at - 1), sizes), max_size=2)) if at else ()),
             )
         )
@@ -90,7 +132,7 @@ def trees(draw, least: int, most: int) -> tuple[list[Unit], list[Row]]:
 def least_by_brute_force(units: Sequence[Unit], rows: Sequence[Row] | None = None) -> dict[int, int]:
     """For every peak that some plan has, the least extra operations of all plans with that peak or a lower one."""
     found: dict[int, int] = {}
-    for plan in all_plans(units, 0, len(units), rows=rows):
+    for plan in all_plans(units, 0, len(units), rows=rows, outermost=True):
         one = estimate(units, plan)
         found[one.peak_bytes] = min(found.get(one.peak_bytes, 10**9), one.extra_operations)
     best, least = {}, 10**9

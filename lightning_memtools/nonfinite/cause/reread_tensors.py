@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memtools._torch import DispatchMode, operator_schema, tree_leaves
+from lightning_memtools._torch import DispatchMode, tree_leaves, written_arguments
 from lightning_memtools.memory.fingerprints import fingerprint
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.user_code import CodeLine, line_on_stack
@@ -50,11 +50,7 @@ class _TensorReads(DispatchMode):
                 self._known.add(key)
                 place = line_on_stack(stop_at=frozenset({step_rerun.__file__}))
                 self.reads.append(_Read(key, each, place, int(fingerprint(each))))
-        arguments = operator_schema(func).arguments
-        given = [*zip(arguments, args, strict=False), *((each, kwargs.get(each.name)) for each in arguments)]
-        for argument, value in given:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.written.update(map(self._memory.key, tensors_in(value)))
+        self.written.update(map(self._memory.key, tensors_in(written_arguments(func, args, kwargs))))
         out = func(*args, **kwargs)
         self._known.update(map(self._memory.key, tensors_in(out)))
         return out
