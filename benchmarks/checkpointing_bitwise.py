@@ -1,8 +1,10 @@
 """Trains models that nobody here wrote with and without a plan, and compares three steps bit for bit.
 
 Small configurations in training mode with dropout and stochastic depth on, in fp32 and bf16-mixed, on this CPU: the
-losses, gradients, weights, buffers and random numbers. Beside them, the predicted and the measured peak in the
-simulated allocator. Writes results/checkpointing_bitwise.json; names on the command line measure these models only.
+losses, gradients, weights, buffers and random numbers. Each three times: in a plain loop, in one that does what the
+Trainer of transformers does in a step, and with a Lightning Trainer and the callback. Beside them, the predicted and
+the measured peak in the simulated allocator. Writes results/checkpointing_bitwise.json; names on the command line
+measure these models only.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from machine import RESULTS, save
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lightning_memtools.checkpointing.planning import plan_checkpoints
-from tests.checkpointing.foreign_models import FOREIGN, MORE, made, measured_peak, trains_the_same
+from tests.checkpointing.foreign_models import (
+    FOREIGN,
+    MORE,
+    made,
+    measured_peak,
+    three_steps_as_of_transformers,
+    trains_the_same,
+    trains_the_same_in_lightning,
+)
 
 
 def compared(name: str) -> dict[str, Any]:
@@ -34,8 +44,13 @@ def compared(name: str) -> dict[str, Any]:
     }
     if plan.refused is None:
         found["measured_peak_bytes"] = measured_peak(model, batch, plan)
-        found["fp32_differs"] = trains_the_same(name, plan, bf16=False)
-        found["bf16_differs"] = trains_the_same(name, plan, bf16=True)
+        found["keeps_products"] = any(one.kept for chain in plan.chains for one in chain.ranges)
+        for precision, bf16 in (("fp32", False), ("bf16", True)):
+            found[f"{precision}_differs"] = trains_the_same(name, plan, bf16=bf16)
+            found[f"{precision}_differs_as_of_transformers"] = trains_the_same(
+                name, plan, bf16=bf16, steps=three_steps_as_of_transformers
+            )
+            found[f"{precision}_differs_in_lightning"] = trains_the_same_in_lightning(name, bf16=bf16)
     return found
 
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memtools._torch import DEVICE_OF, LOCAL_SCALAR, FakeTensor, OperatorMode, operator_packet
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.attention_masks import masks_left_out
 from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
 
@@ -207,7 +208,11 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
     """
     device = VirtualDevice(cuda_like=step.device != "cpu")
     exchange = TensorExchange()
-    with simulated(step.model, device, exchange, cuda=step.device == "cuda"), OperationCount() as counted:
+    with (
+        masks_left_out(step.batch),
+        simulated(step.model, device, exchange, cuda=step.device == "cuda"),
+        OperationCount() as counted,
+    ):
         for module in step.model.modules():
             _undo_instance_changes(module)
         trace = StepTrace(step, device, counted)

@@ -6,15 +6,19 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_memtools import GradientCheckpointing
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.zoo import timm, torchvision_models
 
 Made = tuple[nn.Module, dict[str, Tensor]]
+Steps = Callable[..., dict[str, Tensor]]
 N_WORDS = 200
 
 
@@ -241,23 +245,96 @@ def three_steps(model: LossOf, batch: dict[str, Tensor], *, bf16: bool) -> dict[
             loss = model(batch)
         optimizer.zero_grad()
         loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        for name, one in model.named_parameters():
-            if one.grad is not None:
-                found[f"gradient {step} of {name}"] = one.grad.clone()
+        found |= {f"loss {step}": loss.detach()} | _gradients(model, step)
         optimizer.step()
-    return found | model.state_dict() | dict(model.named_buffers()) | {"random numbers": torch.get_rng_state()}
+    return found | _state(model)
 
 
-def trains_the_same(name: str, plan: CheckpointPlan, *, bf16: bool) -> dict[str, str]:
+def three_steps_as_of_transformers(model: LossOf, batch: dict[str, Tensor], *, bf16: bool) -> dict[str, Tensor]:
+    """The same, in the order in which transformers' Trainer does it: two micro-batches, clipping, AdamW, a schedule."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
+    found: dict[str, Tensor] = {}
+    for step in range(3):
+        for part in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(batch)
+            (loss / 2).backward()
+            found[f"loss {step}.{part}"] = loss.detach()
+        found[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found |= _gradients(model, step)
+        optimizer.step()
+        schedule.step()
+        model.zero_grad()
+    return found | _state(model)
+
+
+class _OfLightning(L.LightningModule):
+    def __init__(self, net: LossOf) -> None:
+        super().__init__()
+        self.net = net
+        self.found: dict[str, Tensor] = {}
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.net(batch)
+        self.found[f"loss {self.global_step}"] = loss.detach()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        del optimizer
+        self.found |= _gradients(self.net, self.global_step)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def three_steps_of_lightning(
+    model: LossOf, batch: dict[str, Tensor], callback: GradientCheckpointing | None = None, *, bf16: bool
+) -> dict[str, Tensor]:
+    """The same with a Lightning Trainer, which plans by itself if the callback is given."""
+    torch.manual_seed(5)
+    module = _OfLightning(model)
+    trainer = L.Trainer(
+        max_steps=3, accelerator="cpu", devices=1, precision="bf16-mixed" if bf16 else "32-true", gradient_clip_val=1.0,
+        callbacks=[] if callback is None else [callback], logger=False, barebones=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader([batch] * 3, batch_size=None))
+    return module.found | _state(model)
+
+
+def _gradients(model: LossOf, step: int) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {f"gradient {step} of {name}": one.grad.clone() for name, one in named if one.grad is not None}
+
+
+def _state(model: LossOf) -> dict[str, Tensor]:
+    return model.state_dict() | dict(model.named_buffers()) | {"random numbers": torch.get_rng_state()}
+
+
+def trains_the_same(name: str, plan: CheckpointPlan, *, bf16: bool, steps: Steps = three_steps) -> dict[str, str]:
     """What differs between three plain and three planned steps, and what was found not to repeat itself."""
     model, batch = made(name)
-    plain = three_steps(copy.deepcopy(model), batch, bf16=bf16)
-    applied = plan.apply(model)
-    planned = three_steps(model, batch, bf16=bf16)
-    applied.remove()
+    plain = steps(copy.deepcopy(model), batch, bf16=bf16)
+    with plan.apply(model) as applied:
+        planned = steps(model, batch, bf16=bf16)
+    return _differences(plain, planned) | applied.differing
+
+
+def trains_the_same_in_lightning(name: str, *, bf16: bool) -> dict[str, str]:
+    """The same with a Trainer, whose callback makes the plan."""
+    model, batch = made(name)
+    plain = three_steps_of_lightning(copy.deepcopy(model), batch, bf16=bf16)
+    callback = GradientCheckpointing(bn_dropout="recompute")
+    planned = three_steps_of_lightning(model, batch, callback, bf16=bf16)
+    unplanned = {} if callback.plan is not None and callback.plan.refused is None else {"plan": "none"}
+    return _differences(plain, planned) | unplanned
+
+
+def _differences(plain: dict[str, Tensor], planned: dict[str, Tensor]) -> dict[str, str]:
     differs = {key: "differs" for key, one in plain.items() if key not in planned or not torch.equal(one, planned[key])}
-    return differs | dict.fromkeys(planned.keys() - plain.keys(), "is new") | applied.differing
+    return differs | dict.fromkeys(planned.keys() - plain.keys(), "is new")
 
 
 def measured_peak(model: LossOf, batch: dict[str, Any], plan: CheckpointPlan) -> int:
