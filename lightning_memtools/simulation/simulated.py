@@ -17,6 +17,7 @@ from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from lightning_memtools.state.random_state import random_streams_restored
 
 
@@ -43,7 +44,8 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         if not values:
             if cuda:
                 stack.enter_context(cuda_autocast())
-            stack.enter_context(fake_mode())
+            stack.enter_context(mode := fake_mode())
+            stack.enter_context(RepeatedFakes(mode))
             device.replace_operators({**UNNEEDED, **SIZED})
         stack.enter_context(borrowed([model], exchange))
         if not values:

@@ -1,0 +1,143 @@
+"""Makes the results of operators on fake tensors without asking a FakeTensorMode for the same shapes twice.
+
+A FakeTensorMode takes 300 microseconds for an operator, most of them to look it up in its own cache and to wrap the
+result with the means of the compiler's front end. Models repeat the same operators on the same shapes in each of their
+layers, and steps are traced several times.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memtools._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    OperatorMode,
+    OpOverload,
+    operator_schema,
+    storage_id,
+    without_torch_dispatch,
+)
+from lightning_memtools.memory.nested_tensors import tensors_in
+
+Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""The shape, strides, type and device of a new tensor."""
+
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+# The shapes of their results depend on values.
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
+    """Within a FakeTensorMode and around nothing else: makes results that are new tensors of shapes known already.
+
+    Operators that change a tensor or depend on values go to the FakeTensorMode as ever.
+
+    Args:
+        fake_mode: The mode that is active.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake_mode = fake_mode
+        self._known: dict[Any, tuple[bool, list[Made]] | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if _is_view(func) and _note(args[0], []):
+            return self._view(func, args, kwargs)
+        key = self._key(func, args, kwargs) if _makes_new_tensors(func) else None
+        if key is None:
+            return func(*args, **kwargs)
+        if key not in self._known:
+            out = func(*args, **kwargs)
+            self._known[key] = _described(out, args, kwargs)
+            return out
+        known = self._known[key]
+        if known is None:
+            return func(*args, **kwargs)
+        is_one, made = known
+        found = [self._make(*one) for one in made]
+        return found[0] if is_one else tuple(found)
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A fake is a meta tensor underneath, whose kernels for views take a few microseconds.
+        with without_torch_dispatch():
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor):
+                return FakeTensor(self._fake_mode, out, args[0].fake_device)
+            return [FakeTensor(self._fake_mode, one, args[0].fake_device) for one in out]
+
+    def _make(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        # The FakeTensorMode would make a fake of this one too.
+        with without_torch_dispatch():
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            return FakeTensor(self._fake_mode, empty, device)
+
+    def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what a result depends on; None if it may depend on something else."""
+        found: list[Any] = [func, torch.get_default_dtype()]
+        if not all(_note(one, found) for one in args):
+            return None
+        for name, value in kwargs.items():
+            found.append(name)
+            if not _note(value, found):
+                return None
+        return tuple(found)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Returns whether an operator returns views of its first argument, whatever the values of that are."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    return func.is_view or operator_schema(func).name == "aten::_unsafe_view"  # whose schema promises a new tensor
+
+
+@cache
+def _makes_new_tensors(func: Any) -> bool:
+    """Returns whether an operator returns new tensors only, and of shapes that follow from those of its arguments."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten" or not _BY_VALUE.isdisjoint(func.tags):
+        return False
+    schema = operator_schema(func)
+    return not schema.is_mutable and all(
+        one.alias_info is None and isinstance(one.type, torch.TensorType) for one in schema.returns
+    )
+
+
+def _note(value: Any, found: list[Any]) -> bool:
+    """Append to a key what a result may depend on of an argument; returns False if that cannot be said."""
+    kind = type(value)
+    if kind is FakeTensor:
+        found += (value.shape, value.stride(), value.dtype, value.fake_device)
+        return value.constant is None and value.layout is torch.strided and not (value.is_conj() or value.is_neg())
+    if kind in {list, tuple}:
+        found.append(len(value))
+        return all(_note(one, found) for one in value)
+    found += (kind, value)  # the type because 1, 1.0 and True are equal
+    return kind in _PLAIN
+
+
+def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, list[Made]] | None:
+    """Returns if a result is one tensor, and what its tensors are; None if they are not new and dense."""
+    results = [out] if isinstance(out, Tensor) else out
+    if not all(type(one) is FakeTensor and _is_dense(one) for one in results):
+        return None
+    new = {storage_id(one.untyped_storage()) for one in results}
+    given = {storage_id(one.untyped_storage()) for one in tensors_in((args, kwargs))}
+    if len(new) < len(results) or new & given:
+        return None
+    return results[0] is out, [(tuple(one.shape), one.stride(), one.dtype, one.fake_device) for one in results]
+
+
+def _is_dense(one: Tensor) -> bool:
+    """Returns whether a tensor is what `torch.empty_strided` makes of its shape and strides."""
+    if one.layout is not torch.strided or one.storage_offset() or one.is_conj() or one.is_neg():
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+    return one.untyped_storage().nbytes() == (span * one.element_size() if one.numel() else 0)

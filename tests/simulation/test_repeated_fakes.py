@@ -1,0 +1,109 @@
+"""What is made of shapes known already is what a FakeTensorMode makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools._torch import FakeTensor, OperatorMode
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
+from tests.checkpointing.foreign_models import made
+
+aten = torch.ops.aten
+
+
+def described(out, given):
+    """Shapes, strides, types, devices, memory, and which storage is that of an argument."""
+    places = {one.untyped_storage()._cdata: at for at, one in reversed(list(enumerate(given)))}
+    return [
+        (
+            type(one), one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one.requires_grad,
+            one.untyped_storage().nbytes(), one.is_inference(), places.get(one.untyped_storage()._cdata),
+        )
+        for one in tensors_in(out)
+    ]  # fmt: skip
+
+
+class ComparedWithFakeTensorMode(OperatorMode):
+    """Runs every operator that changes nothing three times: as a FakeTensorMode does, and twice with what is known."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.repeated = RepeatedFakes(mode)
+        self.compared = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        plain = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return plain
+        given = list(tensors_in((args, kwargs)))
+        for _ in range(2):
+            other = self.repeated.__torch_dispatch__(func, types, args, kwargs)
+            assert type(other) is type(plain), func
+            assert described(other, given) == described(plain, given), func
+        self.compared[func] += 1
+        return plain
+
+
+@pytest.mark.parametrize("name", ["gpt2", "swin", "timm_convnext", "deeplabv3"])
+def test_a_step_of_a_model_gets_the_same_tensors(name):
+    model, batch = made(name)
+    with fake_mode() as mode, borrowed([model], exchange := TensorExchange()):
+        batch = {key: exchange(value) if isinstance(value, Tensor) else value for key, value in batch.items()}
+        with ComparedWithFakeTensorMode(mode) as both:
+            model(batch).backward()
+    assert len(both.compared) > 20
+    assert both.compared.total() > 300
+
+
+def test_what_changes_tensors_or_depends_on_values_is_left_to_the_mode():
+    with fake_mode() as mode, RepeatedFakes(mode):
+        x = torch.ones(3, 4)
+        assert x.add_(1) is x
+        assert torch.zeros(3, 4, out=x) is x
+        with pytest.raises(Exception, match="nonzero"):
+            x.nonzero()
+        constant = torch.tensor(3)
+        assert constant.item() == 3
+        assert (constant + 1).item() == 4
+
+
+def test_the_type_of_a_number_and_the_default_type_count():
+    with fake_mode() as mode, RepeatedFakes(mode):
+        x = torch.ones(3, dtype=torch.int64)
+        for _ in range(2):
+            assert [(x * one).dtype for one in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+            assert (x / 2).dtype == torch.float32
+            torch.set_default_dtype(torch.float64)
+            try:
+                assert (x * 1.0).dtype == (x / 2).dtype == torch.empty(2).dtype == torch.float64
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+
+def test_every_result_has_memory_of_its_own_and_views_share_theirs():
+    with fake_mode() as mode, RepeatedFakes(mode):
+        x = torch.empty(6, 4)
+        sums = [x + 1 for _ in range(3)]
+        assert len({one.untyped_storage()._cdata for one in sums}) == 3
+        assert all(type(one) is FakeTensor for one in sums)
+        views = [x.t(), *x.split(2), x.view(4, 6), aten._unsafe_view.default(x, [24])]
+        assert {one.untyped_storage()._cdata for one in views} == {x.untyped_storage()._cdata}
+        assert [one.storage_offset() for one in views] == [0, 0, 8, 16, 0, 0]
+        with pytest.raises(RuntimeError, match="shape"):
+            x.view(5, 5)
+
+
+def test_gradients_pass_through_results_and_views():
+    with fake_mode() as mode, RepeatedFakes(mode):
+        layer = nn.Linear(4, 4)
+        for _ in range(2):
+            layer(torch.ones(2, 4)).t().sum().backward()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.shape == (4, 4)
