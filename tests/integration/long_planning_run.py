@@ -1,4 +1,4 @@
-"""Trains a model of a thousand layers, which takes seconds to plan; started by test_gradient_checkpointing.py.
+"""Trains a model of two thousand layers, which takes seconds to plan; started by test_gradient_checkpointing.py.
 
 python long_planning_run.py FOLDER
 """
@@ -16,11 +16,11 @@ from tests.lightning_models import Regression, loader, trainer
 
 
 class Tall(Regression):
-    """A thousand layers in one Sequential."""
+    """Two thousand layers in one Sequential."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [part for _ in range(500) for part in (nn.Linear(16, 16), nn.Tanh())]
+        layers = [part for _ in range(1000) for part in (nn.Linear(16, 16), nn.Tanh())]
         self.net = nn.Sequential(nn.Linear(4, 16), *layers, nn.Linear(16, 1))
 
 
