@@ -555,6 +555,7 @@ def pretend_ranks(rank: int, world_size: int) -> None:
 OpOverload = _ops.OpOverload  # what `torch.ops.aten.add.Tensor` is an instance of
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 without_dispatch_modes = _python_dispatch._disable_current_modes
+kernels_of_meta_tensors = fake_tensor.in_kernel_invocation_manager  # for fakes, as their mode runs these
 without_torch_dispatch = torch._C._DisableTorchDispatch  # the same in a microsecond, within a mode's handler
 
 

@@ -18,6 +18,8 @@ from lightning_memtools._torch import (
     FakeTensorMode,
     OperatorMode,
     OpOverload,
+    has_kernel,
+    kernels_of_meta_tensors,
     operator_schema,
     storage_id,
     without_torch_dispatch,
@@ -67,7 +69,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A fake is a meta tensor underneath, whose kernels for views take a few microseconds.
-        with without_torch_dispatch():
+        with kernels_of_meta_tensors(self._fake_mode):
             out = func(*args, **kwargs)
             if isinstance(out, Tensor):
                 return FakeTensor(self._fake_mode, out, args[0].fake_device)
@@ -93,8 +95,11 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Returns whether an operator returns views of its first argument, whatever the values of that are."""
+    """Returns whether an operator always returns views of its first argument."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    # `contiguous`, `reshape` and others that are made of several operators promise a view, but may copy.
+    if has_kernel(func.name(), "CompositeImplicitAutograd"):
         return False
     return func.is_view or operator_schema(func).name == "aten::_unsafe_view"  # whose schema promises a new tensor
 
