@@ -99,7 +99,7 @@ def _is_view(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     # `contiguous`, `reshape` and others that are made of several operators promise a view, but may copy.
-    if has_kernel(func.name(), "CompositeImplicitAutograd"):
+    if has_kernel(str(func.name()), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]:
         return False
     return func.is_view or operator_schema(func).name == "aten::_unsafe_view"  # whose schema promises a new tensor
 
@@ -130,7 +130,7 @@ def _note(value: Any, found: list[Any]) -> bool:
 
 def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, list[Made]] | None:
     """Returns if a result is one tensor, and what its tensors are; None if they are not new and dense."""
-    results = [out] if isinstance(out, Tensor) else out
+    results: list[Any] = [out] if isinstance(out, Tensor) else list(out)
     if not all(type(one) is FakeTensor and _is_dense(one) for one in results):
         return None
     new = {storage_id(one.untyped_storage()) for one in results}

@@ -300,7 +300,8 @@ def three_steps_of_lightning(
         callbacks=[] if callback is None else [callback], logger=False, barebones=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, DataLoader([batch] * 3, batch_size=None))
+    batches: Any = [batch] * 3
+    trainer.fit(module, DataLoader(batches, batch_size=None))
     return module.found | _state(model)
 
 
