@@ -99,9 +99,10 @@ def _is_view(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     # `contiguous`, `reshape` and others that are made of several operators promise a view, but may copy.
-    if has_kernel(str(func.name()), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]:
+    schema = operator_schema(func)
+    if has_kernel(f"{schema.name}.{schema.overload_name}".rstrip("."), "CompositeImplicitAutograd"):
         return False
-    return func.is_view or operator_schema(func).name == "aten::_unsafe_view"  # whose schema promises a new tensor
+    return func.is_view or schema.name == "aten::_unsafe_view"  # whose schema promises a new tensor
 
 
 @cache
