@@ -50,7 +50,7 @@ def _product(operator: Any) -> tuple[bool, int | None]:
 
 
 class KeptProducts:
-    """What one call of a range keeps of its products.
+    """The results of products that one call of a range keeps.
 
     Args:
         kept: Which of the range's products are kept, counted in the order of their calls.
