@@ -2,8 +2,10 @@
 
 For each model in its usual size: the peak, FLOPs and operations of the plain step; of the plan by default, with the
 processor time of planning; of each switch; and of plans with as many operations as that switch. Everything is traced
-on fake tensors in the simulated allocator, with CUDA's operators and AdamW. Writes results/checkpointing_switches.json;
-names on the command line measure these models only.
+on fake tensors in the simulated allocator, with CUDA's operators and AdamW. On a device of the dry run, the peak of the
+second step by PyTorch's own CUDA allocator stands beside it:
+    .venv-cuda/bin/python -m lightning_memtools.null_cuda benchmarks/checkpointing_switches.py
+Writes results/checkpointing_switches.json; names on the command line measure these models only.
 """
 
 from __future__ import annotations
@@ -21,13 +23,22 @@ from typing import Any
 import torch
 from machine import RESULTS, save
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from lightning_memtools import estimate_memory
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.checkpointing.step_profile import predict
+from lightning_memtools.null_cuda.launch import is_on_null_device
 from lightning_memtools.simulation.step_trace import StepCost, TracedStep
 from tests.checkpointing.foreign_models import LossOf
 from tests.zoo import timm, torchvision_models
@@ -59,14 +70,22 @@ class Case:
         self.switch = switch
 
     def step(self) -> TracedStep:
-        def forward(model: Any, batch: Any) -> Any:
-            if isinstance(batch, dict):
-                return model(batch)
-            out = model(batch)
-            return (out["out"] if isinstance(out, dict) else out).float().square().mean()
-
         optimizer = torch.optim.AdamW(self.model.parameters())
-        return TracedStep(self.model, self.batch, forward, (optimizer,), device="cuda")
+        return TracedStep(self.model, self.batch, _loss, (optimizer,), device="cuda")
+
+    def allocator_peak(self) -> int | None:
+        """The peak of the second step by PyTorch's own CUDA allocator, where there is a device of the dry run."""
+        if not is_on_null_device():
+            return None
+        settings: dict[str, Any] = {"step": _loss, "optimizer": torch.optim.AdamW, "engine": "cuda"}
+        return estimate_memory(self.model, self.batch, **settings).step_peaks[-1]
+
+
+def _loss(model: Any, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(batch)
+    out = model(batch)
+    return (out["out"] if isinstance(out, dict) else out).float().square().mean()
 
 
 @contextmanager
@@ -81,6 +100,25 @@ def checkpointed(blocks: list[nn.Module], context: Any = None) -> Iterator[None]
     finally:
         for block in blocks:
             del vars(block)["forward"]
+
+
+@contextmanager
+def in_segments(case: Case) -> Iterator[bool]:
+    """Sequentials of the blocks run as `checkpoint_sequential` runs them, in about the square root of their number."""
+    known = set(map(id, case.blocks))
+    parents = [
+        one
+        for one in case.model.modules()
+        if type(one).forward is nn.Sequential.forward and sum(id(child) in known for child in one.children()) > 1
+    ]
+    for parent in parents:
+        number = round(len(parent) ** 0.5)  # type: ignore[arg-type]
+        vars(parent)["forward"] = partial(checkpoint_sequential, list(parent), number, use_reentrant=False)  # type: ignore[call-overload]
+    try:
+        yield bool(parents)
+    finally:
+        for parent in parents:
+            del vars(parent)["forward"]
 
 
 def selective() -> Any:
@@ -98,13 +136,10 @@ def selective() -> Any:
 
 
 def switches(case: Case) -> Iterator[tuple[str, Any]]:
-    """What each switch or policy costs, or why it does not run."""
+    """What each switch or policy costs, or why it does not run, with the peak by PyTorch's allocator."""
 
     def cost() -> Any:
-        try:
-            return predict(case.step(), ())
-        except Exception as error:  # noqa: BLE001, a switch may fail on a model in any way
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return _or_why(lambda: predict(case.step(), ())), _or_why(case.allocator_peak)
 
     with checkpointed(case.blocks):
         yield "every block", cost()
@@ -112,11 +147,21 @@ def switches(case: Case) -> Iterator[tuple[str, Any]]:
         yield "every second block", cost()
     with checkpointed(case.blocks, selective):
         yield "every block, selective by operator", cost()
+    with in_segments(case) as applies:
+        if applies:
+            yield "checkpoint_sequential", cost()
     if case.switch is not None:
         name, turn_on, turn_off = case.switch
         turn_on()
         yield name, cost()
         turn_off()
+
+
+def _or_why(run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except Exception as error:  # noqa: BLE001, a switch may fail on a model in any way
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def figures(cost: StepCost) -> dict[str, int]:
@@ -140,46 +185,53 @@ def measured(name: str) -> dict[str, Any]:
     assert default.planned is not None
     plain = default.plain
     found: dict[str, Any] = {
-        "plain": figures(plain),
-        "default": {**figures(default.planned), "processor_seconds": round(seconds, 2)},
+        "plain": {**figures(plain), "allocator_peak_bytes": case.allocator_peak()},
+        "default": {**with_plan(case, default), "processor_seconds": round(seconds, 2)},
         "activations_divided_by": plain.activation_bytes / default.planned.activation_bytes,
         "flops_ratio": default.planned.flops / plain.flops,
+        "switches": {},
+        "failed": {},
     }
-    others = dict(found_switches(case))
-    found["switches"] = {
-        other: {**figures(cost), "ours": ours_beside(planner, cost, default.planned)}
-        for other, cost in others.items()
-        if isinstance(cost, StepCost)
-    }
-    found["failed"] = {other: why for other, why in others.items() if isinstance(why, str)}
+    for other, (cost, allocated) in switches(case):
+        print(" ", other, cost, allocated, flush=True)
+        if isinstance(cost, StepCost):
+            best = ours_beside(planner, cost, default)
+            ours = None if best is None else with_plan(case, best)
+            found["switches"][other] = {**figures(cost), "allocator_peak_bytes": allocated, "ours": ours}
+        else:
+            found["failed"][other] = {"why": cost, "allocator_peak_bytes": allocated}
     return found
 
 
-def found_switches(case: Case) -> Iterator[tuple[str, Any]]:
-    for name, cost in switches(case):
-        print(" ", name, cost, flush=True)
-        yield name, cost
+def with_plan(case: Case, plan: CheckpointPlan) -> dict[str, Any]:
+    assert plan.planned is not None
+    with AppliedPlan(case.model, plan.chains):
+        return {**figures(plan.planned), "allocator_peak_bytes": case.allocator_peak()}
 
 
-def ours_beside(planner: StepPlanner, other: StepCost, default: StepCost) -> dict[str, int] | None:
+def ours_beside(planner: StepPlanner, other: StepCost, default: CheckpointPlan) -> CheckpointPlan | None:
     """The lowest plan that was found with no more operations than another one, at the limits tried; None for none."""
-    best = default if default.operations <= other.operations else None
+
+    def peak(plan: CheckpointPlan) -> int:
+        return plan.planned.peak_bytes if plan.planned is not None else 0
+
+    assert default.planned is not None
+    best = default if default.planned.operations <= other.operations else None
     share = 1.0
     while share > 0.3:
         limit = int(share * other.peak_bytes)
         share -= 0.05
-        if best is not None and best.peak_bytes <= limit:
+        if best is not None and peak(best) <= limit:
             continue
         try:
             plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", memory_budget=f"{limit}B"))
         except BudgetTooSmallError:
             break
-        one = plan.planned
-        if one is None or one.operations > other.operations:
+        if plan.planned is None or plan.planned.operations > other.operations:
             break
-        if best is None or one.peak_bytes < best.peak_bytes:
-            best = one
-    return None if best is None else figures(best)
+        if best is None or peak(plan) < peak(best):
+            best = plan
+    return best
 
 
 # --- the models

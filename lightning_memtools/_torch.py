@@ -498,7 +498,8 @@ def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
 # --- ranks that are pretended, for a dry run
 
 
-def pretend_ranks(rank: int, world_size: int) -> None:
+@contextmanager
+def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Make this process one rank of several: its collectives return at once, and objects come back as this rank's own.
 
     torch's "fake" backend moves no data, and its store and the functions that exchange objects can only be replaced
@@ -522,16 +523,6 @@ def pretend_ranks(rank: int, world_size: int) -> None:
     def nothing(*_args: Any, **_options: Any) -> None:
         """Leave everything as this rank has it."""
 
-    modules: tuple[Any, ...] = (distributed, distributed.distributed_c10d)
-    for module in modules:
-        module.init_process_group = init_process_group
-        module.new_group = group
-        module.all_gather_object = all_gather_object
-        module.broadcast_object_list = nothing
-    # DDP compares the shapes of all ranks' parameters, and there are none but this rank's.
-    data_parallel: Any = nn.parallel.distributed
-    data_parallel._verify_param_shape_across_processes = nothing
-
     def keep_gradients(_state: Any, bucket: Any) -> Any:
         done: Any = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -546,8 +537,74 @@ def pretend_ranks(rank: int, world_size: int) -> None:
         make(self, *args, **options)
         register(self, None, keep_gradients)
 
-    changed: Any = wrapper
-    changed.__init__, changed.register_comm_hook = make_with_hook, nothing
+    exchanges: dict[str, Callable[..., Any]] = {
+        "init_process_group": init_process_group,
+        "new_group": group,
+        "all_gather_object": all_gather_object,
+        "broadcast_object_list": nothing,
+    }
+    replaced: list[tuple[Any, str, Any]] = [
+        *((module, *one) for module in (distributed, distributed.distributed_c10d) for one in exchanges.items()),
+        # DDP compares the shapes of all ranks' parameters, and there are none but this rank's.
+        (nn.parallel.distributed, "_verify_param_shape_across_processes", nothing),
+        (wrapper, "__init__", make_with_hook),
+        (wrapper, "register_comm_hook", nothing),
+    ]
+    before = [(holder, name, getattr(holder, name)) for holder, name, _ in replaced]
+    for holder, name, function in replaced:
+        setattr(holder, name, function)
+    try:
+        yield
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        for holder, name, function in before:
+            setattr(holder, name, function)
+
+
+@contextmanager
+def sharding_undone(model: nn.Module) -> Iterator[None]:
+    """Give modules back their classes afterwards, and forget what torch knows of their sharding.
+
+    `fully_shard` changes the class of a module, and notes the module where only torch can reach; it has no undo.
+    """
+    from torch.distributed import _composable_state  # noqa: PLC0415, may not be built in
+
+    classes = [(module, type(module)) for module in model.modules()]
+    known = _composable_state._module_state_mapping
+    try:
+        yield
+    finally:
+        for module, kind in classes:
+            module.__class__ = kind
+            known.pop(module, None)
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Returns whether `fully_shard` was applied to a module. Its class is public; torch may be built without it."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+@contextmanager
+def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
+    """Take from modules the hooks by which `fully_shard` gathers and frees parameters; they are put back afterwards.
+
+    Hooks can be added in public, and removed by who added them, but not listed.
+    """
+    noted = []
+    for module in model.modules():
+        if is_fsdp_module(module):
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                noted.append((hooks, hooks.copy()))
+                for key, hook in list(hooks.items()):
+                    if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp"):
+                        del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in noted:
+            hooks.clear()
+            hooks.update(before)
 
 
 # --- operators
@@ -685,6 +742,18 @@ def unscale_gradients(gradients: list[Tensor], found: Tensor, inverse: Tensor) -
 def is_compiler_loaded() -> bool:
     """Returns whether torch's compiler is loaded, without loading it; anything public in torch.compiler would."""
     return "torch._dynamo" in sys.modules
+
+
+def set_activation_memory_budget(budget: float) -> float:
+    """Sets the share of activations that graphs compiled from now on may keep, and returns the one before.
+
+    The public `torch.autograd.graph.region_activation_memory_budget` has to be entered in the compiled code itself.
+    """
+    from torch._functorch import config  # noqa: PLC0415, the compiler
+
+    before: float = config.activation_memory_budget
+    config.activation_memory_budget = budget
+    return before
 
 
 def uncompiled(module: nn.Module) -> nn.Module | None:

@@ -14,14 +14,17 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.compiled_budget import CompiledBudget
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
+from lightning_memtools.checkpointing.sharded_units import refuse_peaks, within_units
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
-from lightning_memtools.reporting.tables import console_table
+from lightning_memtools.reporting.tables import console_table, markdown_table
 from lightning_memtools.simulation.step_trace import TracedStep, device_of
 from lightning_memtools.simulation.trainer_stand_in import forward_of
 
@@ -48,6 +51,7 @@ class CheckpointingRun:
         self._steps = 0
         self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
+        self._compiled: CompiledBudget | None = None
         self.plan: CheckpointPlan | None = None
         self.is_in_trial = False
 
@@ -64,6 +68,8 @@ class CheckpointingRun:
         elif self._applied is not None and not self._applied.differing.keys() <= self._options.differing:
             self._plan_again(self._applied, module, batch, batch_idx)
         self._steps += 1
+        if self._compiled is not None:
+            self._compiled.begin_batch()
         if self._steps == _MEASURED_STEP and self.plan is not None and self.plan.planned is not None:
             reader = reader_for(self._trainer.strategy.root_device)
             if reader is not None and reader.stats().peak_allocated is not None:
@@ -72,6 +78,9 @@ class CheckpointingRun:
 
     def end_step(self) -> None:
         """Write the measured peak beside the predicted one, once it is known."""
+        if self._compiled is not None and self._compiled.end_batch() and self._trainer.is_global_zero:
+            self._write(f"# Gradient checkpointing\n\n{self._compiled}.\n\n{markdown_table(self._compiled.table())}\n")
+            print_on_console(f"GradientCheckpointing: {self._compiled}")
         if self._window is None or self.plan is None:
             return
         self._window.pause()
@@ -88,14 +97,28 @@ class CheckpointingRun:
             self._applied.remove()
         if self._window is not None:
             self._window.close()
-        self._applied = self._window = None
+        if self._compiled is not None:
+            self._compiled.undo()
+        self._applied = self._window = self._compiled = None
 
     def _plan_and_apply(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._options.has_budget and _is_compiled(module) and not self.is_in_trial:
+            self._compiled = self._budget_of_compiler()
+            if self._compiled is not None:
+                return
         made = _why_unplanned(self._trainer, module) or self._plan_on_rank_zero(module, batch, batch_idx)
         if isinstance(made, CheckpointPlan):
             self._apply(made, module)
         elif self._trainer.is_global_zero:
             warnings.warn(f"GradientCheckpointing leaves the model unchanged: {made}.", stacklevel=2)
+
+    def _budget_of_compiler(self) -> CompiledBudget | None:
+        """Returns what finds the compiler's budget on one device that keeps peaks; None elsewhere."""
+        reader = reader_for(self._trainer.strategy.root_device)
+        is_alone = self._trainer.world_size == 1 and VirtualDevice.current() is None
+        if not is_alone or reader is None or reader.stats().peak_allocated is None:
+            return None
+        return CompiledBudget(self._options, peak_counter(reader), self._trainer.accumulate_grad_batches)
 
     def _plan_again(self, applied: AppliedPlan, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan without the layers that did not repeat themselves in the first step.
@@ -156,7 +179,9 @@ class CheckpointingRun:
         planner = StepPlanner(step)
         try:
             with ended_by_sigterm(), progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}"):
-                return planner.with_advice(planner.plan(self._options, nearest=self.is_in_trial))
+                refuse_peaks(self._options, module)
+                plan = within_units(planner.plan(self._options, nearest=self.is_in_trial), step)
+                return planner.with_advice(plan)
         except BudgetTooSmallError as error:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error
@@ -176,11 +201,16 @@ class CheckpointingRun:
         log_text(self._trainer, "memtools/checkpoint_plan", text, training_step(self._trainer))
 
 
+def _is_compiled(module: LightningModule) -> bool:
+    return is_compiled_by_lightning(module) or any(map(is_compiled, module.modules()))
+
+
 def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:
     """Returns why the model cannot be planned; None if it can."""
     reason = why_unsupported("GradientCheckpointing", type(trainer.strategy))
     if reason is None and (is_compiled_by_lightning(module) or is_compiled(module)):
         return (
-            "it is compiled. torch.compile recomputes by itself with torch._functorch.config.activation_memory_budget"
+            "it is compiled, and torch.compile recomputes by itself. With memory_budget, on a single device that keeps "
+            "peaks, the activation_memory_budget whose measured peak fits is found and set"
         )
     return reason

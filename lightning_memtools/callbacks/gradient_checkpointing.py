@@ -30,8 +30,10 @@ class GradientCheckpointing(EitherCallback):
     After the third step the measured peak is added to the predicted one. In the first step every recomputed range runs
     two more times, to prove that it repeats itself bit for bit; a layer that does not is left out of the plan.
 
-    Forward hooks on layers within recomputed ranges fire again in backward. Compiled models, and models under FSDP and
-    DeepSpeed, are left unchanged, with a warning that says why.
+    Forward hooks on layers within recomputed ranges fire again in backward. Under FSDP 2 (ModelParallelStrategy) every
+    range lies within one sharded module, and a budget has to be a share. Of a compiled model on a single GPU, the
+    compiler's own budget is tried out on the first steps, and set, where ``memory_budget`` is given. Other compiled
+    models, and models under FSDP 1 and DeepSpeed, are left unchanged, with a warning that says why.
 
     Args:
         segments: Cut each Sequential into this many chunks, all but the last recomputed, at the boundaries with the

@@ -9,14 +9,15 @@ import pickle
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from lightning_memtools._torch import cuda_memory_snapshot, pretend_ranks, record_cuda_history
+from lightning_memtools._torch import cuda_memory_snapshot, pretended_ranks, record_cuda_history
 from lightning_memtools.cli.dry_run import (
     FAILED,
     FITS,
@@ -37,9 +38,11 @@ from lightning_memtools.null_cuda.stubs import DryRunError
 _HISTORY_ENTRIES = 2_000_000
 
 
-def _pretend_ranks(spec: DryRunSpec) -> None:
-    """Make this process one rank of several, as torchrun would start it."""
+@contextmanager
+def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
+    """Make this process one rank of several within, as torchrun would start it."""
     if spec.devices == 1:
+        yield
         return
     os.environ |= {
         "RANK": str(spec.rank), "LOCAL_RANK": str(spec.rank), "GROUP_RANK": "0", "WORLD_SIZE": str(spec.devices),
@@ -47,7 +50,8 @@ def _pretend_ranks(spec: DryRunSpec) -> None:
         "TORCHELASTIC_RUN_ID": "dry-run",
     }  # fmt: skip
     torch.cuda.set_device(spec.rank)
-    pretend_ranks(spec.rank, spec.devices)
+    with pretended_ranks(spec.rank, spec.devices):
+        yield
 
 
 def _run_one_of(spec: DryRunSpec) -> None:
@@ -138,11 +142,15 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
 def main(path: str) -> None:
     """Run what a spec's file says, write the result beside it, and end the process."""
     spec = DryRunSpec(**json.loads(Path(path).read_text(encoding="utf-8")))
+    with _as_one_rank(spec):
+        _run(spec)
+
+
+def _run(spec: DryRunSpec) -> None:
     observer = RunObserver(spec)
     observer.note("Values that are read back from the device are zeros; code that branches on them takes that branch.")
     if spec.devices > 1:
         observer.note("What NCCL allocates for itself is not counted.")
-    _pretend_ranks(spec)
     _run_one_of(spec)
     cut_trainers_when_imported(observer)
     torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from lightning_memtools.estimate import MemoryEstimate
 
 PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
+STRATEGIES = ("ddp", "fsdp", "fsdp2")
 STAGES = ("train", "val", "test", "predict")
+_SHARDED = {"fsdp", "fsdp2"}
 TARGET = Target("estimate_memory", ("model", "batch"), "step")
 
 
@@ -47,6 +49,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "CUDA build of torch and a C compiler are installed and the step runs on it (default: auto)",
     )  # fmt: skip
     parser.add_argument(
+        "--strategy", choices=STRATEGIES,
+        help="estimate one rank of several; both kinds of FSDP need the engine cuda (default: a single device)",
+    )  # fmt: skip
+    parser.add_argument("--devices", type=int, metavar="N", help="the number of ranks, with --strategy (default: 1)")
+    parser.add_argument(
         "--allocator",
         metavar="CONF",
         help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True (default: no settings)",
@@ -74,14 +81,17 @@ def run(chosen: argparse.Namespace) -> int:
     """Estimate, print the result and return the exit status.
 
     Raises:
-        UsageError: The target cannot be found or returns something else.
+        UsageError: The target cannot be found or returns something else, or the engine cannot do what is asked for.
     """
+    if chosen.engine == "simulation" and chosen.strategy in _SHARDED:
+        raise UsageError(f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code: leave --engine out.")
     if chosen.engine != "simulation" and chosen.device != "cpu" and not is_on_null_device():
         try:
             variables = _environment_of(chosen.capacity)
         except DryRunError as error:
-            if chosen.engine == "cuda":
-                raise UsageError(str(error)) from error
+            if chosen.engine == "cuda" or chosen.strategy in _SHARDED:
+                needs = f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code. " if chosen.strategy else ""
+                raise UsageError(f"{needs}{error}") from error
             chosen.engine = "simulation"
         else:
             if chosen.allocator:
@@ -102,7 +112,10 @@ def _environment_of(capacity: str | None) -> dict[str, str]:
 def _made(chosen: argparse.Namespace) -> MemoryEstimate:
     from lightning_memtools.estimate import estimate_memory  # noqa: PLC0415, --help needs it not
 
-    options = ("precision", "stage", "steps", "accumulate", "clip", "device", "allocator", "capacity")
+    options = (
+        *("precision", "stage", "steps", "accumulate", "clip", "device", "allocator", "capacity"),
+        *("strategy", "devices"),
+    )
     arguments = TARGET.arguments(chosen, options)
     if chosen.optimizer is not None:
         arguments["optimizer"] = optimizer_of(chosen.optimizer)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_memtools.argument_types import check_types
@@ -18,10 +19,12 @@ from lightning_memtools.memory.sizes import GpuShape, find_gpu, is_count
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_run import trace_on_cuda
 from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
+from lightning_memtools.simulation.one_rank import RankSettings, StrategyName, configures_itself
 from lightning_memtools.simulation.step import STEP_NAMES, Precision, PrecisionName, Recipe, Stage
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from lightning_memtools.simulation.trainer_stand_in import has_step, is_lightning_module
 
+_DDP_BUCKET_MB = 25
 _EAGER = "torch.compile is left out: these are the figures of the eager step."
 
 
@@ -41,6 +44,9 @@ def estimate_memory(
     capacity: str | None = None,
     ddp_bucket_mb: float | None = None,
     gradient_as_bucket_view: bool = False,
+    strategy: StrategyName | None = None,
+    devices: int = 1,
+    shard: Callable[[nn.Module, Any], Any] | None = None,
     engine: Literal["simulation", "cuda"] = "simulation",
 ) -> MemoryEstimate:
     """Predict the peak memory of training, from the model and one batch, without a GPU.
@@ -72,6 +78,13 @@ def estimate_memory(
             default.
         gradient_as_bucket_view: DDP's option of this name: gradients are then views of the buckets, and exist twice
             only at the start of the second forward, where DDP makes its buckets anew.
+        strategy: The estimate is of one rank under "ddp", "fsdp" (FSDP 1) or "fsdp2" (`fully_shard`), as torch's own
+            code does it in a process group that moves no data. Both kinds of FSDP run on the engine "cuda".
+        devices: The number of ranks, each with a GPU.
+        shard: ``shard(model, mesh)`` applies `fully_shard` as the training does, with its precision and all else; the
+            mesh has one dimension. By default a LightningModule's own ``configure_model`` does, where it has one;
+            otherwise members of lists and Sequentials that have others of their class are sharded one by one, and the
+            rest together. FSDP 1 takes these blocks always.
         engine: "simulation", or "cuda" to run the steps on PyTorch's own CUDA code, which is several times faster for
             large models. It needs a device that computes nothing: `memtools estimate` starts one where it can, and
             ``python -m lightning_memtools.null_cuda`` any program. The estimate's ``engine`` says which one it was.
@@ -95,17 +108,25 @@ def estimate_memory(
     _check_numbers(steps=steps, accumulate=accumulate, clip=clip, ddp_bucket_mb=ddp_bucket_mb)
     _check_model(model, step, stage=stage, device=device)
     _check_optimizer(optimizer)
-    if stage == "train":
+    _check_ranks(strategy, devices, shard)
+    is_sharded = strategy in {"fsdp", "fsdp2"}
+    if is_sharded:
+        _check_sharding(model, optimizer, strategy=strategy or "", precision=precision, clip=clip, device=device)
+    if stage == "train" and not (is_sharded and configures_itself(model)):
         _check_training(unwrapped(model), step, optimizer, accumulate=accumulate, clip=clip)
     if capacity is not None:
         DeviceLimit.parse(capacity)
     recipe = Recipe(stage=stage, precision=Precision.parse(precision), steps=steps, accumulate=accumulate, clip=clip)
+    if ddp_bucket_mb is None and strategy == "ddp":
+        ddp_bucket_mb = _DDP_BUCKET_MB
     ddp = BucketSettings.of(model)
     if ddp_bucket_mb is not None:
-        ddp = BucketSettings(bucket_mb=ddp_bucket_mb, as_view=gradient_as_bucket_view)
+        starts_small = ddp_bucket_mb == _DDP_BUCKET_MB
+        ddp = BucketSettings(bucket_mb=ddp_bucket_mb, as_view=gradient_as_bucket_view, starts_small=starts_small)
     elif gradient_as_bucket_view and ddp is None:
         raise ValueError("gradient_as_bucket_view belongs to DDP: give the size of its buckets too, ddp_bucket_mb=25.")
-    subject = Subject(model=model, step=step, optimizer=optimizer, ddp=ddp)
+    ranks = _ranks(strategy or ("ddp" if ddp and engine == "cuda" else None), devices, shard, ddp)
+    subject = Subject(model=model, step=step, optimizer=optimizer, ddp=ddp, ranks=ranks)
     settings = SimulationSettings(
         cuda=device == "cuda",
         allocator=allocator,
@@ -116,10 +137,22 @@ def estimate_memory(
         raise ValueError(f"Unknown engine {engine!r}. Accepted are 'simulation' and 'cuda'.")
     if engine == "cuda" and device != "cuda":
         raise ValueError(f'engine="cuda" runs the operators of CUDA: leave device={device!r} out, or the engine.')
-    make = _estimate if engine == "simulation" else _estimate_on_cuda
+    make = _estimate if engine == "simulation" and not is_sharded else _estimate_on_cuda
     estimate = make(subject, batch, recipe, settings, capacity)
     is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())
     return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
+
+
+def _ranks(
+    strategy: StrategyName | None,
+    devices: int,
+    shard: Callable[[nn.Module, Any], Any] | None,
+    ddp: BucketSettings | None,
+) -> RankSettings | None:
+    """Return the ranks of a strategy; DDP's buckets alone are those of two or more."""
+    if strategy is None:
+        return None
+    return RankSettings(strategy=strategy, devices=max(2, devices), shard=shard, buckets=ddp)
 
 
 def _estimate(
@@ -135,7 +168,9 @@ def _estimate(
         if obstacle is None:
             raise
         return estimate_on_cpu(subject, batch, recipe, settings, obstacle, capacity=capacity)
-    return read_estimate(traced, unwrapped(subject.model), batch, settings, capacity=capacity, retrace=retrace)
+    notes = () if subject.ranks is None else (f"One of {subject.ranks.devices} ranks under DDP.",)
+    model = unwrapped(subject.model)
+    return read_estimate(traced, model, batch, settings, capacity=capacity, retrace=retrace, notes=notes)
 
 
 def _estimate_on_cuda(
@@ -144,8 +179,11 @@ def _estimate_on_cuda(
     def retrace(size: int) -> MemoryEstimate:
         return _estimate_on_cuda(subject, resized(batch, size), recipe, settings, capacity)
 
-    traced = trace_on_cuda(subject, batch, recipe, settings)
-    estimate = read_estimate(traced, unwrapped(subject.model), batch, settings, capacity=capacity, retrace=retrace)
+    inner = replace(subject, model=unwrapped(subject.model))
+    traced = trace_on_cuda(inner, batch, recipe, settings)
+    estimate = read_estimate(
+        traced, inner.model, batch, settings, capacity=capacity, retrace=retrace, notes=traced.notes
+    )
     return replace(estimate, engine="cuda")
 
 
@@ -162,6 +200,65 @@ def _check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucke
         raise ValueError(f"clip is {clip!r}: it has to be the norm to clip gradients to, a number above 0, or None.")
     if ddp_bucket_mb is not None and not ddp_bucket_mb > 0:
         raise ValueError(f"ddp_bucket_mb is {ddp_bucket_mb!r}: it has to be above 0 MiB, such as torch's default, 25.")
+
+
+def _check_ranks(strategy: object, devices: object, shard: object) -> None:
+    """Refuse strategies that are not known, and settings of ranks that do not go together.
+
+    Raises:
+        ValueError: These are refused.
+    """
+    if strategy is not None and strategy not in get_args(StrategyName):
+        accepted = ", ".join(map(repr, get_args(StrategyName)))
+        why = ""
+        if "deepspeed" in str(strategy):
+            why = (
+                " DeepSpeed's engine keeps parameters, gradients and optimizer states in buffers of its own, which "
+                'torch knows nothing of. Its ZeRO stage 3 spreads the same tensors over ranks as "fsdp2" does.'
+            )
+        raise ValueError(f"Unknown strategy {strategy!r}. Accepted are {accepted}.{why}")
+    if not is_count(devices):
+        raise ValueError(f"devices is {devices!r}: it has to be the number of ranks, such as 8.")
+    if (strategy is None) != (devices == 1):
+        raise ValueError(
+            f"strategy={strategy!r} and devices={devices!r} do not go together: give both, such as "
+            'strategy="fsdp2", devices=8, or neither for a single device.'
+        )
+    if shard is not None and (strategy != "fsdp2" or not callable(shard)):
+        raise ValueError(
+            f'shard={shard!r} with strategy={strategy!r}: shard belongs to strategy="fsdp2", and is a function of the '
+            "model and the mesh that applies fully_shard."
+        )
+
+
+def _check_sharding(
+    model: nn.Module, optimizer: object, *, strategy: str, precision: str, clip: float | None, device: str
+) -> None:
+    """Refuse what cannot be sharded, or what nobody could train so.
+
+    Raises:
+        TypeError: The model is wrapped already, or the optimizer is one of whole parameters.
+        ValueError: The settings are refused.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError(f"strategy={strategy!r} and a DistributedDataParallel: pass the module that it wraps.")
+    if isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"The {type(optimizer).__name__} that was passed holds whole parameters, and under strategy={strategy!r} "
+            "an optimizer is made once they are sharded: pass its class, or a function of the parameters."
+        )
+    if precision == "16-mixed":
+        raise ValueError(
+            f'precision="16-mixed" is not estimated under strategy={strategy!r}: its scaler reads gradients of all '
+            'ranks. "bf16-mixed" takes the same memory but for that scaler.'
+        )
+    if clip is not None and strategy == "fsdp":
+        raise ValueError(
+            "clip is not estimated under FSDP 1, where Lightning refuses to clip norms too: one rank's shards have no "
+            'norm of their own. Leave it out, or take strategy="fsdp2".'
+        )
+    if device != "cuda":
+        raise ValueError(f"strategy={strategy!r} runs on PyTorch's CUDA code: leave device={device!r} out.")
 
 
 def _check_model(model: object, step: object, *, stage: str, device: str) -> None:

@@ -75,8 +75,8 @@ class MemoryEstimate:
             temporaries (of backward and of the optimizer's step), workspace (of cuBLAS and
             other kernels) and other (buffers among them). They add up to ``peak_allocated``.
         parameter_count: Elements of all parameters, tied ones counted once.
-        gradient_count: Elements of the parameters that got a gradient.
-        parameter_bytes: Bytes of parameters and buffers.
+        gradient_count: Elements of the parameters that got a gradient; under FSDP 1, of this rank's part of them.
+        parameter_bytes: Bytes of parameters and buffers, under FSDP of this rank's part of them.
         modules: Every module of the model, in its order.
         step_peaks: ``peak_allocated`` of each step.
         timeline: Allocated bytes by category, and reserved bytes, after every event.

@@ -14,7 +14,10 @@ StrategyFamily = Literal["DeepSpeed", "XLA", "FSDP", "ModelParallel", "DDP", "Si
 # The special ones first: in Lightning, those of DeepSpeed and XLA inherit from DDPStrategy or SingleDeviceStrategy.
 _KNOWN: tuple[StrategyFamily, ...] = ("DeepSpeed", "XLA", "FSDP", "ModelParallel", "DDP", "SingleDevice")
 
-_CHECKPOINTS_ITSELF = "{strategy} shards parameters, and its own activation checkpointing knows when they are gathered"
+_CHECKPOINTS_ITSELF = (
+    "{strategy} keeps parameters in flat buffers, and its own activation checkpointing knows when they are gathered; "
+    "ModelParallelStrategy with fully_shard (FSDP 2) is served"
+)
 _CANNOT_TRACE = "{strategy} shards the model, and one rank alone cannot trace a step of it"
 _COLLECTIVES_IN_TRIALS = (
     "{strategy} shards the model over the ranks or runs collectives in forward and backward, so a rank that runs out "
@@ -34,7 +37,7 @@ _CUTS_THE_GRAPH = "reading a number in every step would cut XLA's graph in two."
 
 # Callbacks that are not named here work under every strategy. A callback works under a family that has no entry.
 _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
-    "GradientCheckpointing": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CHECKPOINTS_ITSELF),
+    "GradientCheckpointing": dict.fromkeys(("DeepSpeed", "FSDP"), _CHECKPOINTS_ITSELF),
     "OOMReport": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CANNOT_TRACE),
     "BatchSizeTuner": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _COLLECTIVES_IN_TRIALS),
     "OOMRecovery": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "XLA", "unknown"), _DECIDES_ALONE),

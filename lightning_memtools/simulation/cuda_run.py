@@ -35,6 +35,7 @@ from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER,
 from lightning_memtools.null_cuda.convolutions import convolutions_in, workspaces_after
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, computes_nothing
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
+from lightning_memtools.simulation.one_rank import Placement, one_rank
 from lightning_memtools.simulation.recording import WORKSPACE, AllocationRecorder
 from lightning_memtools.simulation.step import Recipe, copy_of_batch
 from lightning_memtools.simulation.tracer import (
@@ -74,36 +75,52 @@ def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: Simula
         settings: The allocator's settings have to be those of this process; the GPU is the device's.
 
     Raises:
-        CudaRunError: This process has no such device, or DDP's buckets are wanted.
+        CudaRunError: This process has no such device.
+        RuntimeError: Ranks are wanted, and this process is one of another process group already.
     """
     if not (torch.cuda.is_available() and computes_nothing(torch.device("cuda"))):
+        ranks = subject.ranks
+        what = 'engine="cuda"' if ranks is None or not ranks.shards else f'strategy="{ranks.strategy}"'
+        option = "--engine cuda" if ranks is None else f"--strategy {ranks.strategy} --devices {ranks.devices}"
         raise CudaRunError(
-            'engine="cuda" needs a CUDA device that computes nothing: use `memtools estimate --engine cuda`, or start '
-            "this program with `python -m lightning_memtools.null_cuda`."
+            f"{what} needs a CUDA device that computes nothing: use `memtools estimate {option}`, or start this "
+            "program with `python -m lightning_memtools.null_cuda`. Both need a CUDA build of PyTorch and a C "
+            "compiler, and no GPU (docs/dry-run.md)."
         )
-    if subject.ddp is not None:
-        raise CudaRunError('engine="cuda" runs no DDP: take engine="simulation", or `memtools dry-run --devices 2`.')
     _clean_up()
     is_empty = torch.cuda.memory_allocated() == 0
     model, dtype = subject.model, recipe.precision.dtype
-    exchange = _ZeroExchange(dtype)
+    # What is on meta is sharded there, and a rank never holds all of it.
+    exchange = _ZeroExchange(dtype, keep_meta=subject.ranks is not None and subject.ranks.strategy == "fsdp2")
     recipe = replace(recipe, precision=replace(recipe.precision, device="cuda"))
     torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder, borrowed([model], exchange), random_streams_restored():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        borrowed([model], exchange),
+        random_streams_restored(),
+        one_rank(model, subject.ranks, recipe) as place,
+    ):
+        if subject.ranks is not None and subject.ranks.shards:
+            exchange.forget()
         exchange.forget_memory()
+        whole = [one.numel() for one in model.parameters()]
         convolutions = Path(folder) / "convolutions.txt"
         before = os.environ.get(CONVOLUTIONS)
         os.environ[CONVOLUTIONS] = str(convolutions)
-        run = _CudaRun(model, batch, dtype)
+        run = _CudaRun(model, batch, dtype, place)
         result = Traced(run.device_for(settings), AllocationRecorder(run.device.allocator))
         record_cuda_history(_MOST_ENTRIES)
         try:
-            model.to("cuda")
+            run.called = place()
             with noted_shapes(model, result.shapes), torch.enable_grad():
-                run_steps(replace(subject, model=model), optimizer_maker(subject, exchange), recipe, run)
+                run_steps(replace(subject, model=run.called), optimizer_maker(subject, exchange), recipe, run)
             run.note_owners()
             snapshot = cuda_memory_snapshot()
-            count_parameters(model, result)
+            count_parameters(run.called, result)
+            result.notes = tuple(place.notes)
+            if whole and subject.ranks is not None:
+                # FSDP 1 leaves a parameter's place in the model to this rank's part of it.
+                result.n_parameters = sum(whole)
         finally:
             stop_cuda_history()
             run.labels.remove()
@@ -138,8 +155,11 @@ def _clean_up() -> None:
 class _CudaRun:
     """Gives batches on the device to the loop, labels requests with the phase, and notes who owns which block then."""
 
-    def __init__(self, model: nn.Module, batch: Any, dtype: torch.dtype | None) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, batch: Any, dtype: torch.dtype | None, place: Placement) -> None:
+        self.called = self._model = model
+        self._root = type(model).__name__
+        self._place = place
+        self._n_batches = 0
         self._batch = batch
         self._dtype = dtype
         self._optimizers: list[Optimizer] = []
@@ -164,6 +184,8 @@ class _CudaRun:
         """Return a batch of the same sizes, copied to the device."""
         batch = map_tensors(copy_of_batch(self._batch, self._dtype), lambda tensor: tensor.to("cuda"))
         self._note(dict.fromkeys((one.data_ptr() for one in tensors_in(batch)), Category.INPUT))
+        self._n_batches += 1
+        self._place.begin_batch(self.called, self._n_batches)
         return batch
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -178,7 +200,7 @@ class _CudaRun:
     def note_owners(self) -> None:
         """Note the blocks of parameters, gradients and optimizer states."""
         owned: dict[int, Category] = {}
-        for name, tensors in tensors_by_owner(self._model, self._optimizers, None).items():
+        for name, tensors in tensors_by_owner(self.called, self._optimizers, None).items():
             for tensor in tensors:
                 if name in _CATEGORIES and isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                     found = storage_of(tensor)
@@ -197,6 +219,7 @@ class _CudaRun:
         workspaces = workspaces_after(entries, convolutions_in(convolutions, 0), settings.gpu)
         allocator = self.device.allocator
         live: dict[int, Block] = {}
+        streams = {0: 0}  # those of the device by their numbers here
         for at, entry in enumerate(entries):
             address = entry["addr"]
             if entry["action"] == "alloc":
@@ -205,7 +228,8 @@ class _CudaRun:
                 while phase and phase != recorder.phase and self._notes:
                     self._pass(recorder, live)
                 module = self._module_of(label, recorder.phase)
-                block = allocator.malloc(entry["size"], label=module)
+                stream = streams.setdefault(entry["stream"], len(streams))
+                block = allocator.malloc(entry["size"], stream=stream, label=module)
                 recorder.on_allocation(block, Category.ACTIVATION if recorder.step >= 0 else Category.OTHER, module)
                 live[address] = block
                 for n_bytes in workspaces.get(at, ()):
@@ -237,5 +261,5 @@ class _CudaRun:
     def _module_of(self, name: str, phase: str) -> str:
         if phase in {"backward", "clip", "optimizer"}:
             return BACKWARD if phase == "backward" else OPTIMIZER
-        root = type(self._model).__name__
+        root = self._root
         return OUTSIDE if not name else root if name == root else f"{root}.{name}"

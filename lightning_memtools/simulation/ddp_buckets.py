@@ -30,11 +30,13 @@ class BucketSettings:
         as_view: Gradients are views of the buckets, not copied into them.
         are_rebuilt: DDP begins with one bucket and makes those of this size in the second forward, in the order in
             which the first backward produced gradients. It does so unless it looks for unused parameters.
+        starts_small: The first bucket has 1 MiB, as it has unless DDP is given a size.
     """
 
     bucket_mb: float
     as_view: bool = False
     are_rebuilt: bool = True
+    starts_small: bool = True
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
@@ -45,6 +47,7 @@ class BucketSettings:
             bucket_mb=model.bucket_bytes_cap / 2**20,
             as_view=model.gradient_as_bucket_view,
             are_rebuilt=model.static_graph or not model.find_unused_parameters,
+            starts_small=model.bucket_bytes_cap_default,
         )
 
 
@@ -78,7 +81,7 @@ class Buckets:
         self._to_rebuild = settings.are_rebuilt
         self._syncs = True
         cap = int(settings.bucket_mb * 2**20)
-        self._limits = (min(FIRST_BUCKET_BYTES, cap), cap)
+        self._limits = (min(FIRST_BUCKET_BYTES, cap) if settings.starts_small else cap, cap)
         self._make(reversed(self._trained), (_NO_LIMIT,) if settings.are_rebuilt else self._limits)
         n_notes = 0 if settings.are_rebuilt else 1 + on_host
         self._notes = [torch.empty(len(self._trained), dtype=torch.int32) for _ in range(n_notes)]

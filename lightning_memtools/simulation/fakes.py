@@ -46,10 +46,12 @@ class TensorExchange:
 
     Args:
         dtype: The type of the stand-ins of floating-point tensors; None to keep each tensor's own.
+        keep_meta: Leave the stand-ins of tensors on meta there; otherwise they are on the CPU too.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, *, keep_meta: bool = False) -> None:
         self._dtype = dtype
+        self._keep_meta = keep_meta
         self._made: dict[int, torch.Tensor] = {}
         self._bases: dict[int, torch.Tensor] = {}
         # Keeps the originals alive, so that no other object gets their id meanwhile.
@@ -71,6 +73,11 @@ class TensorExchange:
         """Hold memory no longer for tensors that may come and share it: stand-ins that got other memory free theirs."""
         self._bases.clear()
 
+    def forget(self) -> None:
+        """Hold no stand-in any longer, so that those that the model drops are freed."""
+        self._bases.clear()
+        self._made.clear()
+
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
             raise ValueError(
@@ -81,7 +88,7 @@ class TensorExchange:
         if not isinstance(tensor, nn.Parameter):
             return data.requires_grad_(tensor.requires_grad) if tensor.requires_grad else data
         parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
-        for name, value in vars(tensor).items():
+        for name, value in {} if _is_sharded(tensor) else vars(tensor).items():
             if name not in vars(parameter):
                 setattr(parameter, name, value)
         return parameter
@@ -90,19 +97,22 @@ class TensorExchange:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         if tensor.layout is not torch.strided:
             raise ValueError(f"A tensor of layout {tensor.layout} has no fake stand-in: use a strided (dense) one.")
+        device = "meta" if self._keep_meta and tensor.is_meta else "cpu"
+        if _is_sharded(tensor):
+            return torch.empty(tensor.shape, dtype=dtype, device=device)
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         n_elements = storage.nbytes() // tensor.element_size()
         if n_elements == _span(tensor) and tensor.storage_offset() == 0 and key not in self._bases:
-            base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+            base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
             self._bases[key] = base
             return base.detach()
         if key not in self._bases:
-            self._bases[key] = torch.empty(n_elements, dtype=dtype, device="cpu")
+            self._bases[key] = torch.empty(n_elements, dtype=dtype, device=device)
         base = self._bases[key]
         # Two views of one storage rarely differ in type; if they do, their stand-ins share no memory.
         if base.dtype != dtype:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
         return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -157,6 +167,11 @@ def copy_optimizer(
             key: exchange(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
         }
     return new
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether this is a DTensor, of which a rank has a part: its stand-in is the whole."""
+    return hasattr(tensor, "to_local")
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memtools._torch import DEVICE_OF, LOCAL_SCALAR, FakeTensor, OperatorMode, operator_packet
+from lightning_memtools._torch import (
+    DEVICE_OF,
+    LOCAL_SCALAR,
+    FakeTensor,
+    OperatorMode,
+    operator_packet,
+    without_sharding_hooks,
+)
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.attention_masks import masks_left_out
@@ -204,12 +211,13 @@ class StepTrace:
 def tracing(step: TracedStep) -> Iterator[StepTrace]:
     """Make a step's model hold fake tensors on a device of their own, and yield its trace.
 
-    A checkpointing plan that is applied to the model is removed within.
+    A checkpointing plan that is applied to the model is removed within, and a model that FSDP 2 shards is whole.
     """
     device = VirtualDevice(cuda_like=step.device != "cpu")
     exchange = TensorExchange()
     with (
         masks_left_out(step.batch),
+        without_sharding_hooks(step.model),
         simulated(step.model, device, exchange, cuda=step.device == "cuda"),
         OperationCount() as counted,
     ):

@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import storage_id
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.owned import storage_of
 from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, copy_optimizer
+from lightning_memtools.simulation.one_rank import RankSettings
 from lightning_memtools.simulation.recording import AllocationRecorder
 from lightning_memtools.simulation.simulated import simulated
 from lightning_memtools.simulation.step import (
@@ -41,12 +42,14 @@ class Subject:
         step: Computes the loss of a batch. A LightningModule can do without it: then its own step runs.
         optimizer: An optimizer, its class, a function of the parameters, or None.
         ddp: The settings of DDP's buckets; None without DDP.
+        ranks: The ranks of which one is run on PyTorch's CUDA code; None for a single one.
     """
 
     model: nn.Module
     step: StepFunction | None = None
     optimizer: Optimizer | type[Optimizer] | MakeOptimizer | None = None
     ddp: BucketSettings | None = None
+    ranks: RankSettings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,7 @@ class Traced:
         n_parameters: The number of elements of the parameters; shared parameters count once.
         n_gradients: The number of elements of the parameters that got a gradient.
         parameter_bytes: The bytes of parameters and buffers.
+        notes: Remarks on how the steps ran.
     """
 
     device: VirtualDevice
@@ -85,6 +89,7 @@ class Traced:
     n_parameters: int = 0
     n_gradients: int = 0
     parameter_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class Tracer:
@@ -190,9 +195,9 @@ def count_parameters(model: nn.Module, result: Traced) -> None:
     parameters = list(model.parameters())
     result.n_parameters = sum(parameter.numel() for parameter in parameters)
     result.n_gradients = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
-    storages = (tensor.untyped_storage() for tensor in (*parameters, *model.buffers()))
+    storages = filter(None, map(storage_of, (*parameters, *model.buffers())))
     # The weights of a recurrent layer share theirs.
-    result.parameter_bytes = sum({storage_id(one): one.nbytes() for one in storages}.values())
+    result.parameter_bytes = sum({one: storage.nbytes() for one, storage in storages}.values())
 
 
 def run_steps(subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe, hooks: LoopHooks) -> None:

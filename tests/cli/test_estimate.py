@@ -120,6 +120,11 @@ def test_as_a_command_of_its_own_it_fails_with_a_message(tmp_path):
         (["my_target:model_and_batch", "--optimizer", "Eve"], "no optimizer 'Eve'"),
         (["my_target:model_and_batch", "--max-batch"], "--max-batch needs --capacity"),
         (["my_target:model_and_batch", "--capacity", "24"], "Not a capacity: '24'"),
+        (["my_target:model_and_batch", "--strategy", "ddp"], "strategy='ddp' and devices=1 do not go together"),
+        (
+            ["my_target:model_and_batch", "--strategy", "fsdp", "--devices", "8", "--engine", "simulation"],
+            "--strategy fsdp runs on PyTorch's own CUDA code: leave --engine out.",
+        ),
     ],
 )
 def test_a_wrong_line_says_what_is_wrong(arguments, message, capsys):
@@ -131,5 +136,9 @@ def test_a_wrong_line_says_what_is_wrong(arguments, message, capsys):
 def test_the_engine_of_a_cuda_build_is_refused_on_a_build_for_the_cpu(capsys):
     assert main(["estimate", "my_target:model_and_batch", "--engine", "cuda"]) == 1
     assert "is a build for the CPU, and a dry run needs one for CUDA" in capsys.readouterr().err
+    assert main(["estimate", "my_target:model_and_batch", "--strategy", "fsdp2", "--devices", "8"]) == 1
+    said = capsys.readouterr().err
+    assert "--strategy fsdp2 runs on PyTorch's own CUDA code. " in said
+    assert "is a build for the CPU, and a dry run needs one for CUDA" in said
     assert main(["estimate", "my_target:model_and_batch", "--stage", "val"]) == 0
     assert "estimate (simulated)" in capsys.readouterr().out

@@ -233,3 +233,44 @@ def test_an_object_that_is_no_module_is_refused():
 def test_the_engine_of_cuda_without_its_device_names_the_way_to_start_one():
     with pytest.raises(CudaRunError, match=r"start this program with `python -m lightning_memtools\.null_cuda`"):
         estimate_memory(mlp(4, 4), torch.zeros(2, 4), step=total, stage="val", engine="cuda")
+
+
+def refused(**options):
+    return estimate_memory(mlp(64, 64), torch.ones(4, 64), step=total, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "fsdp3", "devices": 8}, r"Unknown strategy 'fsdp3'\. Accepted are 'ddp', 'fsdp', 'fsdp2'\."),
+        ({"strategy": "deepspeed_stage_3", "devices": 8}, r"DeepSpeed's engine keeps .* buffers of its own"),
+        ({"strategy": "fsdp2"}, r"strategy='fsdp2' and devices=1 do not go together: give both"),
+        ({"devices": 8}, r"strategy=None and devices=8 do not go together"),
+        ({"strategy": "ddp", "devices": 2.5}, r"devices is 2\.5: it has to be the number of ranks"),
+        ({"strategy": "ddp", "devices": 2, "shard": print}, r'shard belongs to strategy="fsdp2"'),
+        ({"strategy": "fsdp2", "devices": 8, "device": "cpu"}, r"leave device='cpu' out"),
+        ({"strategy": "fsdp2", "devices": 8, "precision": "16-mixed"}, r'"bf16-mixed" takes the same memory'),
+        ({"strategy": "fsdp", "devices": 8, "clip": 1.0}, r"clip is not estimated under FSDP 1"),
+        (
+            {"strategy": "fsdp", "devices": 8, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])},
+            r"The SGD that was passed holds whole parameters",
+        ),
+    ],
+    ids=str,
+)
+def test_a_strategy_that_cannot_be_estimated_is_refused_with_the_reason(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        refused(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no device that computes nothing")
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_sharding_needs_pytorchs_cuda_code_and_the_message_says_how_to_get_it(strategy):
+    with pytest.raises(CudaRunError, match=rf'strategy="{strategy}" needs .*`memtools estimate --strategy {strategy} '):
+        refused(strategy=strategy, devices=8)
+
+
+def test_a_rank_of_ddp_is_simulated_anywhere():
+    made = refused(strategy="ddp", devices=8, optimizer=torch.optim.SGD)
+    assert made.peak_allocated == refused(ddp_bucket_mb=25, optimizer=torch.optim.SGD).peak_allocated
+    assert made.notes == ("One of 8 ranks under DDP.",)

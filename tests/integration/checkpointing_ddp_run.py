@@ -22,10 +22,10 @@ from tests.lightning_models import Regression, loader, trainer
 class Encoder(Regression):
     """An encoder in a Sequential, sharded where the strategy is; with a layer that takes no part when `unused`.
 
-    With `planned`, each layer is a unit of its own under FSDP 2, and what to recompute is planned before it is sharded.
+    Each layer is a unit of its own under FSDP 2. With `planned`, what to recompute is planned before it is sharded.
     """
 
-    def __init__(self, *, unused: bool, planned: bool | None = None) -> None:
+    def __init__(self, *, unused: bool, planned: bool = False) -> None:
         super().__init__()
         self.planned = planned
         self.net = nn.Sequential(
@@ -42,7 +42,7 @@ class Encoder(Regression):
                 plan = plan_checkpoints(self.net, torch.empty(16, 4), include=["[2-5]"])
                 assert plan.refused is None
                 plan.apply(self.net)
-            for layer in self.net.children() if self.planned is not None else ():
+            for layer in self.net.children():
                 if next(layer.parameters(), None) is not None:
                     fully_shard(layer, mesh=self.device_mesh["data_parallel"])
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
@@ -69,7 +69,7 @@ def main(root: Path, case: str) -> None:
     for name in ("plain", "checkpointed"):
         L.seed_everything(0, verbose=False)
         before = case == "fsdp2-planned-before"
-        model = Encoder(unused=case == "on", planned=name == "checkpointed" if before else None)
+        model = Encoder(unused=case == "on", planned=before and name == "checkpointed")
         callback = GradientCheckpointing(bn_dropout="recompute")
         run = trainer(
             root,

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 from lightning_memtools import OOMRecovery
-from lightning_memtools._torch import pretend_ranks
+from lightning_memtools._torch import pretended_ranks
 from tests.integration.recovery_on_ranks import WHOLE, Failures, Net, batches, compared, fit
 
 
@@ -24,17 +24,17 @@ def main() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
     }
-    pretend_ranks(1, 2)
-    folder, data = Path(sys.argv[1]), batches(1)
-    healthy = Net({})
-    fit(folder, healthy, data)
-    failing: list[Failures] = [{(1, 2): (1, WHOLE)}, {(1, 0): ("forward", WHOLE)}]
-    for failures in failing:
-        model, recovery = Net(failures), OOMRecovery(on_recover="ignore")
-        fit(folder, model, data, recovery)
-        assert recovery.recoveries.n_recovered == 1
-        assert model.seen.count(4) > 2  # in two parts
-        assert compared(model, healthy) < 1e-7
+    with pretended_ranks(1, 2):
+        folder, data = Path(sys.argv[1]), batches(1)
+        healthy = Net({})
+        fit(folder, healthy, data)
+        failing: list[Failures] = [{(1, 2): (1, WHOLE)}, {(1, 0): ("forward", WHOLE)}]
+        for failures in failing:
+            model, recovery = Net(failures), OOMRecovery(on_recover="ignore")
+            fit(folder, model, data, recovery)
+            assert recovery.recoveries.n_recovered == 1
+            assert model.seen.count(4) > 2  # in two parts
+            assert compared(model, healthy) < 1e-7
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
 @pytest.mark.parametrize(
     ("callback", "refused"),
     [
-        ("GradientCheckpointing", SHARDED),
+        ("GradientCheckpointing", SHARDED - {"ModelParallelStrategy"}),
         ("OOMReport", SHARDED),
         ("BatchSizeTuner", SHARDED | {"NobodyKnows"}),
         ("HaltOnNaN", {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"}),
