@@ -424,16 +424,18 @@ REASONS_ON_CPU = {
 def reason_of(key: str, one: dict[str, Any], *, virtual: bool) -> str | None:
     """Returns why a case differs, as far as it is known."""
     name = key.split(",", maxsplit=1)[0]
-    if virtual:
-        if any("_safe_softmax" in cause for cause in one.get("causes", [])):
-            return "the CPU has no fused kernel for attention with dropout, or with a mask that has a gradient"
-        if name in {"lstm", "gru"}:
-            return "the CPU runs recurrent layers step by step"
-        if name in REASONS_ON_CPU:
-            return REASONS_ON_CPU[name]
-        if "mixed" in key:
-            return "autocast on the CPU has other lists of operators than on CUDA"
-    return REASONS.get(name)
+    if not virtual:
+        return REASONS.get(name)
+    made = " ".join(one.get("causes", []))
+    if "_safe_softmax" in made:
+        return "the CPU has no fused kernel for attention with dropout, or with a mask that has a gradient"
+    if name in {"lstm", "gru"}:
+        return "the CPU runs recurrent layers step by step"
+    if "bf16-true" in key and "::_efficient_attention_backward (real" in made:
+        return "the model asks for attention otherwise on a CPU, so that CUDA's kernel would be another"
+    if "mixed" in key:
+        return "autocast on the CPU has other lists of operators than on CUDA"
+    return REASONS_ON_CPU.get(name) or REASONS.get(name) or "not looked into; the result lists the operators"
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:

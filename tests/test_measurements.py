@@ -19,6 +19,7 @@ def test_every_result_has_a_row_and_a_script():
 
 def test_the_figures_are_those_of_the_results():
     truth, calls = RESULTS["truth"]["summary"], RESULTS["callbacks"]
+    on_cpu = RESULTS["truth_virtual_device"]["summary"]
     engines = [one["ratio"] for one in RESULTS["estimate_engines"]["processor_time"].values()]
     llama = RESULTS["dry_run"]["cases"]["Llama 2 7B, FSDP 2, 8 ranks of RTX 4090"]
     small = RESULTS["halt_on_nan"]["small network, AdamW: a step over a bare one"]["HaltOnNaN"]
@@ -30,6 +31,7 @@ def test_the_figures_are_those_of_the_results():
     rows = (
         f"to the byte in {truth['allocated']['equal_pct']}% of {truth['compared']} cases",
         f"reserved in {truth['reserved']['equal_pct']}%",
+        f"to the byte in {on_cpu['allocated']['equal_pct']}% of {on_cpu['compared']} cases, reserved",
         f"takes {min(engines)} to {max(engines)} times less",
         f"8 ranks: {llama['seconds']:.0f} s, {llama['host_bytes_peak'] / 1e9:.1f} GB",
         f"{calls['MemoryMonitor_logged_over_bare']['median']:.1f} times bare logging",
