@@ -35,6 +35,7 @@ from lightning_memtools.null_cuda.convolutions import convolutions_in, growth_wi
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS
 from lightning_memtools.null_cuda.stubs import DryRunError
 
+_LAYERS = 20
 _HISTORY_ENTRIES = 2_000_000
 
 
@@ -169,26 +170,38 @@ def _run(spec: DryRunSpec) -> None:
             f"The script started other processes, of which {others} used the devices. They ran whole and are in none "
             "of these figures: give the script that trains itself, with --devices for its ranks."
         )
-    properties = torch.cuda.get_device_properties(spec.rank)
     snapshot = cuda_memory_snapshot()
     del variables
     if not observer.stages:
-        stats = torch.cuda.memory_stats(spec.rank)
-        if not stats.get("allocation.all.allocated"):
-            observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
-        observer.stages["script"] = DryRunStage(
-            stage="script",
-            peak_allocated=stats.get("allocated_bytes.all.peak", 0),
-            peak_reserved=stats.get("reserved_bytes.all.peak", 0),
-        )
+        _note_whole_script(observer)
     if spec.snapshot is not None:
         Path(spec.snapshot).write_bytes(pickle.dumps(snapshot))
+    result = _result_of(observer, snapshot, status, message)
+    Path(spec.directory, "dry_run.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+
+
+def _note_whole_script(observer: RunObserver) -> None:
+    """Make a stage of the peaks of a script in which no Trainer ran."""
+    stats = torch.cuda.memory_stats(observer.spec.rank)
+    if not stats.get("allocation.all.allocated"):
+        observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
+    observer.stages["script"] = DryRunStage(
+        stage="script",
+        peak_allocated=stats.get("allocated_bytes.all.peak", 0),
+        peak_reserved=stats.get("reserved_bytes.all.peak", 0),
+    )
+
+
+def _result_of(observer: RunObserver, snapshot: dict[str, Any], status: int, error: str | None) -> DryRunResult:
+    spec = observer.spec
+    properties = torch.cuda.get_device_properties(spec.rank)
     reports = sorted((Path(spec.directory) / "memtools").glob("oom-*.md")) if status == OUT_OF_MEMORY else []
-    result = DryRunResult(
+    layers = sorted(((name, size) for name, size in observer.layers.items() if size > 0), key=lambda one: -one[1])
+    return DryRunResult(
         device=properties.name,
         capacity=properties.total_memory,
         status=status,
-        error=message,
+        error=error,
         report=str(reports[-1]) if reports else None,
         stages=list(observer.stages.values()),
         convolution_workspaces=growth_with_workspaces(
@@ -197,16 +210,13 @@ def _run(spec: DryRunSpec) -> None:
             convolutions_in(Path(os.environ[CONVOLUTIONS]), spec.rank),
             GpuShape(properties.multi_processor_count, compute_capability=(properties.major, properties.minor)),
         ),
-        layers=sorted(((name, size) for name, size in observer.layers.items() if size > 0), key=lambda one: -one[1])[
-            :20
-        ],
+        layers=layers[:_LAYERS],
         smallest_fitting=_smallest_gpus(snapshot, spec.rank) if status == FITS else (None, None),
         notes=observer.notes,
         rank=spec.rank,
         devices=spec.devices,
         directory=spec.directory,
     )
-    Path(spec.directory, "dry_run.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
 
 
 def _end_here() -> None:

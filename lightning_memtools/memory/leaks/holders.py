@@ -106,6 +106,9 @@ def _next_step(chain: Sequence[Any]) -> tuple[ReferenceStep, int]:
         if name in MODULE_REGISTERS and is_a(holder, nn.Module) and len(rest) > 1:
             return ReferenceStep(ReferenceKind.ATTRIBUTE, _key_of(rest[0], rest[1])), 3
         return ReferenceStep(ReferenceKind.ATTRIBUTE, name), 2
+    # Python may keep attributes without making a dict of them.
+    if rest and is_a(holder, nn.Module) and any(held is getattr(holder, name, None) for name in MODULE_REGISTERS):
+        return ReferenceStep(ReferenceKind.ATTRIBUTE, _key_of(held, rest[0])), 2
     return _direct_step(holder, held), 1
 
 
@@ -118,7 +121,6 @@ def _direct_step(holder: Any, held: Any) -> ReferenceStep:
         return ReferenceStep(ReferenceKind.MEMBER)
     if is_a(holder, Tensor) and held is backward_hooks_of(holder):
         return ReferenceStep(ReferenceKind.ATTRIBUTE, BACKWARD_HOOKS)
-    # Python may keep attributes without making a dict of them.
     for name in (*(namespace_of(holder) or ()), *slot_names(type(holder))):
         if getattr(holder, name, None) is held:
             return ReferenceStep(ReferenceKind.ATTRIBUTE, name)
@@ -266,7 +268,7 @@ def find_holder(
     ignored = {id(one) for one in (level, held_by, ignore, *ignore)} | _running_frames()
     outermost: Any = None
     for _ in range(MAX_LINKS):
-        referrers = gc.get_referrers(*level)
+        referrers = _referrers(level)
         ignored |= {id(referrers), id(level)}
         found: list[Any] = []
         ignored.add(id(found))
@@ -297,7 +299,7 @@ def first_held(candidates: Sequence[Any], *, ignore: Sequence[Any] = ()) -> Any:
     too, so many candidates can be of that kind.
     """
     ignored = {id(one) for one in (candidates, ignore, *ignore)} | _running_frames()
-    referrers = [one for one in gc.get_referrers(*candidates) if id(one) not in ignored and _counts(one)]
+    referrers = [one for one in _referrers(candidates) if id(one) not in ignored and _counts(one)]
     held = {id(one) for referrer in referrers for one in gc.get_referents(referrer)}
     return next((one for one in candidates if id(one) in held), None)
 
@@ -365,6 +367,13 @@ def _running_frames() -> set[int]:
         frames.add(id(frame))
         frame = frame.f_back
     return frames
+
+
+def _referrers(held: Sequence[Any]) -> list[Any]:
+    """Return all objects that refer to one of these, as far as Python's garbage collector knows them."""
+    asked = tuple(held)
+    # From Python 3.13 on, the tuple of the arguments is found too.
+    return [one for one in gc.get_referrers(*asked) if one is not asked]
 
 
 def _counts(referrer: Any) -> bool:

@@ -160,16 +160,7 @@ def replay(path: str | Path, *, model: Any = None, trust: bool | Callable[[str, 
 
 def _replay(path: Path, model: Any, trusts: Callable[[str, str], bool]) -> Replay:
     saved = read_capsule(path)
-    conditions = StepConditions(**saved["conditions"])
-    for name in (conditions.autocast, conditions.default_dtype):
-        if name is not None:
-            dtype_named(name)
-    facts = {key: value for key, value in conditions.trainer.items() if key in TRAINER_FACTS}
-    conditions = dataclasses.replace(conditions, trainer=simple_items(facts))
-    device = torch.device(saved["machine"]["device"])
-    if not _is_here(device):
-        device = torch.device("cpu")
-        conditions = dataclasses.replace(conditions, device_type="cpu")
+    conditions, device = _conditions_here(saved)
     with switched(saved["switches"]) as not_set, importing_from(saved["origin"], trusts) as find:
         module = rebuilt(saved, model, device, find)
         doubts = [*saved["doubts"], *(f"The capsule does not hold {name}." for name in saved["left_out"])]
@@ -182,13 +173,9 @@ def _replay(path: Path, model: Any, trusts: Callable[[str, str], bool]) -> Repla
         optimizers, schedulers = configured_optimizers(module) if is_lightning_module(module) else ([], [])
         doubts += _load_optimizers(optimizers, saved["optimizers"], find)
         wanted = set(saved["parameters"])
+        parameters = [p for name, p in module.named_parameters() if plain_name(name) in wanted]
         rerun = StepRerun(
-            module,
-            micro,
-            conditions,
-            optimizers=optimizers,
-            schedulers=schedulers,
-            parameters=[p for name, p in module.named_parameters() if plain_name(name) in wanted],
+            module, micro, conditions, optimizers=optimizers, schedulers=schedulers, parameters=parameters
         )
         try:
             with rerun:
@@ -226,6 +213,20 @@ def _replay(path: Path, model: Any, trusts: Callable[[str, str], bool]) -> Repla
         model=module,
         batches=tuple(each.batch for each in micro),
     )
+
+
+def _conditions_here(saved: Mapping[str, Any]) -> tuple[StepConditions, torch.device]:
+    """Return what the step ran under, and the device to run it on: the CPU where the step's own is missing."""
+    conditions = StepConditions(**saved["conditions"])
+    for name in (conditions.autocast, conditions.default_dtype):
+        if name is not None:
+            dtype_named(name)  # raises for what is no data type
+    facts = {key: value for key, value in conditions.trainer.items() if key in TRAINER_FACTS}
+    conditions = dataclasses.replace(conditions, trainer=simple_items(facts))
+    device = torch.device(saved["machine"]["device"])
+    if _is_here(device):
+        return conditions, device
+    return dataclasses.replace(conditions, device_type="cpu"), torch.device("cpu")
 
 
 def _is_here(device: torch.device) -> bool:

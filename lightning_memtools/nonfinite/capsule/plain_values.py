@@ -89,7 +89,7 @@ def _object_to_plain(value: Any, left_out: list[str], name: str, within: Holders
     return {_KIND: "object", "class": _path(kind), "bases": bases, "attributes": held}
 
 
-def from_plain(value: Any, find: Callable[[str], Any], within: Holders = ()) -> Any:  # noqa: C901, PLR0911, PLR0912, as above
+def from_plain(value: Any, find: Callable[[str], Any], within: Holders = ()) -> Any:  # noqa: C901, PLR0911, one kind each
     """Return the value that `to_plain` was given.
 
     Args:
@@ -104,18 +104,8 @@ def from_plain(value: Any, find: Callable[[str], Any], within: Holders = ()) -> 
     if not isinstance(value, dict):
         return value
     kind = value[_KIND]
-    if kind == "array":
-        return value["tensor"].numpy()
-    if kind == "bytes":
-        return bytes(value["tensor"].tolist())
-    if kind == "dtype":
-        return dtype_named(value["text"].removeprefix("torch."))
-    if kind == "device":
-        return torch.device(value["text"])
-    if kind == "Size":
-        return torch.Size(value["text"])
-    if kind == "left out":
-        return LeftOut(value["name"])
+    if kind in _READERS:
+        return _READERS[kind](value)
     if kind == "holder":
         return ref(within[value["level"]]) if value["weak"] else within[value["level"]]
     if kind == "object":
@@ -128,20 +118,24 @@ def from_plain(value: Any, find: Callable[[str], Any], within: Holders = ()) -> 
             raise TypeError(f"{value['class']} is of another package than the object that holds it")
         return made
     if kind == "mapping":
-        held = {from_plain(k, find): from_plain(v, find, within) for k, v in value["pairs"]}
-        return _mapping(made, held)
+        return _mapping(made, {from_plain(k, find): from_plain(v, find, within) for k, v in value["pairs"]})
     if kind == "dataclass":
-        names = {each.name for each in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
-        if not value["fields"].keys() <= names or hasattr(made, "__del__"):
-            raise TypeError(f"{value['class']} is no dataclass with these fields")
-        new: Any = object.__new__(made)
-        for key, item in value["fields"].items():
-            object.__setattr__(new, key, from_plain(item, find, within))
-        return new
+        return _dataclass(made, {key: from_plain(item, find, within) for key, item in value["fields"].items()})
     items = [from_plain(item, find, within) for item in value["items"]]
     if kind == "named tuple" and issubclass(made, tuple) and len(getattr(made, "_fields", ())) == len(items):
         return tuple.__new__(made, items)  # past a constructor that the capsule could choose
     return _sequence(made, items)
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "array": lambda value: value["tensor"].numpy(),
+    "bytes": lambda value: bytes(value["tensor"].tolist()),
+    "dtype": lambda value: dtype_named(value["text"].removeprefix("torch.")),
+    "device": lambda value: torch.device(value["text"]),
+    "Size": lambda value: torch.Size(value["text"]),
+    "left out": lambda value: LeftOut(value["name"]),
+}
+"""Read the kinds that name no class."""
 
 
 def _object_from_plain(value: Mapping[str, Any], find: Callable[[str], Any], within: Holders) -> Any:
@@ -210,6 +204,17 @@ def _is_mapping(kind: type) -> bool:
 
 
 _MAPPINGS_OF = ("transformers.", "lightning.", "pytorch_lightning.", "collections", "types")
+
+
+def _dataclass(made: type, fields: dict[str, Any]) -> Any:
+    """Return a dataclass's object without running its constructor."""
+    names = {each.name for each in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
+    if not fields.keys() <= names or hasattr(made, "__del__"):
+        raise TypeError(f"{made.__module__}:{made.__qualname__} is no dataclass with these fields")
+    new: Any = object.__new__(made)
+    for key, item in fields.items():
+        object.__setattr__(new, key, item)
+    return new
 
 
 def _mapping(made: type, held: dict[Any, Any]) -> Any:
