@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_memtools._torch import clear_cublas_workspaces
 from lightning_memtools.oom.gradient_exchange import GradientExchange
 from tests.integration.recovery_on_ranks import RunsOut
 
@@ -32,6 +34,9 @@ def only_rank():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
+    gc.collect()
+    clear_cublas_workspaces()  # other tests of this process compare what is allocated
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.cuda_memory
