@@ -431,10 +431,10 @@ def reason_of(key: str, one: dict[str, Any], *, virtual: bool) -> str | None:
         return "the CPU has no fused kernel for attention with dropout, or with a mask that has a gradient"
     if name in {"lstm", "gru"}:
         return "the CPU runs recurrent layers step by step"
-    if "bf16-true" in key and "::_efficient_attention_backward (real" in made:
-        return "the model asks for attention otherwise on a CPU, so that CUDA's kernel would be another"
     if "mixed" in key:
         return "autocast on the CPU has other lists of operators than on CUDA"
+    if name in {"llama", "qwen2"}:
+        return "on the null device transformers reads zeros and makes a mask that a GPU leaves out"
     return REASONS_ON_CPU.get(name) or REASONS.get(name) or "not looked into; the result lists the operators"
 
 
