@@ -122,7 +122,7 @@ class DoctorRun:
         self.stop()
 
     def stop(self) -> None:
-        """Watch nothing any more. Stopping twice does no harm."""
+        """Stop watching. Stopping twice does no harm."""
         self._remove_load_hook()
         self.examination = None
         self._ranks.close()

@@ -46,7 +46,11 @@ class OOMRecovery(EitherCallback):
     Before each step the states of random streams are noted, and buffers and metrics of the model are copied, so that a
     failed step can be taken back. Attributes that training_step itself changes, such as a counter, are not.
 
-    Logged after a recovery: `memory/oom_recoveries`, `memory/micro_batches`, `memory/oom_skipped_batches`.
+    | logged | meaning |
+    | --- | --- |
+    | `memory/oom_recoveries` | steps that were run again so far |
+    | `memory/micro_batches` | the parts of the latest of them |
+    | `memory/oom_skipped_batches` | batches that were skipped so far |
 
     Args:
         max_splits: The largest number of micro-batches of a batch.
@@ -148,11 +152,11 @@ class OOMRecovery(EitherCallback):
     on_train_end = on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the steps back."""
+        """Restore the replaced steps."""
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the steps back."""
+        """Restore the replaced steps."""
         self._stop()
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> list[Callable[[], None]]:

@@ -24,9 +24,12 @@ class TrainingDoctor(EitherCallback):
     batch it runs the step once on fake tensors. Then it watches the first `steps` training batches and evaluation
     batches, reports, and does nothing from then on. Training takes the same course, bit for bit, with and without it.
 
-    The report is printed where something serious was found, written to `<log_dir>/memtools/doctor.md` and
-    `doctor.json`, and logged as text `memtools/doctor`. It is also the attribute `report`. With several ranks it holds
-    the findings of all.
+    The report is printed where something serious was found, and written to `<log_dir>/memtools/doctor.md` and
+    `doctor.json`. It is also the attribute `report`. With several ranks it holds the findings of all.
+
+    | logged | when |
+    | --- | --- |
+    | `memtools/doctor` (text) | the findings, after the last step that it watches; before, if one is serious |
 
     In a step nothing waits for the device, except where a check says so: the host waits twice at the start, and once at
     the last watched step.

@@ -1,10 +1,10 @@
-"""Lets one rank run its step again while the others wait for its gradients, and then averages them as if nothing was.
+"""Lets one rank run its step again while others wait for its gradients; then averages them as if nothing had failed.
 
-In DistributedDataParallel a rank that runs out of memory leaves the others in the all-reduce of a bucket of gradients,
-where nothing can be said to them. Nothing need be: they cannot tell a rank that runs its step again from a slow one.
+In DistributedDataParallel a rank that runs out of memory leaves the others waiting in an all-reduce, where they receive
+no message. They need none: they cannot tell a rank that runs its step again from a slow one.
 
-1. The failed backward pass is ended over a group of one's own, so that the reducer is ready again. Buckets that had
-   been sent have averages that are right already: a bucket is sent when its gradients are complete.
+1. The failed backward pass is ended over a process group of this rank alone, so that the reducer is ready again.
+   Buckets that had been sent have averages that are right already: a bucket is sent when its gradients are complete.
 2. The parts run on the module itself; without its wrapper they send nothing.
 3. A backward pass that adds -0 to every gradient lets the reducer send the other buckets, in the order in which the
    ranks that wait have them.
@@ -73,7 +73,7 @@ class GradientExchange:
     def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
         """End the backward pass that failed, if it was to send gradients, and leave gradients None.
 
-        Returns the reason why that cannot be done, or why the step must not be run again any more; else "".
+        Returns the reason why that cannot be done, or why the step can no longer be run again; else "".
 
         Args:
             complete: The parameters to which the failed pass had added its gradients.
