@@ -19,7 +19,7 @@ from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
-from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.simulation.trainer_stand_in import forward_of
@@ -58,7 +58,7 @@ class DoctorRun:
         )
         self.examination: Examination | None = Examination(case, names)
         self._raises = raises
-        self._ranks = RankGather()
+        self._ranks = RankGather(EXCHANGE_LIMIT)  # through the store: a rank that failed is not waited for
         self._directory = report_directory(trainer)
         self._told: set[Finding] = set()
         self._n_published = 0

@@ -28,7 +28,6 @@ from lightning_memtools.nonfinite.bad_step_rerun import TrainingRun
 from lightning_memtools.nonfinite.evaluation_guard import EvaluationGuard
 from lightning_memtools.nonfinite.halt_session import (
     RERUN_TIMEOUT_S,
-    TIMEOUT_S,
     HaltActions,
     HaltOptions,
     HaltSession,
@@ -40,7 +39,7 @@ from lightning_memtools.nonfinite.step_outcome import StepConditions, plain_fact
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_on_rank_zero
 from lightning_memtools.reporting.loggers import log_scalars, log_text
-from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
 
 # Of what parameters, gradients and an Adam optimizer take together (4 times the parameters), the share that older
 # batches of an accumulation may hold: half of the 0.5% that all callbacks together may add to the peak.
@@ -64,7 +63,7 @@ class HaltRun:
 
     def __init__(self, trainer: Trainer, options: HaltOptions) -> None:
         self._trainer, self._options = trainer, options
-        self._ranks = RankGather(timedelta(seconds=TIMEOUT_S))
+        self._ranks = RankGather(EXCHANGE_LIMIT)
         self._patient_ranks = RankGather(timedelta(seconds=RERUN_TIMEOUT_S)) if options.reruns else self._ranks
         self._directory = report_directory(trainer, options.directory)
         self._actions = self._made_actions()

@@ -21,8 +21,6 @@ from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from lightning_memtools.nonfinite.step_guard import StepGuard
 from lightning_memtools.reporting.ranks import RankGather
 
-# All ranks find the bad step at the same time, so an answer takes as long as the slowest rank is behind.
-TIMEOUT_S = 60
 # One rank runs a step several times and reads every operation's outputs, while the others wait.
 RERUN_TIMEOUT_S = 600
 

@@ -13,7 +13,7 @@ no message. They need none: they cannot tell a rank that runs its step again fro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -29,9 +29,8 @@ from lightning_memtools._torch import (
     forget_gradient_order,
     has_gradient_hook,
     reduces_over,
-    replaced_collectives,
 )
-from lightning_memtools.reporting.ranks import RankGather
+from lightning_memtools.reporting.ranks import RankGather, refused_collectives
 
 PATIENCE_S = 60.0
 """Seconds that other ranks wait for one that runs its step again."""
@@ -173,25 +172,15 @@ def why_unsent(strategy: Any) -> str:
     return ""
 
 
-@contextmanager
-def no_collectives() -> Iterator[None]:
+def no_collectives() -> AbstractContextManager[None]:
     """Within, one of several ranks that starts a collective gets an error that names it."""
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        yield
-        return
-
-    def refuse(name: str) -> Callable[..., Any]:
-        def collective(*_args: Any, **_options: Any) -> Any:
-            raise CollectiveInPartError(
-                f"OOMRecovery runs this batch in parts on this rank alone, and the step calls the collective {name!r} "
-                "(self.log(..., sync_dist=True) of a value of each step does), which the other ranks would not take "
-                "part in as often. Next: leave it out of the step, or log with on_step=False."
-            )
-
-        return collective
-
-    with replaced_collectives(refuse):
-        yield
+    return refused_collectives(
+        lambda name: CollectiveInPartError(
+            f"OOMRecovery runs this batch in parts on this rank alone, and the step calls the collective {name!r} "
+            "(self.log(..., sync_dist=True) of a value of each step does), which the other ranks would not take "
+            "part in as often. Next: leave it out of the step, or log with on_step=False."
+        )
+    )
 
 
 def _is_pretended(wrapper: DistributedDataParallel) -> bool:

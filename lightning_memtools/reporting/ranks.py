@@ -9,7 +9,8 @@ import platform
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 import psutil
 from torch import distributed
 
-from lightning_memtools._torch import default_process_group_store
+from lightning_memtools._torch import default_process_group_store, replaced_collectives
 
 T = TypeVar("T")
 
@@ -253,6 +254,10 @@ class _StoreCalls:
     lost: set[int] = field(default_factory=set)
 
 
+EXCHANGE_LIMIT = timedelta(seconds=60)
+"""The time that a rank waits for others that reach the same point."""
+
+
 class RankGather:
     """Gathers small values of the host from all ranks, so that no GPU stream is waited for.
 
@@ -312,6 +317,23 @@ class RankGather:
         calls = self._calls
         received = [] if calls is None else _through_the_store(calls, mine, self.rank, self.world_size, self._timeout)
         return received or [mine]
+
+
+@contextmanager
+def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
+    """Within, one of several ranks that starts a collective gets the error made of its name in place of it."""
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        yield
+        return
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def collective(*_args: Any, **_options: Any) -> Any:
+            raise error(name)
+
+        return collective
+
+    with replaced_collectives(refuse):
+        yield
 
 
 def _through_the_store(calls: _StoreCalls, mine: Any, rank: int, world_size: int, timeout: timedelta) -> list[Any]:

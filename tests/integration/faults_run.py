@@ -41,6 +41,9 @@ AT_ONCE = 4
 SLOW_S = 7.0
 """Longer than our callbacks ever wait at the end of a run."""
 
+LATE_S = 25.0
+"""Longer than the process group's limit."""
+
 
 class Faulty(Regression):
     """Calls the fault in each hook of rank 1."""
@@ -67,7 +70,8 @@ class Faulty(Regression):
             self.meet("backward")
 
     def on_validation_epoch_end(self) -> None:
-        self.meet("validation")
+        if not self.trainer.sanity_checking:
+            self.meet("validation")
 
     def on_train_end(self) -> None:
         self.meet("train_end")
@@ -129,6 +133,15 @@ FAULTS: dict[str, Fault] = {
     "disk_full": nothing,
     "log_directory_gone": nothing,
 } | {f"{name}_at_{moment}": at(moment, act) for name, act in _ACTS.items() for moment in MOMENTS}
+
+LAST = {
+    "raises_in_the_last_validation": at("validation", fail),
+    "raises_in_the_last_hook": at("fit_end", fail),
+    "late_in_the_last_hook": at("fit_end", lambda _: time.sleep(LATE_S)),
+}
+"""Their runs end with the fit, so that the other rank can succeed."""
+
+FAULTS |= LAST
 """All of them; benchmarks/faults.py runs them."""
 
 IN_CI = (
@@ -136,6 +149,7 @@ IN_CI = (
     *(f"slow_at_{moment}" for moment in ("validation", "train_end", "fit_end", "test_end")),
     *(f"raises_at_{moment}" for moment in ("step", "validation", "train_end", "fit_end", "test_end")),
     *("dies_at_step", "dies_at_train_end", "dies_at_test_step", "sigterm_at_step", "ctrl_c_at_step"),
+    *LAST,
 )
 """Those of every run of the tests."""
 
@@ -179,7 +193,8 @@ def train(name: str, root: Path, rank: int, *, with_callbacks: bool) -> None:
     uneven_training = "fewer_validation" not in name
     with VirtualDevice("1GiB"):
         run.fit(model, batches(name if uneven_training else "", rank, 8), batches(name, rank, 6))
-        run.test(model, batches(name if not uneven_training else "", rank, 6), verbose=False)
+        if name not in LAST:
+            run.test(model, batches(name if not uneven_training else "", rank, 6), verbose=False)
 
 
 def rank_process(name: str, root: Path, rank: int, port: int, *, with_callbacks: bool) -> None:

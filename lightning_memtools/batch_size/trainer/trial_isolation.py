@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -21,11 +20,11 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import distributed, nn
+from torch import nn
 
 from lightning_memtools._lightning import twins
-from lightning_memtools._torch import replaced_collectives
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+from lightning_memtools.reporting.ranks import refused_collectives
 from lightning_memtools.reporting.strategies import why_unsupported
 
 _LIGHTNINGS_WATCHERS = (
@@ -86,26 +85,15 @@ def left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterato
                 )
 
 
-@contextmanager
-def no_collectives() -> Iterator[None]:
+def no_collectives() -> AbstractContextManager[None]:
     """Within, a rank that starts a collective gets an error that names it, and no rank waits."""
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        yield
-        return
-
-    def refuse(name: str) -> Any:
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            del args, kwargs
-            raise CollectiveInTrialError(
-                f"The collective {name!r} was called while BatchSizeTuner ran a batch size, by torch.distributed in "
-                "your own code or in a library's. A rank that fails would leave the others waiting in it. Next: leave "
-                "it out of the steps while tuning, or tune with devices=1 and set the size that is found."
-            )
-
-        return collective
-
-    with replaced_collectives(refuse):
-        yield
+    return refused_collectives(
+        lambda name: CollectiveInTrialError(
+            f"The collective {name!r} was called while BatchSizeTuner ran a batch size, by torch.distributed in "
+            "your own code or in a library's. A rank that fails would leave the others waiting in it. Next: leave "
+            "it out of the steps while tuning, or tune with devices=1 and set the size that is found."
+        )
+    )
 
 
 class QuietLogger(DummyLogger):

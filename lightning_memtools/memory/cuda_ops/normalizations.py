@@ -15,7 +15,7 @@ from lightning_memtools.memory.cuda_ops.kernels import (
     instead_of,
     instead_of_on_gpu,
 )
-from lightning_memtools.memory.cuda_ops.reductions import bytes_of_sum, workspaces
+from lightning_memtools.memory.cuda_ops.reductions import bytes_of_sum, power_of_two, workspaces
 from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
@@ -82,18 +82,14 @@ def _parts_of_sums(source: torch.Tensor, n_values: int) -> tuple[int, ...]:
     """Return the buffers of blocks that share a channel's sum (flexible_launch_configs of Normalization.cuh)."""
     n_channels = source.shape[1]
     n_rows = source.numel() // max(n_channels, 1)
-    width = min(_power_of_two(n_channels), 32)
-    height = min(_power_of_two(-(-n_rows // 16)), 512 // width)
+    width = min(power_of_two(n_channels), 32)
+    height = min(power_of_two(-(-n_rows // 16)), 512 // width)
     if width * height != 512:  # noqa: PLR2004, the most threads of a block
-        width = min(_power_of_two(n_channels), 512 // height)
+        width = min(power_of_two(n_channels), 512 // height)
     n_blocks = min(-(-n_rows // (height * 16)), 128)
     if n_blocks < 8:  # noqa: PLR2004, then it is not worth it
         return ()
     return 4 * n_values * n_channels * n_blocks, 4 * -(-n_channels // width)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (max(number, 1).bit_length() - 1)
 
 
 @instead_of_on_gpu(aten.native_layer_norm_backward.default)

@@ -49,7 +49,7 @@ def workspaces(tensor: torch.Tensor, dims: Sequence[int], gpu: GpuShape, *, part
             vector = _vector_of_outputs(shape, strides, n_reduced)
             width //= vector
     most = _MAX_THREADS // vector
-    wide, high = min(_power_of_two(width), most), min(_power_of_two(height), most)
+    wide, high = min(power_of_two(width), most), min(power_of_two(height), most)
     block_width = min(wide, _WARP)
     block_height = min(high, most // block_width)
     block_width = min(wide, most // block_height)
@@ -138,7 +138,7 @@ def _vector_of_outputs(shape: list[int], strides: list[int], n_reduced: int) -> 
     return vector
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the largest power of two that is not above the number."""
     return 1 << (max(number, 1).bit_length() - 1)
 
