@@ -156,7 +156,7 @@ class OOMReporter:
         line = None if exception is None else user_line_of(exception)
         page = ReportPage(
             facts=facts,
-            error="" if exception is None else str(exception),
+            error="" if exception is None else "\n".join([str(exception), *getattr(exception, "__notes__", ())]),
             done=done,
             where="" if line is None else f"{line} in {line.function}" + (f": {line.source}" if line.source else ""),
             modules=() if facts.split is None else facts.split.by_module,

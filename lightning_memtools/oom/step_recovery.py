@@ -259,6 +259,7 @@ class StepRecovery:
             self.recoveries.n_recovered += 1
             self.recoveries.latest = (
                 f"A batch of {n_samples_in(step.batch)} samples ran out of memory and was run again in {n_parts} parts."
+                + (f" Its loss is taken for a {self._loss} over samples." if step.backward is not None else "")
             )
         elif known is not None and n_parts < known.n_parts:
             known.n_parts, known.n_until_fewer = n_parts, known.patience
@@ -288,6 +289,7 @@ class StepRecovery:
         if known.n_until_fewer > 0:
             return known.n_parts
         known.patience *= 2
+        known.n_until_fewer = known.patience  # batches of other sizes may share this entry
         return max(1, known.n_parts // 2)
 
     def _prove_loss(self, step: BatchStep, n_parts: int, before: StepStart) -> str:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_memtools import OOMRecovery, VirtualDevice, default_callbacks
+from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks
 from tests.lightning_models import trainer
 
 WIDTH = 64
@@ -401,9 +401,13 @@ def test_a_batch_that_fits_in_no_parts_is_skipped_or_refused(tmp_path):
         warnings.filterwarnings("ignore", ".*returned `None`")  # Lightning says so once per process
         fit(tmp_path, without, data=data)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), without.parameters(), strict=True))
+    report = OOMReport(directory=str(tmp_path / "reports"), snapshot=False)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        fit(tmp_path, Sequences(), OOMRecovery(), data=data, capacity="30MiB")
-    assert "each of its 1 samples alone is too large; skip_batch=True skips such a batch" in caught.value.__notes__[0]
+        fit(tmp_path, Sequences(), OOMRecovery(), report, data=data, capacity="30MiB")
+    reason = "each of its 1 samples alone is too large; skip_batch=True skips such a batch"
+    assert reason in caught.value.__notes__[0]
+    (page,) = (tmp_path / "reports").glob("*.md")
+    assert reason in page.read_text()
 
 
 def test_batches_as_large_are_split_from_the_beginning(tmp_path):
@@ -440,7 +444,7 @@ def test_evaluation_batches_are_split_and_their_outputs_joined(tmp_path):
     [
         ({"max_splits": 1}, "max_splits=1 splits nothing"),
         ({"loss": "max"}, "loss='max' is neither"),
-        ({"split_batch": "halves"}, "split_batch='halves' is no function of a batch and a number of parts"),
+        ({"split_batch": "halves"}, "split_batch='halves' is not accepted: give a function or None"),
         ({"on_recover": "shout"}, "on_recover='shout' is neither"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import MemoryMonitor, OOMRecovery, OOMReport, VirtualDevice, release_failed_step
 from lightning_memtools.memory.readers import allocated_bytes
+from lightning_memtools.oom.step_recovery import StepRecovery
+from lightning_memtools.oom.step_start import BatchStep
 from tests.callbacks.test_oom_recovery import TIGHT, Sequences, Watched, batches, close, fit, one_step, prepared
 from tests.lightning_models import trainer
 
@@ -318,3 +321,51 @@ def test_a_recovered_step_leaves_nothing_on_the_device(tmp_path):
             gc.collect()
             left.append(device.stats().allocated)
     assert left[0] == left[1]
+
+
+@dataclass
+class StepResult:
+    """Stands for what Lightning makes of a step's output."""
+
+    closure_loss: Tensor
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class NoLog:
+    """Stands for what a step logs: nothing."""
+
+    def save(self):
+        return lambda: None
+
+    def begin_part(self, part):
+        del part
+
+    def values(self):
+        return {}
+
+    def put_mean(self, values, counts):
+        del values, counts
+
+
+def test_a_lower_number_of_parts_is_tried_after_a_while_also_by_batches_larger_than_those_that_are_known():
+    model, sizes = nn.Linear(1, 1), []
+
+    def forward(batch):
+        sizes.append(len(batch))
+        if len(batch) > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return StepResult(model(batch).mean())
+
+    def tries_whole(recovery, n):
+        sizes.clear()
+        model.zero_grad()
+        batch = torch.ones(n, 1)
+        recovery.run(BatchStep(batch, forward, NoLog(), backward=lambda loss: loss.backward(), zero_grad=lambda: None))
+        return n in sizes
+
+    for n in (12, 16):
+        recovery = StepRecovery(
+            model, torch.device("cpu"), max_splits=8, skip_batch=False, loss="mean", allow_batch_norm=False
+        )
+        assert tries_whole(recovery, 12)
+        assert [i for i in range(1, 151) if tries_whole(recovery, n)] == [50, 150]
