@@ -162,7 +162,7 @@ def test_everything_is_released_at_every_boundary_on_request(arguments, tmp_path
 
 @pytest.mark.parametrize("always", ["yes", 1, None])
 def test_always_is_true_or_false(always):
-    with pytest.raises(ValueError, match="neither True nor False") as error:
+    with pytest.raises(ValueError, match="is not accepted: give True or False") as error:
         EmptyCache(always=always)
     assert f"always={always!r}" in str(error.value)
 

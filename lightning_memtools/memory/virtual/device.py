@@ -112,7 +112,7 @@ class VirtualDevice:
         self._capacity = None if capacity is None else parse_capacity(capacity)
         self._context = _size_of("context", context) if context is not None else context_bytes(capacity)
         self._cublas_workspace = _size_of("cublas_workspace", cublas_workspace)
-        self._cuda_like = _checked_switch("cuda_like", cuda_like)
+        self._cuda_like = cuda_like
         self.gpu = GpuShape.of(find_gpu(capacity))
         others = self._context + _size_of("used_by_others", used_by_others)
         if self._capacity is not None and others >= self._capacity:
@@ -124,7 +124,7 @@ class VirtualDevice:
             AllocatorConfig.parse(allocator),
             capacity=self._capacity,
             used_by_others=others,
-            record=_checked_switch("record", record),
+            record=record,
         )
         self._history: AllocatorHistory | None = None
         self._ledger = VirtualLedger(self._allocator)
@@ -479,12 +479,6 @@ def _size_of(option: str, size: str | int) -> int:
         return parse_size(size)
     except ValueError as error:
         raise ValueError(f"{option}={size!r}: {error}") from None
-
-
-def _checked_switch(option: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{option}={value!r} is neither True nor False.")  # noqa: TRY004, as of every bad option
-    return value
 
 
 def _fall_silent_in_fork() -> None:
