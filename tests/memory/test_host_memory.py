@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import multiprocessing
+import json
 import re
 import subprocess
 import sys
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -56,18 +56,25 @@ def warnings_of(dataset) -> list[str]:
     return said
 
 
-def in_fresh_process(function, *args):
-    """Call a function in a process without what earlier tests hold: growth is judged beside all that a run holds."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
+def in_fresh_process(expression: str) -> list[str]:
+    """Return the value of a list of texts, from a process without what earlier tests hold.
+
+    Growth is judged beside all that a run holds.
+    """
+    code = f"import json; from {__name__} import *; print(json.dumps({expression}))"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return said
 
 
 def test_workers_that_copy_a_list_of_objects_are_named_and_those_that_share_an_array_are_not():
-    (said,) = [text for text in in_fresh_process(warnings_of, Lists()) if "nearly full" not in text]
+    (said,) = [text for text in in_fresh_process("warnings_of(Lists())") if "nearly full" not in text]
     assert "2 loader workers has grown by" in said
     assert "Lists.items is a list of 500,000 objects" in said
     assert "NumPy array" in said
-    assert [text for text in in_fresh_process(warnings_of, Array()) if "nearly full" not in text] == []
+    assert [text for text in in_fresh_process("warnings_of(Array())") if "nearly full" not in text] == []
 
 
 def batch_of_four(_):
@@ -88,7 +95,7 @@ def warnings_of_a_run(root) -> list[str]:
 
 
 def test_the_monitor_of_a_run_says_so(tmp_path):
-    said = "\n".join(in_fresh_process(warnings_of_a_run, tmp_path))
+    said = "\n".join(in_fresh_process(f"warnings_of_a_run({str(tmp_path)!r})"))
     assert re.search(r"2 loader workers has grown by .* Lists\.items is a list of 500,000 objects", said)
 
 
