@@ -84,6 +84,8 @@ class OOMRecovery(EitherCallback):
     ) -> None:
         if not is_count(max_splits, least=2):  # a whole batch is one part
             raise ValueError(f"max_splits={max_splits!r} splits nothing. Give 2 or more.")
+        if split_batch is not None and not callable(split_batch):
+            raise ValueError(f"split_batch={split_batch!r} is no function of a batch and a number of parts.")
         if loss not in {"auto", "mean", "sum"}:
             raise ValueError(f"loss={loss!r} is neither 'auto' nor 'mean' nor 'sum'.")
         if on_recover not in {"warn", "ignore"}:

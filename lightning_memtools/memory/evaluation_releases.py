@@ -47,6 +47,8 @@ class ReleaseOptions:
                 f"stages={self.stages!r} {what}. Accepted are {', '.join(map(repr, EVALUATIONS))}, in a list: "
                 'stages=["val", "test"]. The end of fit always counts.'
             )
+        if not isinstance(self.always, bool):
+            raise ValueError(f"always={self.always!r} is neither True nor False.")  # noqa: TRY004, as of every bad argument
         if not is_count(self.warn_after):
             raise ValueError(
                 f"warn_after={self.warn_after!r} is not a count of epochs. Give a whole number of 1 or more."

@@ -167,6 +167,15 @@ def test_always_is_true_or_false(always):
     assert f"always={always!r}" in str(error.value)
 
 
+def test_a_subclass_with_arguments_of_its_own_is_refused_bad_ones_too():
+    class Own(EmptyCache):
+        def __init__(self, often):
+            super().__init__(always=often)
+
+    with pytest.raises(ValueError, match="always='yes' is neither True nor False"):
+        Own("yes")
+
+
 def test_without_a_capacity_the_share_is_of_what_is_reserved(tmp_path):
     def freed(share):
         model = Wide(train=[[30]], val=[[30]])

@@ -254,16 +254,19 @@ def test_named_modules_become_one_segment_each():
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+class Stage(nn.Module):
+    """Layers within a forward of its own, which needs the input after them."""
+
+    def __init__(self, n_layers: int = 3) -> None:
+        super().__init__()
+        self.body = encoder(n_layers, 0.0)
+
+    def forward(self, x):
+        return self.body(x) + x.mean()
+
+
 def test_chains_within_other_chains_are_taken_where_the_outer_one_gains_nothing():
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = encoder(6, 0.0)
-
-        def forward(self, x):
-            return self.body(x) + x.mean()
-
-    model = nn.Sequential(nn.LayerNorm(32), Inner())
+    model = nn.Sequential(nn.LayerNorm(32), Stage(6))
     plan = plan_checkpoints(model, torch.empty(16, 24, 32))
     assert plan.refused is None
     # Nothing of the outer chain but its norm, and of the inner one whole layers and the attention within them.
@@ -271,17 +274,6 @@ def test_chains_within_other_chains_are_taken_where_the_outer_one_gains_nothing(
     assert recomputed.pop("", (Range(0, 1),)) == (Range(0, 1),)
     assert {name for name in recomputed if not name.endswith(".attention")} == {"1.body"}
     assert plan.peak_bytes < 0.6 * plan.plain_peak_bytes
-
-
-class Stage(nn.Module):
-    """Layers within a forward of its own, which needs the input after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = encoder(3, 0.0)
-
-    def forward(self, x):
-        return self.body(x) + x.mean()
 
 
 def test_without_a_budget_every_depth_of_nesting_is_compared():
