@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,10 +29,7 @@ from lightning_memtools._torch import (
     has_gradient_hook,
     reduces_over,
 )
-from lightning_memtools.reporting.ranks import RankGather, refused_collectives
-
-PATIENCE_S = 60.0
-"""Seconds that other ranks wait for one that runs its step again."""
+from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather, refused_collectives
 
 
 class CollectiveInPartError(Exception):
@@ -52,7 +48,7 @@ class GradientExchange:
         model = getattr(strategy, "model", None)
         self._strategy = strategy
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
-        self._flags = RankGather(timedelta(seconds=PATIENCE_S)) if agrees else None
+        self._flags = RankGather(EXCHANGE_LIMIT) if agrees else None
         self._failed_at: float | None = None
         self._buckets: list[list[nn.Parameter]] = []
         self._sent: list[tuple[nn.Parameter, Tensor | None]] = []
@@ -80,7 +76,11 @@ class GradientExchange:
         """
         if self._failed_at is not None:
             waited = time.monotonic() - self._failed_at
-            return "" if waited < PATIENCE_S else f"the other ranks have waited {waited:.0f} s for its gradients"
+            return (
+                ""
+                if waited < EXCHANGE_LIMIT.total_seconds()
+                else f"the other ranks have waited {waited:.0f} s for its gradients"
+            )
         if self._wrapper is None:
             return ""
         self._failed_at = time.monotonic()
