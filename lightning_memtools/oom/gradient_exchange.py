@@ -76,11 +76,8 @@ class GradientExchange:
         """
         if self._failed_at is not None:
             waited = time.monotonic() - self._failed_at
-            return (
-                ""
-                if waited < EXCHANGE_LIMIT.total_seconds()
-                else f"the other ranks have waited {waited:.0f} s for its gradients"
-            )
+            is_late = waited >= EXCHANGE_LIMIT.total_seconds()
+            return f"the other ranks have waited {waited:.0f} s for its gradients" if is_late else ""
         if self._wrapper is None:
             return ""
         self._failed_at = time.monotonic()

@@ -212,7 +212,7 @@ def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
     torch.set_num_threads(1)
     if "late" in sys.argv:
-        gradient_exchange.EXCHANGE_LIMIT = timedelta(0)
+        vars(gradient_exchange)["EXCHANGE_LIMIT"] = timedelta(0)
     seen = []
     for name in sys.argv[2:]:
         seen.append(run_on_devices(folder, rank) if name == "devices" else run(name, folder, rank))
