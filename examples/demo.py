@@ -69,20 +69,20 @@ def main() -> None:
     L.seed_everything(0, verbose=False)
     train, val, _ = loaders(256)
 
-    print("\n1. Train with batches of 256 on a simulated GPU of 40 MiB.")
+    print("\n1. Train with batches of 256 on a simulated GPU of 40 MiB. TensorBoard: Memory, Run; Scalars, loss.")
     fit(f"{logs}/1-train", DigitClassifier(), memtools.default_callbacks(), train, val, epochs=4)
 
-    print("\n2. With batches of 1024 it runs out of memory. The report says what filled the device and what helps.")
+    print("\n2. Batches of 1024 run out of memory. What filled the device, and what helps? TensorBoard: Memory, Reports.")
     with suppress(torch.OutOfMemoryError):
         fit(f"{logs}/2-out-of-memory", TunedDigits(1024), [memtools.OOMReport()])
 
-    print("\n3. Two callbacks more: recompute activations, and find the largest batch that fits.")
+    print("\n3. Recompute activations, and find the largest batch that fits. TensorBoard: Memory, Compare runs.")
     model = TunedDigits(256)
     checkpointing, tuner = memtools.GradientCheckpointing(bn_dropout="recompute"), memtools.BatchSizeTuner(max_trials=5)
     fit(f"{logs}/3-fits", model, [memtools.MemoryMonitor(), checkpointing, tuner])
     print(f"It trains with batches of {model.batch_size}.")
 
-    print("\n4. One empty picture among the digits: the loss becomes NaN. The step, operation and sample are named.")
+    print("\n4. An empty picture makes the loss NaN. Step, operation and sample are named. TensorBoard: Memory, Reports.")
     train.dataset.dataset.tensors[0][train.dataset.indices[700]] = 0.0  # type: ignore[attr-defined]
     try:
         fit(f"{logs}/4-nan", Standardized(), [memtools.HaltOnNaN()], train)

@@ -1,5 +1,6 @@
 """Uses of Lightning's private attributes, each with the reason why no public way serves and when it can go.
 
+Where a docstring says that there is no public way to do or to ask something, the use can go once there is one.
 Nothing else in the package touches a private attribute of Lightning; tests/house_rules.py keeps that.
 """
 

@@ -1,4 +1,7 @@
-"""Every use of torch's private parts, each with the reason why no public way serves and when it can go."""
+"""Every use of torch's private parts, each with the reason why no public way serves and when it can go.
+
+Where a docstring says that there is no public way to do or to ask something, the use can go once there is one.
+"""
 
 from __future__ import annotations
 

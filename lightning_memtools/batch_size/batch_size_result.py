@@ -118,7 +118,7 @@ class BatchSizeResult:
                 str(trial.size),
                 trial.outcome,
                 _peak_in_words(trial.tightest),
-                _size_or_unknown(trial.tightest.limit),
+                format_size(trial.tightest.limit),
             )
             for trial in self.trials
         ]
@@ -165,8 +165,4 @@ def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
 def _peak_in_words(reading: RankReading) -> str:
     """Returns the peak; of a trial that ran out of memory it is known only that it is more than what was reserved."""
     is_cut_off = reading.failure.startswith(OUT_OF_MEMORY) and reading.peak is not None
-    return f"over {_size_or_unknown(reading.peak)}" if is_cut_off else _size_or_unknown(reading.peak)
-
-
-def _size_or_unknown(n_bytes: int | None) -> str:
-    return "not known" if n_bytes is None else format_size(n_bytes)
+    return f"over {format_size(reading.peak)}" if is_cut_off else format_size(reading.peak)

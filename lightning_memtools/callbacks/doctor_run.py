@@ -14,11 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools._lightning import is_compiled_by_lightning, training_step
 from lightning_memtools.doctor.examination import Examination
-from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError, counted
+from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
 from lightning_memtools.reporting.loggers import log_text
+from lightning_memtools.reporting.phrases import counted
 from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table

@@ -24,6 +24,7 @@ from lightning_memtools.checkpointing.memory_model import (
 from lightning_memtools.checkpointing.step_profile import StepProfile
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.notebooks import shown_as
+from lightning_memtools.reporting.phrases import counted, first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
 from lightning_memtools.simulation.step_trace import StepCost
 
@@ -241,21 +242,12 @@ def _recomputed(chain: ChainPlan) -> str:
     if not chain.ranges:
         return "nothing"
     times = list(runs_again(chain.ranges))
-    counts = f"{_counted(len(set(times)), 'layer')}, {_counted(len(times), 'run')}"
-    return f"{_listed([str(one) for one in chain.ranges])} ({counts})"
+    counts = f"{counted(len(set(times)), 'layer', 'layers')}, {counted(len(times), 'run', 'runs')}"
+    return f"{first_of(chain.ranges, _MOST_RANGES)} ({counts})"
 
 
 def _left_out(chain: ChainPlan) -> str:
     reasons: dict[str, list[str]] = {}
     for at, why in chain.outside.items():
         reasons.setdefault(why, []).append(str(at))
-    return "; ".join(f"{_listed(found)}: {why}" for why, found in reasons.items()) or "none"
-
-
-def _listed(found: Sequence[str]) -> str:
-    shown = ", ".join(found[:_MOST_RANGES])
-    return shown if len(found) <= _MOST_RANGES else f"{shown} and {len(found) - _MOST_RANGES} more"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return "; ".join(f"{first_of(found, _MOST_RANGES)}: {why}" for why, found in reasons.items()) or "none"

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 STRATEGIES = ("ddp", "fsdp", "fsdp2")
 STAGES = ("train", "val", "test", "predict")
-_SHARDED = {"fsdp", "fsdp2"}
 TARGET = Target("estimate_memory", ("model", "batch"), "step")
 
 
@@ -83,13 +82,13 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         UsageError: The target cannot be found or returns something else, or the engine cannot do what is asked for.
     """
-    if chosen.engine == "simulation" and chosen.strategy in _SHARDED:
+    if chosen.engine == "simulation" and chosen.strategy not in {None, "ddp"}:
         raise UsageError(f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code: leave --engine out.")
     if chosen.engine != "simulation" and chosen.device != "cpu" and not is_on_null_device():
         try:
             variables = _environment_of(chosen.capacity)
         except DryRunError as error:
-            if chosen.engine == "cuda" or chosen.strategy in _SHARDED:
+            if chosen.engine == "cuda" or chosen.strategy not in {None, "ddp"}:
                 needs = f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code. " if chosen.strategy else ""
                 raise UsageError(f"{needs}{error}") from error
             chosen.engine = "simulation"

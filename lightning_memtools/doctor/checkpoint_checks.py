@@ -12,8 +12,9 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.doctor.findings import Finding, counted
-from lightning_memtools.doctor.training_case import TrainingCase, listed
+from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.reporting.phrases import counted, first_of
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 
 # What wrappers put before every key: DataParallel and DDP, torch.compile, a module that holds the model.
@@ -97,7 +98,7 @@ def compare_keys(model: nn.Module, state: Mapping[str, Tensor], path: str) -> It
         yield Finding(
             "checkpoint_keys",
             "error",
-            f"{path}: {listed(counters)}",
+            f"{path}: {first_of(counters)}",
             f"A trial load misses {counted(len(counters), 'counter', 'counters')} of batches, which BatchNorm has had "
             "since PyTorch 0.4.1.",
             "load_state_dict raises 'Missing key(s)'. The counter matters only to BatchNorm(momentum=None).",
@@ -107,7 +108,7 @@ def compare_keys(model: nn.Module, state: Mapping[str, Tensor], path: str) -> It
         yield Finding(
             "checkpoint_keys",
             "error",
-            f"{path}: {listed(extra)}",
+            f"{path}: {first_of(extra)}",
             f"A trial load finds {counted(len(extra), 'statistic', 'statistics')} of BatchNorm that the model "
             "has no place for.",
             "load_state_dict raises 'Unexpected key(s)'. The model was built without these "
@@ -123,7 +124,7 @@ def compare_keys(model: nn.Module, state: Mapping[str, Tensor], path: str) -> It
         yield Finding(
             "checkpoint_keys",
             "error",
-            f"{path}: {listed([size[0] for size in sizes])}",
+            f"{path}: {first_of([size[0] for size in sizes])}",
             f"{counted(len(sizes), 'tensor has', 'tensors have')} another size: {name} is {saved} in "
             f"the checkpoint and {current} in the model.",
             "load_state_dict raises 'size mismatch', also with strict=False.",
@@ -163,14 +164,14 @@ def _other_keys(path: str, missing: Sequence[str], unexpected: Sequence[str]) ->
         if (alike := difflib.get_close_matches(key, unexpected, n=1, cutoff=0.8))
     ]
     parts = [
-        f"{len(keys)} {word} ({listed(keys)})"
+        f"{len(keys)} {word} ({first_of(keys)})"
         for keys, word in ((missing, "missing"), (unexpected, "unexpected"))
         if keys
     ]
     return Finding(
         "checkpoint_keys",
         "error",
-        f"{path}: {listed([*missing, *unexpected])}",
+        f"{path}: {first_of([*missing, *unexpected])}",
         f"A trial load finds {' and '.join(parts)}." + (f" {'; '.join(near)}." if near else ""),
         "load_state_dict raises; with strict=False what is missing keeps its initial values.",
         "Build the model as it was saved, or rename the keys of the state_dict.",

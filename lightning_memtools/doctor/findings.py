@@ -8,15 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from lightning_memtools.reporting.notebooks import shown_as
+from lightning_memtools.reporting.phrases import counted
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 Severity = Literal["info", "warning", "error"]
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
-
-
-def counted(n: int, one: str, several: str) -> str:
-    """Return a number with its noun, such as "1 step" or "3 steps"."""
-    return f"{n:,} {one if n == 1 else several}"
 
 
 @dataclass(frozen=True, slots=True)

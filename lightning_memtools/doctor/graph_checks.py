@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import node_sequence_number
-from lightning_memtools.doctor.findings import Finding, counted
+from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.leaks.growing_graphs import graph_clock, tensors_with_graph
 from lightning_memtools.memory.leaks.holders import find_holder, is_a
@@ -21,6 +21,7 @@ from lightning_memtools.memory.leaks.leak_detector import SearchScope
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.phrases import counted
 
 # So many nodes next to the loss are marked in each step: an output that is kept is near it.
 _MARKED_NODES = 200

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 from lightning_memtools._torch import AnyBatchNorm, write_count
-from lightning_memtools.doctor.findings import Finding, counted
+from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.step_trial import place_of_error, trial_of, try_step
-from lightning_memtools.doctor.training_case import TrainingCase, listed
+from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.owned import storage_of
 from lightning_memtools.memory.shared_memory import free_in_container, free_shared_memory
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.phrases import counted, first_of
 
 _TOO_FEW = ("Expected more than 1 value per channel", "Expected more than 1 spatial element")
 
@@ -135,7 +136,7 @@ class ChangedBatch:
         if not changed:
             return
         self._is_reported = True
-        shapes = listed([f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in changed])
+        shapes = first_of([f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in changed])
         is_kept = self._belongs_to_data(changed)
         yield Finding(
             "changed_batch",

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_memtools.doctor.findings import Finding, counted
+from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.phrases import counted
 
 MIN_GROWTHS = 6
 

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_memtools._torch import AnyBatchNorm, AnyDropout, write_count
-from lightning_memtools.doctor.findings import Finding, counted
+from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.step_trial import trial_of
-from lightning_memtools.doctor.training_case import TrainingCase, listed
+from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.user_code import CodeLine
+from lightning_memtools.reporting.phrases import counted, first_of
 
 
 class ModuleModes:
@@ -70,7 +71,7 @@ class ModuleModes:
         yield Finding(
             "module_modes",
             "warning",
-            listed(changed),
+            first_of(changed),
             f"{counted(len(changed), 'BatchNorm layer is', 'BatchNorm layers are')} in train mode in evaluation, and "
             "an evaluation batch has changed their running statistics.",
             "Evaluation depends on how its data is batched, and leaks into the trained model.",
@@ -115,7 +116,7 @@ class Devices:
             yield Finding(
                 "devices",
                 "warning",
-                listed(list(away)),
+                first_of(list(away)),
                 f"{counted(len(away), 'parameter or buffer is', 'parameters and buffers are')} not on {home}, where "
                 f"the others are: {name} is on {device}.",
                 "The forward pass raises 'Expected all tensors to be on the same device' where they meet.",
@@ -148,7 +149,7 @@ class Devices:
         return Finding(
             "devices",
             "info" if meeting is None else "warning",
-            listed(names),
+            first_of(names),
             f"{counted(len(names), 'tensor is a plain attribute', 'tensors are plain attributes')} of modules: {place}."
             + (f" In a trial on fake tensors it meets a tensor of the model's device at {meeting}." if meeting else ""),
             "The step raises 'Expected all tensors to be on the same device' there."

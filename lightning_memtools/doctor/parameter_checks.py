@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import l2_norm_of_each
-from lightning_memtools.doctor.findings import Finding, counted
-from lightning_memtools.doctor.training_case import TrainingCase, listed
+from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.reporting.phrases import counted, first_of
 
 # Fewer steps show nothing: a generator may be trained in every second step.
 MIN_STEPS = 3
@@ -42,7 +43,7 @@ class OptimizerParameters:
             yield Finding(
                 "optimizer_parameters",
                 "warning",
-                listed([names.get(key, "a tensor") for key in twice]),
+                first_of([names.get(key, "a tensor") for key in twice]),
                 f"{counted(len(twice), 'parameter is', 'parameters are')} listed more than once: "
                 f"in {' and in '.join(places[twice[0]])}.",
                 "Every step moves them several times, with several states and weight decays.",
@@ -52,7 +53,7 @@ class OptimizerParameters:
             yield Finding(
                 "optimizer_parameters",
                 "info",
-                listed(frozen),
+                first_of(frozen),
                 f"{counted(len(frozen), 'parameter in the optimizer has', 'parameters in the optimizer have')} "
                 "requires_grad=False.",
                 "They cannot get a gradient, and stay as they are.",
@@ -77,7 +78,7 @@ class OptimizerParameters:
         yield Finding(
             "optimizer_parameters",
             "warning",
-            listed(list(left_out)),
+            first_of(list(left_out)),
             f"{counted(len(left_out), 'parameter gets', 'parameters get')} gradients ({n_bytes:,} bytes after "
             f"{MIN_STEPS} steps) without being in any optimizer.",
             "They are never trained, and their gradients add up and cost time and memory.",
@@ -178,7 +179,7 @@ class MissingGradients:
             yield Finding(
                 "missing_gradients",
                 "info",
-                listed([seen.name for seen in rest]),
+                first_of([seen.name for seen in rest]),
                 f"The gradients of {counted(len(rest), 'parameter', 'parameters')} were exactly zero in all of "
                 f"{rest[0].n_steps} steps.",
                 "They do not learn; dead ReLUs, a loss that ignores them, or saturated values are common reasons.",
@@ -189,7 +190,7 @@ class MissingGradients:
         return Finding(
             "missing_gradients",
             "warning",
-            listed([seen.name for seen in missing]),
+            first_of([seen.name for seen in missing]),
             f"{counted(len(missing), 'parameter', 'parameters')} in the optimizer had no gradient (None) in any of "
             f"{missing[0].n_steps} steps.",
             "They are never trained, and DDP raises unless find_unused_parameters is set.",
@@ -202,7 +203,7 @@ class MissingGradients:
         return Finding(
             "missing_gradients",
             "warning",
-            listed([seen.name for seen in shrunk]),
+            first_of([seen.name for seen in shrunk]),
             f"The gradients of {counted(len(shrunk), 'parameter', 'parameters')} were exactly zero in all of "
             f"{first.n_steps} steps, and weight_decay={first.weight_decay:g} shrank {first.name} by {share:.3g} of "
             "its norm in one step.",
@@ -259,7 +260,7 @@ class SymmetricWeights:
         yield Finding(
             "symmetric_weights",
             "warning",
-            listed(symmetric),
+            first_of(symmetric),
             f"All {n_rows} rows of {symmetric[0]} are equal, and so are the rows of its first gradient, which is not "
             f"zero. So it is for {len(symmetric)} weights.",
             f"The {n_rows} outputs stay copies of one another: the layer has the capacity of one.",

@@ -8,7 +8,8 @@ import torch
 
 from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.doctor.findings import Finding
-from lightning_memtools.doctor.training_case import TrainingCase, listed
+from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.reporting.phrases import first_of
 
 # A seed that the system draws has 53 bits; one that a person gives is nearly always below.
 _LARGEST_USUAL_SEED = 2**32
@@ -51,7 +52,7 @@ class RejectedSettings:
             yield Finding(
                 "rejected_settings",
                 "error",
-                listed(half),
+                first_of(half),
                 f"precision='16-mixed' with {len(half)} trainable parameters that are float16 already.",
                 "The gradient scaler raises 'Attempting to unscale FP16 gradients.' at the first step.",
                 "model.float(): mixed precision keeps the parameters in float32.",

@@ -97,9 +97,3 @@ class TrainingCase:
     def optimized(self) -> set[int]:
         """Return the identities of all parameters that any optimizer holds."""
         return {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-
-
-def listed(names: Sequence[str], limit: int = 3) -> str:
-    """Return the first names, and the number of the others."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -109,7 +109,7 @@ def estimate_memory(
     _check_model(model, step, stage=stage, device=device)
     _check_optimizer(optimizer)
     _check_ranks(strategy, devices, shard)
-    is_sharded = strategy in {"fsdp", "fsdp2"}
+    is_sharded = strategy not in {None, "ddp"}
     if is_sharded:
         _check_sharding(model, optimizer, strategy=strategy or "", precision=precision, clip=clip, device=device)
     if stage == "train" and not (is_sharded and configures_itself(model)):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 import torch
+
+from lightning_memtools.memory.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,17 @@ class GpuProcess:
     name: str
     used_bytes: int | None
 
+    def __str__(self) -> str:
+        return f"{self.name or 'process'} (pid {self.pid}, {format_size(self.used_bytes)})"
+
 
 class _NotKnownError(Exception):
     """The processes are not known; the message says why."""
+
+
+def in_words(processes: Sequence[GpuProcess] | str) -> str:
+    """Return the processes as text, or the reason why they are not known."""
+    return processes if isinstance(processes, str) else ", ".join(map(str, processes)) or "none"
 
 
 def other_gpu_processes(index: int) -> list[GpuProcess] | str:

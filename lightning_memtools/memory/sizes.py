@@ -76,8 +76,13 @@ def _suggested_units(text: object) -> str:
     return f" Did you mean '{match[1]}{letter}iB' or '{match[1]}{letter}B'?"
 
 
-def format_size(n_bytes: int) -> str:
-    """Return bytes in the largest binary unit that gives at least 1, with three significant digits: ``"1.50 GiB"``."""
+def format_size(n_bytes: int | None) -> str:
+    """Return bytes in the largest binary unit that gives at least 1, with three significant digits: ``"1.50 GiB"``.
+
+    None is "not known".
+    """
+    if n_bytes is None:
+        return "not known"
     size = float(n_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         # 1023.5 would print as "1024 MiB"; the next unit says "1.00 GiB".
@@ -85,6 +90,11 @@ def format_size(n_bytes: int) -> str:
             return f"{n_bytes} B" if unit == "B" else f"{_three_digits(size)} {unit}"
         size /= 1024
     return f"{_three_digits(size)} TiB"
+
+
+def format_share(n_bytes: int | None, whole: int | None) -> str:
+    """Return the share of a whole, such as "12.5%"; "" where one of them is not known, or the whole is nothing."""
+    return "" if n_bytes is None or not whole else f"{100 * n_bytes / whole:.1f}%"
 
 
 def to_gib(n_bytes: int) -> float:

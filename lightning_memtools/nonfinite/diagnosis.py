@@ -16,21 +16,22 @@ from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
 from lightning_memtools.nonfinite.micro_batches import bad_inputs
 from lightning_memtools.nonfinite.tensor_names import plain_name
+from lightning_memtools.reporting.phrases import first_of
 
 
 def examine(
-    model: Module, trip: BadStep, *, rank: int = 0, unrestored: tuple[str, ...] = (), carried: bool = False
+    model: Module, bad_step: BadStep, *, rank: int = 0, unrestored: tuple[str, ...] = (), carried: bool = False
 ) -> Evidence:
     """Return what this rank knows: of the step's batches, losses, gradients and of the weights. Call it after the undo.
 
     Args:
         model: The module that is trained.
-        trip: The bad step.
+        bad_step: The bad step.
         rank: This rank.
         unrestored: The names of the buffers that could not be restored.
         carried: Whether NaN gradients tell the other ranks of bad losses.
     """
-    step = trip.step
+    step = bad_step.step
     indices = [micro.index for micro in step.micro for _ in micro.losses]
     optimizer = step.optimizer
     tensors = [*model.parameters(), *step.parameters]
@@ -39,21 +40,21 @@ def examine(
         rank=rank,
         step=step.number,
         batches=tuple(micro.index for micro in step.micro),
-        losses=tuple(zip(indices, trip.losses, strict=True)),
-        norm=trip.norm,
-        gradients=trip.gradients,
+        losses=tuple(zip(indices, bad_step.losses, strict=True)),
+        norm=bad_step.norm,
+        gradients=bad_step.gradients,
         parameters=tuple(bad_state(model)),
         inputs=tuple(bad for micro in step.micro for bad in bad_inputs(micro)),
         unseen=tuple(micro.index for micro in step.micro if micro.batch is None),
         learning_rates=tuple(float(group["lr"]) for group in groups if "lr" in group),
         weight_norm=_norm(list(step.parameters)),
         plain_sgd=isinstance(optimizer, SGD),
-        float16=bool(trip.scaler) or any(tensor.dtype == torch.float16 for tensor in tensors),
-        scaler=trip.scaler,
-        late=trip.late,
-        update=trip.update,
-        is_lost=trip.is_lost,
-        carried=carried and not all(map(math.isfinite, trip.losses)),
+        float16=bool(bad_step.scaler) or any(tensor.dtype == torch.float16 for tensor in tensors),
+        scaler=bad_step.scaler,
+        late=bad_step.late,
+        update=bad_step.update,
+        is_lost=bad_step.is_lost,
+        carried=carried and not all(map(math.isfinite, bad_step.losses)),
         unrestored=unrestored,
     )
 
@@ -146,12 +147,12 @@ def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past
     if bad and not grown:
         return Diagnosis(
             NonFiniteCause.BAD_PARAMETER,
-            f"{_list(bad)} held NaN or Inf before this step.",
+            f"{first_of(bad)} held NaN or Inf before this step.",
             ADVICE["bad weights"],
             rank,
         )
     if grown:
-        also = f" By this step {_list(bad)} had become NaN or Inf." if bad else ""
+        also = f" By this step {first_of(bad)} had become NaN or Inf." if bad else ""
         return Diagnosis(
             NonFiniteCause.EXPLODING,
             f"{grown}.{also}",
@@ -206,11 +207,6 @@ def _calm(history: Sequence[PastStep]) -> str:
     if not before:
         return "this was the first step"
     return "neither loss nor gradient norm had grown before" if len(before) > 1 else "there was one good step before"
-
-
-def _list(bad: Sequence[object], most: int = 3) -> str:
-    rest = f" and {len(bad) - most} more" if len(bad) > most else ""
-    return ", ".join(map(str, bad[:most])) + rest
 
 
 def _rates(evidence: Evidence) -> str:

@@ -15,6 +15,7 @@ from lightning_memtools.nonfinite.diagnosis import Diagnosis
 from lightning_memtools.nonfinite.evaluation_outputs import BadOutput
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.nonfinite_error import HaltStage, NonFiniteError
+from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 
@@ -395,10 +396,7 @@ def overflow_finding(
 
 def named(bad: Sequence[BadTensor], otherwise: str) -> str:
     """Return the first of the bad tensors as text; `otherwise` where there is none."""
-    if not bad:
-        return otherwise
-    rest = f" and {len(bad) - MOST_NAMES} more" if len(bad) > MOST_NAMES else ""
-    return ", ".join(map(str, bad[:MOST_NAMES])) + rest
+    return first_of(bad, MOST_NAMES) or otherwise
 
 
 def series(values: Sequence[float]) -> str:

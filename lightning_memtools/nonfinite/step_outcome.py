@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_memtools._torch import is_in_memory
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.micro_batches import MicroBatch, in_batch, simple_items
+from lightning_memtools.reporting.phrases import first_of
 
 # The attributes that a step may ask its Trainer for, and that plain values can answer.
 TRAINER_FACTS = (
@@ -144,8 +145,7 @@ def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepO
     different = [name for name, digest in digests_of(again.gradients).items() if digests.get(name, digest) != digest]
     different += [name for name in digests if name not in again.gradients]
     if different:
-        more = f" and {len(different) - 3} more" if len(different) > 3 else ""  # noqa: PLR2004, three names are enough
-        found.append(f"Of {len(digests)} gradients {len(different)} differ: {', '.join(different[:3])}{more}.")
+        found.append(f"Of {len(digests)} gradients {len(different)} differ: {first_of(different)}.")
     return found
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from lightning_memtools.memory.processes import GpuProcess
-from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.processes import GpuProcess, in_words
+from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.oom.failure_facts import FailureFacts, describe_batch
 from lightning_memtools.oom.recorded_history import ReplayVerdict
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
@@ -213,7 +213,7 @@ class ReportPage:
             size = f"{facts.samples} samples: " if facts.samples is not None else ""
             first = "" if facts.is_own_batch else " (the first batch of the stage; the failing one is not known)"
             rows.append(("batch", f"{size}{', '.join(lines)}{first}"))
-        rows.append(("requested", _size(facts.requested) + self._for_a_request()))
+        rows.append(("requested", format_size(facts.requested) + self._for_a_request()))
         sizes = (
             ("capacity", stats.capacity),
             ("share this process may reserve", None if facts.fraction >= 1 else f"{100 * facts.fraction:.1f}%"),
@@ -223,7 +223,9 @@ class ReportPage:
             ("used outside of PyTorch, including the CUDA context", facts.used_by_others),
             ("free", facts.free),
         )
-        rows += [(name, size if isinstance(size, str) else _size(size)) for name, size in sizes if size is not None]
+        rows += [
+            (name, size if isinstance(size, str) else format_size(size)) for name, size in sizes if size is not None
+        ]
         if stats.alloc_retries:
             rows.append(("allocation retries before", str(stats.alloc_retries)))
         parts = ["## What happened", markdown_table(Table(("", ""), [row for row in rows if row[1]], align="ll"))]
@@ -245,10 +247,10 @@ class ReportPage:
             return ["## What filled the device", "Not known: the device keeps no statistics."]
         total = sum(split.by_category.values())
         rows = [
-            (name, format_size(n_bytes), _share(n_bytes, total))
+            (name, format_size(n_bytes), format_share(n_bytes, total))
             for name, n_bytes in sorted(split.by_category.items(), key=lambda item: -item[1])
         ]
-        rows.append(("allocated", format_size(total), _share(total, total)))
+        rows.append(("allocated", format_size(total), format_share(total, total)))
         parts = ["## What filled the device", markdown_table(Table(("category", "size", "share"), rows))]
         if split.buffers > _WORTH_A_LINE * total:
             parts.append(f'Of "other", {format_size(split.buffers)} are the model\'s buffers.')
@@ -289,8 +291,8 @@ class ReportPage:
             return []
         reserved = self.facts.stats.reserved or 0
         text = (
-            f"{format_size(unusable)} ({_share(unusable, reserved)} of what is reserved) were free, but in pieces "
-            "between blocks in use, so that they could neither serve the request nor be released to the device."
+            f"{format_size(unusable)} ({format_share(unusable, reserved)} of what is reserved) were free, but in "
+            "pieces between blocks in use, so that they could neither serve the request nor be released to the device."
         )
         setting = "`expandable_segments:True`"
         if self.expandable is None:
@@ -306,7 +308,7 @@ class ReportPage:
     def _others(self) -> list[str]:
         if self.processes is None:
             return []
-        text = self.processes if isinstance(self.processes, str) else _listed(self.processes) or "none"
+        text = in_words(self.processes)
         return ["## Other processes on the device", f"{text[0].upper()}{text[1:]}."]
 
     def _files(self) -> list[str]:
@@ -323,13 +325,6 @@ class ReportPage:
         return ["## Files", *parts] if parts else []
 
 
-def _listed(processes: Sequence[GpuProcess]) -> str:
-    def size(one: GpuProcess) -> str:
-        return "not known" if one.used_bytes is None else format_size(one.used_bytes)
-
-    return ", ".join(f"{one.name or 'process'} (pid {one.pid}, {size(one)})" for one in processes)
-
-
 def _stands_for(name: str) -> str:
     return _STANDS_FOR.get(name, "")
 
@@ -343,14 +338,6 @@ def _in_words(split: Mapping[str, int]) -> str:
 
 def _lower_first(title: str) -> str:
     return f"{title[0].lower()}{title[1:]}"
-
-
-def _size(n_bytes: int | None) -> str:
-    return "not known" if n_bytes is None else format_size(n_bytes)
-
-
-def _share(n_bytes: int, whole: int) -> str:
-    return f"{100 * n_bytes / whole:.1f}%" if whole else ""
 
 
 def _joined(*parts: str) -> str:

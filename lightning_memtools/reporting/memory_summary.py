@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_memtools.memory.peaks import STAGES, Stage, StagePeak
-from lightning_memtools.memory.processes import GpuProcess
-from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.processes import GpuProcess, in_words
+from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 
@@ -54,7 +54,7 @@ class MemorySummary:
     def stage_table(self) -> Table:
         """Return a table with one row per stage, in the order train, val, test, predict."""
         rows = [
-            [stage, _size(peak.allocated), _size(peak.reserved), _share(peak.reserved, self.capacity)]
+            [stage, format_size(peak.allocated), format_size(peak.reserved), format_share(peak.reserved, self.capacity)]
             for stage in STAGES
             if (peak := self.peaks.get(stage)) is not None
         ]
@@ -68,7 +68,9 @@ class MemorySummary:
         highest = max(known, key=lambda peak: peak.allocated or 0)
         parts = sorted((highest.composition or {}).items(), key=lambda part: -part[1])
         rows = [
-            [category, _size(n_bytes), _share(n_bytes, highest.allocated)] for category, n_bytes in parts if n_bytes > 0
+            [category, format_size(n_bytes), format_share(n_bytes, highest.allocated)]
+            for category, n_bytes in parts
+            if n_bytes > 0
         ]
         return Table(["at the highest peak", "size", "share"], rows)
 
@@ -77,11 +79,8 @@ class MemorySummary:
         lines = [f"Host memory of this process: {format_size(self.host_rss)}."]
         if self.alloc_retries is not None:
             lines.append(f"Allocation retries: {self.alloc_retries}; out-of-memory errors: {self.ooms or 0}.")
-        if isinstance(self.processes, str):
-            lines.append(f"Other processes on the device: {self.processes}.")
-        elif self.processes is not None:
-            listed = ", ".join(f"{p.name or 'process'} (pid {p.pid}, {_size(p.used_bytes)})" for p in self.processes)
-            lines.append(f"Other processes on the device: {listed or 'none'}.")
+        if self.processes is not None:
+            lines.append(f"Other processes on the device: {in_words(self.processes)}.")
         lines += self.events
         if self.note:
             lines.append(self.note)
@@ -103,11 +102,3 @@ class MemorySummary:
         tables = [*([self.stage_table()] if self.peaks else []), *([composition] if composition else [])]
         print_on_console(self.title(), style="bold")
         print_on_console(*map(console_table, tables), *self.remarks())
-
-
-def _size(n_bytes: int | None) -> str:
-    return "not known" if n_bytes is None else format_size(n_bytes)
-
-
-def _share(n_bytes: int | None, whole: int | None) -> str:
-    return "" if n_bytes is None or not whole else f"{100 * n_bytes / whole:.1f}%"

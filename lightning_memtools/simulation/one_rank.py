@@ -117,6 +117,7 @@ class Placement:
             ranks.shard(model, mesh["data_parallel"])
             self.notes.append(f"One of {ranks.devices} ranks under FSDP 2, sharded by the function that was given.")
         elif configures_itself(model):
+            # LightningModule.device_mesh is a property that cannot be set; a subclass is the public way to another one.
             kind = type(model)
             model.__class__ = type(kind.__name__, (kind,), {"device_mesh": mesh, "__module__": kind.__module__})
             attach(model, TrainerStandIn(backward=lambda *_: None, stage=self._recipe.stage))

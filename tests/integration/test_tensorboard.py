@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import chromium, count_curves, get, seen, tensorboard, wait_until
+from tests.integration.shown_outputs import not_printed
 
 ROOT = Path(__file__).parents[2]
 RUN = "lightning_logs/version_0"
@@ -37,6 +38,7 @@ def test_the_example_reaches_95_percent_and_says_where_to_look(demo):
     assert f"tensorboard --logdir {logs}" in printed
     assert printed.count("Memory peaks on") == 2  # one block for fit, one for test
     assert "simulated" in printed
+    assert not_printed("digits.py", printed) == []
 
 
 def test_the_server_offers_every_tag_of_the_design(board):

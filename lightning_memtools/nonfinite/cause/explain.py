@@ -19,12 +19,12 @@ from lightning_memtools.nonfinite.cause.bad_value_roots import (
 from lightning_memtools.nonfinite.cause.classifier import Classifier
 from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.cause.reread_tensors import tensors_read_again
-from lightning_memtools.nonfinite.cause.unrestored_state import listed
 from lightning_memtools.nonfinite.causes import ADVICE, Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.step_outcome import StepOutcome
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 from lightning_memtools.nonfinite.tensor_names import tensors_in_attributes
+from lightning_memtools.reporting.phrases import first_of
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Explanation:
@@ -101,7 +101,7 @@ def _not_reproducible(rerun: StepRerun, background: KnownOfStep) -> Explanation:
     because = "the same weights, batch and random numbers gave a finite loss and finite gradients, twice"
     changed = [*background.changed, *read.others]
     if changed:
-        because += f"; the rerun began with these as the step had left them: {listed(changed)}"
+        because += f"; the rerun began with these as the step had left them: {first_of(changed, 5)}"
     else:
         because += f"; all {read.n_same} tensors that it reads are proved to be the same, by digests of their bits"
     return Explanation(

@@ -11,7 +11,7 @@ import contextlib
 import random
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from io import IOBase
@@ -31,7 +31,6 @@ from lightning_memtools.memory.user_code import owner_of
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.state.random_state import generator_state
 
-_MOST = 5  # of them, how many are named
 _MOST_PARTS = 2000  # of a container, how many are compared
 _MOST_BYTES = 2**22
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "lightning_memtools.")
@@ -94,11 +93,6 @@ class OutsideState:
             else:
                 same += held.tensors
         return list(dict.fromkeys([*changed, *unsure])), same
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first few names as text."""
-    return ", ".join([*names[:_MOST], *([f"{len(names) - _MOST} more"] if len(names) > _MOST else [])])
 
 
 def _held_by(module: Module) -> Iterator[tuple[str, _Held]]:

@@ -1,0 +1,16 @@
+"""Parts of sentences that several reports need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def counted(n: int, one: str, several: str) -> str:
+    """Return a number with its noun, such as "1 step" or "3 steps"."""
+    return f"{n:,} {one if n == 1 else several}"
+
+
+def first_of(found: Sequence[object], most: int = 3) -> str:
+    """Return the first ones as text, and the number of the others: "a, b, c and 4 more"."""
+    shown = ", ".join(map(str, found[:most]))
+    return shown if len(found) <= most else f"{shown} and {len(found) - most:,} more"
