@@ -72,7 +72,7 @@ def main() -> None:
     print("\n1. Train with batches of 256 on a simulated GPU of 40 MiB. TensorBoard: Memory, Run; Scalars, loss.")
     fit(f"{logs}/1-train", DigitClassifier(), memtools.default_callbacks(), train, val, epochs=4)
 
-    print("\n2. Batches of 1024 run out of memory. What filled the device, and what helps? TensorBoard: Memory, Reports.")
+    print("\n2. Batches of 1024 run out of memory: what filled the device, what helps? TensorBoard: Memory, Reports.")
     with suppress(torch.OutOfMemoryError):
         fit(f"{logs}/2-out-of-memory", TunedDigits(1024), [memtools.OOMReport()])
 
@@ -82,7 +82,7 @@ def main() -> None:
     fit(f"{logs}/3-fits", model, [memtools.MemoryMonitor(), checkpointing, tuner])
     print(f"It trains with batches of {model.batch_size}.")
 
-    print("\n4. An empty picture makes the loss NaN. Step, operation and sample are named. TensorBoard: Memory, Reports.")
+    print("\n4. An empty picture makes the loss NaN: the operation and sample are named. TensorBoard: Memory, Reports.")
     train.dataset.dataset.tensors[0][train.dataset.indices[700]] = 0.0  # type: ignore[attr-defined]
     try:
         fit(f"{logs}/4-nan", Standardized(), [memtools.HaltOnNaN()], train)

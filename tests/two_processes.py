@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
@@ -51,21 +51,24 @@ def run_ranks(script: Path, *arguments: object, timeout_s: float) -> list[subpro
         port = str(free.getsockname()[1])
     environment = _environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [sys.executable, str(script), *map(str, arguments)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=environment | {"LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [process.communicate(timeout=timeout_s) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    with ExitStack() as started:
+        ranks = [
+            started.enter_context(
+                subprocess.Popen(
+                    command,
+                    env=environment | {"LOCAL_RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in (0, 1)
+        ]
+        try:
+            said = [process.communicate(timeout=timeout_s) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
     return [
         subprocess.CompletedProcess(command, process.returncode, out, err)
         for process, (out, err) in zip(ranks, said, strict=True)

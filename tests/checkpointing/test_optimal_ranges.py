@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 
 from lightning_memtools.checkpointing.memory_model import (
     Product,
@@ -18,6 +18,8 @@ from lightning_memtools.checkpointing.memory_model import (
     may_be_range,
 )
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges, Row
+
+MOST_PLANS = 50_000
 
 
 def all_plans(
@@ -162,9 +164,12 @@ def test_no_plan_recomputes_less_in_the_same_memory(units):
     assert_as_good_as_any(units)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chains(7, 9))
 def test_no_plan_recomputes_less_in_the_same_memory_on_chains_of_nine_layers(units):
+    # A chain in which most layers may be anywhere in a range has millions of plans, which take minutes.
+    plans = itertools.islice(all_plans(units, 0, len(units), outermost=True), MOST_PLANS + 1)
+    assume(sum(1 for _ in plans) <= MOST_PLANS)
     assert_as_good_as_any(units)
 
 

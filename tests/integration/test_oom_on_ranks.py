@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ SCRIPT = Path(oom_on_ranks.__file__)
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_all_ranks_end_and_name_the_one_that_ran_out(culprit, tmp_path):
-    begin = time.monotonic()
-    ranks = run_ranks(SCRIPT, tmp_path, culprit, timeout_s=60)
-    assert time.monotonic() - begin < 60
+    # A rank that waited for the other one would wait for half an hour, the limit of the process group.
+    ranks = run_ranks(SCRIPT, tmp_path, culprit, timeout_s=300)
     assert [rank.returncode for rank in ranks] == [1, 1]
 
     report = tmp_path / "board" / "memtools" / f"oom-train-step2-rank{culprit}.md"
