@@ -568,7 +568,12 @@ def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Cal
             closure._zero_grad_fn,
             partial(loop.output_result_cls, None),
         )
-        closure.closure = torch.enable_grad()(lambda *_args, **_options: run(step))
+
+        def with_gradients(*_args: Any, **_options: Any) -> Any:
+            with torch.enable_grad():
+                return run(step)
+
+        closure.closure = with_gradients
         return closure
 
     return _MethodWithAddition(loop, "_make_closure", around=made).undo
@@ -652,7 +657,7 @@ class LoggedValues:
             if metric.is_tensor and metric.meta.on_step and isinstance(metric._forward_cache, Tensor)
         }
 
-    def put_mean(self, values: Sequence[dict[str, Tensor]], counts: Sequence[int]) -> None:
+    def put_mean(self, values: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> None:
         """Set the values of this step to those of the whole batch: the mean, sum, maximum or minimum of its parts'."""
         for key, metric in self._results().items():
             parts = [one[key] for one in values if key in one]
@@ -664,8 +669,8 @@ class LoggedValues:
             elif metric.meta.is_max_reduction or metric.meta.is_min_reduction:
                 whole = stacked.amax(0) if metric.meta.is_max_reduction else stacked.amin(0)
             else:
-                weights = torch.tensor(counts, dtype=stacked.dtype, device=stacked.device) / sum(counts)
-                whole = (stacked * weights).sum(0)
+                shares = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device) / sum(weights)
+                whole = (stacked * shares).sum(0)
             metric._forward_cache = whole
             if not metric.meta.on_epoch:
                 metric.value = whole

@@ -14,6 +14,7 @@ from lightning_memtools._lightning import (
     LoggedValues,
     StepClosure,
     callbacks_of,
+    is_compiled_by_lightning,
     replace_closures,
     replace_step,
     replace_update,
@@ -37,11 +38,13 @@ class OOMRecovery(EitherCallback):
 
     The failed attempt is taken back first. The gradients of the micro-batches add up to those of the whole batch, up to
     rounding: losses that are means over the samples are weighted with the sizes of the parts, sums are added. Which of
-    both the loss is shows at the first recovery, from the losses of a few samples alone and together; a loss that is
-    neither is refused. The optimizer, schedulers, `global_step` and the logged values see one step; on_before_backward
-    and on_after_backward run for each micro-batch, as with accumulated gradients. Batches as large as one that failed
-    are then split from the beginning, and fewer parts are tried after a while. Batches of evaluation are split too, and
-    their outputs joined. In manual optimization training batches are left alone.
+    both the loss is shows in a trial: the gradients of a few samples together are compared with those of the same
+    samples in two groups. The first batch of a run is tried, and each batch that runs out of memory; a loss that is
+    neither is refused, and said at the first batch. The optimizer, schedulers, `global_step` and the logged values
+    see one step; on_before_backward and on_after_backward run for each micro-batch, as with accumulated gradients.
+    Batches as large as one that failed are then split from the beginning, and fewer parts are tried after a while.
+    Batches of evaluation are split too, and their outputs joined. In manual optimization training batches are left
+    alone.
 
     Before each step the states of random streams are noted, and buffers and metrics of the model are copied, so that a
     failed step can be taken back. Attributes that training_step itself changes, such as a counter, are not.
@@ -58,6 +61,8 @@ class OOMRecovery(EitherCallback):
         split_batch: A function `(batch, n_parts) -> parts` for batches of a kind of its own, in place of a method
             `split_batch` that the module may have.
         loss: "mean" or "sum" over the samples of the batch; "auto" finds out.
+        loss_weight: A function of a batch that returns over how many of its parts, such as tokens, its loss is a mean.
+            Without it, its samples are counted.
         allow_batch_norm: Split training batches though BatchNorm then normalizes each part with its own statistics.
             Without this, such a model's training batches are not split.
         on_recover: "warn" warns of the first recovery of each kind; "ignore" does not.
@@ -79,6 +84,7 @@ class OOMRecovery(EitherCallback):
         skip_batch: bool = False,
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         loss: Literal["auto", "mean", "sum"] = "auto",
+        loss_weight: Callable[[Any], float] | None = None,
         allow_batch_norm: bool = False,
         on_recover: Literal["warn", "ignore"] = "warn",
     ) -> None:
@@ -88,12 +94,17 @@ class OOMRecovery(EitherCallback):
             raise ValueError(f"split_batch={split_batch!r} is no function of a batch and a number of parts.")
         if loss not in {"auto", "mean", "sum"}:
             raise ValueError(f"loss={loss!r} is neither 'auto' nor 'mean' nor 'sum'.")
+        if loss_weight is not None and not callable(loss_weight):
+            raise ValueError(f"loss_weight={loss_weight!r} is no function of a batch.")
+        if loss_weight is not None and loss == "sum":
+            raise ValueError('loss="sum" is added without weights. Leave loss_weight out, or give loss="mean".')
         if on_recover not in {"warn", "ignore"}:
             raise ValueError(f"on_recover={on_recover!r} is neither 'warn' nor 'ignore'.")
         self.max_splits = max_splits
         self.skip_batch = skip_batch
         self.split_batch = split_batch
         self.loss = loss
+        self.loss_weight = loss_weight
         self.allow_batch_norm = allow_batch_norm
         self.on_recover = on_recover
         self._undo: list[Callable[[], None]] | None = None
@@ -120,11 +131,8 @@ class OOMRecovery(EitherCallback):
             if reason:
                 raise ValueError(f"OOMRecovery does not work here under several ranks. {reason}.")
             undo.append(replace_closures(trainer, partial(self._run_training, trainer)))
-        elif trainer.is_global_zero:
-            print_on_console(
-                "OOMRecovery leaves training_step alone: in manual optimization it steps optimizers itself, and that "
-                "cannot be taken back."
-            )
+        else:
+            _say(trainer, "in manual optimization training_step steps optimizers itself, and that cannot be taken back")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the optimizers' updates."""
@@ -168,8 +176,11 @@ class OOMRecovery(EitherCallback):
             skip_batch=self.skip_batch,
             split=self.split_batch or getattr(pl_module, "split_batch", None),
             loss=self.loss,
+            loss_weight=self.loss_weight,
             allow_batch_norm=self.allow_batch_norm,
             exchange=GradientExchange(trainer.strategy, agrees=self.skip_batch and trainer.world_size > 1),
+            tell=partial(_say, trainer),
+            tries_first=not is_compiled_by_lightning(pl_module),
         )
         self.recoveries = self._recovery.recoveries
         self._posts = RankPosts(type(self).__name__)
@@ -225,3 +236,8 @@ class OOMRecovery(EitherCallback):
         for undo in reversed(self._undo or []):
             undo()
         self._undo = self._recovery = None
+
+
+def _say(trainer: Trainer, reason: str) -> None:
+    if trainer.is_global_zero:
+        print_on_console(f"OOMRecovery: training batches that do not fit will not be run in parts: {reason}.")

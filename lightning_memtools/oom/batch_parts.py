@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -43,10 +43,16 @@ def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, in
     """
     n_samples = n_samples_in(batch)
     if own is not None:
-        parts = list(own(batch, n_parts))
+        try:
+            returned = own(batch, n_parts)
+        except Exception as error:
+            raise CannotSplitError(f"split_batch raised {type(error).__name__}: {error}") from error
+        if not isinstance(returned, Iterable):
+            raise CannotSplitError(f"split_batch returned {returned!r} for {n_parts} parts, which is no list of them")
+        parts = list(returned)
         sizes = [n_samples_in(part) for part in parts]
         counts = [size for size in sizes if size]
-        if len(counts) != len(sizes) or (n_samples is not None and sum(counts) != n_samples):
+        if not counts or len(counts) != len(sizes) or (n_samples is not None and sum(counts) != n_samples):
             raise CannotSplitError(f"split_batch returned parts of {sizes} samples for a batch of {n_samples}")
         return list(zip(parts, counts, strict=True))
     if n_samples is None:
@@ -60,21 +66,71 @@ def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, in
     if _is_made_of_list(batch):
         samples = batch.to_data_list()
         return [(type(batch).from_data_list(samples[start:end]), end - start) for start, end in pairwise(ends)]
-    return [(_cut(batch, n_samples, start, end), end - start) for start, end in pairwise(ends)]
+    return [(_cut(batch, n_samples, slice(start, end)), end - start) for start, end in pairwise(ends)]
+
+
+def samples_that_differ(batch: Any, most: int, own: Any = None) -> list[tuple[Any, int]]:
+    """Return a few samples with the least padding, some more with the most, and both together, with their numbers.
+
+    Args:
+        batch: The batch. It has two samples at least.
+        most: The largest number of samples in all; 2 at least.
+        own: The user's function `(batch, n_parts) -> parts`: the samples are then those of one part.
+
+    Raises:
+        CannotSplitError: They cannot be cut out of the batch.
+    """
+    n_samples = n_samples_in(batch)
+    if own is not None:
+        n_parts = 8 if n_samples is None else -(-n_samples // most)
+        both = max(split_batch(batch, n_parts, own), key=lambda part: part[1])
+        groups = split_batch(both[0], 2, own)
+        if len(groups) != 2:  # noqa: PLR2004
+            raise CannotSplitError(f"split_batch made {len(groups)} parts, and not 2, of a part of {both[1]} samples")
+        return [*groups, both]
+    if n_samples is None:
+        split_batch(batch, 2)  # raises
+    assert n_samples is not None
+    rows, most = _by_padding(batch, n_samples), min(most, n_samples)
+    few, many = rows[: most // 2], rows[n_samples - most + most // 2 :]
+    if not _is_made_of_list(batch):
+        return [(_cut(batch, n_samples, group), len(group)) for group in (few, many, few + many)]
+    samples = batch.to_data_list()
+    return [(type(batch).from_data_list([samples[i] for i in g]), len(g)) for g in (few, many, few + many)]
+
+
+def _by_padding(batch: Any, n_samples: int) -> list[int]:
+    """Return the numbers of the samples from the least padding to the most, as far as that shows."""
+    if _is_made_of_list(batch):
+        sizes = [sum(tensor.numel() for tensor in tensors_in(one)) for one in batch.to_data_list()]
+        return sorted(range(n_samples), key=lambda row: -sizes[row])
+    least, rows = 0.0, list(range(n_samples))
+    for tensor in tensors_in(batch):
+        if tensor.dim() > 1 and len(tensor) == n_samples and tensor.numel() and tensor.layout == torch.strided:
+            # Masks and padding are 0, and labels to ignore are negative.
+            unused = (tensor == 0) if tensor.is_floating_point() or tensor.is_complex() else tensor <= 0
+            counts = unused.reshape(n_samples, -1).sum(1).tolist()
+            spread = (max(counts) - min(counts)) * n_samples / tensor.numel()
+            if spread > least:
+                least, rows = spread, sorted(range(n_samples), key=counts.__getitem__)
+    return rows
 
 
 def _is_made_of_list(batch: Any) -> bool:
     return hasattr(batch, "to_data_list") and hasattr(type(batch), "from_data_list")
 
 
-def _cut(thing: Any, whole: int, start: int, end: int) -> Any:
+def _cut(thing: Any, whole: int, rows: slice | list[int]) -> Any:
+    """Return samples of a batch; a slice of them as views."""
     if type(thing) in {list, tuple}:
         if len(thing) == whole and not any(isinstance(one, (Tensor, Mapping, list, tuple)) for one in thing):
-            return thing[start:end]
-        return type(thing)(_cut(one, whole, start, end) for one in thing)
+            return thing[rows] if isinstance(rows, slice) else type(thing)(thing[row] for row in rows)
+        return type(thing)(_cut(one, whole, rows) for one in thing)
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(_cut(one, whole, rows) for one in thing))
     if type(thing) is dict:
-        return {key: _cut(value, whole, start, end) for key, value in thing.items()}
-    return map_tensors(thing, lambda tensor: tensor[start:end] if tensor.dim() and len(tensor) == whole else tensor)
+        return {key: _cut(value, whole, rows) for key, value in thing.items()}
+    return map_tensors(thing, lambda tensor: tensor[rows] if tensor.dim() and len(tensor) == whole else tensor)
 
 
 def join_parts(outputs: Sequence[Any], counts: Sequence[int]) -> Any:
@@ -98,10 +154,8 @@ def join_parts(outputs: Sequence[Any], counts: Sequence[int]) -> Any:
     return first
 
 
-def weighted_mean(values: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """Return the mean of tensors, weighted with numbers of samples."""
+def weighted_mean(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
+    """Return the mean of tensors, weighted with numbers of samples or of something else."""
     total = sum(counts)
-    mean = values[0] * (counts[0] / total)
-    for value, count in zip(values[1:], counts[1:], strict=True):
-        mean = mean + value * (count / total)
-    return mean
+    first, *others = [value * (count / total) for value, count in zip(values, counts, strict=True)]
+    return sum(others, first)

@@ -63,7 +63,17 @@ class GradientExchange:
             return nullcontext()
         if self._failed_at is None:  # through the wrapper, because its forward pass copies buffers to the other ranks
             return self._wrapper.no_sync()
-        return self._unwrapped()
+        return self.alone()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which the step runs on the module itself: the other ranks take no part in it."""
+        return nullcontext() if self._wrapper is None else self._unwrapped()
+
+    def why_late(self) -> str:
+        """Return the reason why this rank must not keep the others waiting any longer; "" where it may."""
+        waited = 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
+        is_late = self._failed_at is not None and waited >= EXCHANGE_LIMIT.total_seconds()
+        return f"the other ranks have waited {waited:.0f} s for its gradients" if is_late else ""
 
     def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
         """End the backward pass that failed, if it was to send gradients, and leave gradients None.
@@ -74,11 +84,7 @@ class GradientExchange:
             complete: The parameters to which the failed pass had added its gradients.
             keeps: Those gradients are kept by the caller, because earlier batches had accumulated theirs in them.
         """
-        if self._failed_at is not None:
-            waited = time.monotonic() - self._failed_at
-            is_late = waited >= EXCHANGE_LIMIT.total_seconds()
-            return f"the other ranks have waited {waited:.0f} s for its gradients" if is_late else ""
-        if self._wrapper is None:
+        if self._failed_at is not None or self._wrapper is None:
             return ""
         self._failed_at = time.monotonic()
         if not self._wrapper.require_backward_grad_sync:

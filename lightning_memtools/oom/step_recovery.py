@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,38 +10,21 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_memtools._torch import AnyBatchNorm, AnyDropout, StatisticsNorm
+from lightning_memtools._torch import AnyBatchNorm, StatisticsNorm
+from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.memory.error_frames import forget_frames
-from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.oom.batch_parts import CannotSplitError, join_parts, n_samples_in, split_batch, weighted_mean
 from lightning_memtools.oom.gradient_exchange import ONE_RANK, GradientExchange, no_collectives
+from lightning_memtools.oom.known_sizes import KnownSizes
+from lightning_memtools.oom.loss_proof import LossKind, LossProof
 from lightning_memtools.oom.release_failed_step import release_cached
 from lightning_memtools.oom.step_start import BatchStep, RandomReader, StepBuffers, StepStart
 
-LossKind = Literal["auto", "mean", "sum"]
-
-# After so many batches that ran split, one is tried with half the splits; after a failure it takes twice as many.
-_TRY_FEWER_AFTER = 50
-# Rounding of a sum in another order, relative to the loss.
-_COARSE_TOLERANCE = 2e-2
-
-
-@dataclass(slots=True)
-class _KnownSize:
-    """The number of parts that batches with so many elements need.
-
-    Attributes:
-        n_elements: The elements of all tensors of the batch.
-        n_parts: The number of parts.
-        n_until_fewer: The number of batches until fewer are tried.
-        patience: What that number begins with.
-    """
-
-    n_elements: int
-    n_parts: int
-    n_until_fewer: int = _TRY_FEWER_AFTER
-    patience: int = _TRY_FEWER_AFTER
+# Of the batches that are split from the beginning, the loss of the first ten is tried, and then of every tenth.
+_TRIED_FIRST = 10
+# The samples of a trial, where they fit: two and three, because some models do not work with a single one.
+_TRIED_SAMPLES = 5
 
 
 @dataclass(slots=True)
@@ -83,10 +65,16 @@ class StepRecovery:
         device: Where it is.
         max_splits: The largest number of parts.
         skip_batch: Skip a training batch that does not fit in the smallest parts.
-        split: The user's function `(batch, n_parts) -> parts`.
-        loss: The loss of a batch is the mean or the sum over its samples; "auto" finds out at the first recovery.
+        loss: The loss of a batch is the mean or the sum over its samples; "auto" tries a few samples of the first
+            batch, and of batches that are split.
         allow_batch_norm: Split though BatchNorm then normalizes with the statistics of each part.
+        split: The user's function `(batch, n_parts) -> parts`.
+        loss_weight: The user's function `(batch) -> number`: over how much of a batch its loss is a mean, in place of
+            the number of samples.
         exchange: How the ranks average gradients.
+        tell: Takes the reason why batches cannot be split, if the first training batch shows one. Without it, nothing
+            is looked at before memory runs out.
+        tries_first: The loss may be tried on the first batch.
 
     Attributes:
         recoveries: The numbers of what happened.
@@ -99,17 +87,21 @@ class StepRecovery:
         *,
         max_splits: int,
         skip_batch: bool,
-        loss: LossKind,
+        loss: Literal["auto", "mean", "sum"],
         allow_batch_norm: bool,
         split: Callable[[Any, int], Any] | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
         exchange: GradientExchange = ONE_RANK,
+        tell: Callable[[str], None] | None = None,
+        tries_first: bool = True,
     ) -> None:
         self.recoveries = Recoveries()
         self._model = model
         self._device = device
         self._max_splits = max_splits
         self._skip_batch = skip_batch
-        self._loss: LossKind = loss
+        self._is_trying = loss == "auto"
+        self._kind: LossKind | None = None if loss == "auto" else loss
         self._allow_batch_norm = allow_batch_norm
         self._exchange = exchange
         self._random = RandomReader(device)
@@ -119,8 +111,13 @@ class StepRecovery:
         self._norms = [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
         self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
         self._split = split
+        self._proof = LossProof(model, self._parameters, split=split, weight=loss_weight)
+        self._n_planned = 0
+        self._tell = tell
+        # Sizes that were not seen before would be compiled.
+        self._tries_first = tries_first and self._is_trying and not any(map(is_compiled, model.modules()))
         # Evaluation needs less memory than training.
-        self._known: dict[bool, list[_KnownSize]] = {True: [], False: []}
+        self._sizes = {True: KnownSizes(), False: KnownSizes()}
 
     def run(self, step: BatchStep) -> Any:
         """Run a step and return its result, or that of its parts together.
@@ -144,23 +141,32 @@ class StepRecovery:
         return step.skipped()
 
     def _run(self, step: BatchStep, exchange: GradientExchange) -> Any:
-        known = self._known_size(step)
-        n_parts = self._parts_to_try(known)
+        sizes = self._sizes[step.backward is None]
+        known = sizes.of(step.batch)
+        n_parts = sizes.parts_to_try(known)
         before = StepStart(step, self._parameters, self._metrics, self._noted_buffers(step), self._random())
-        is_recovering, text, refused = False, "", ""
+        self._look_at_first(step, before, exchange)
+        may_try = self._is_trying and step.backward is not None
+        is_to_try = may_try and n_parts > 1 and self._is_due()
+        is_recovering, text = False, "Out of memory: a batch of this size did not fit before."
         while True:
             try:
+                if is_to_try:
+                    self._try_loss(step, n_parts, before, exchange)
+                    is_to_try = may_try = False
                 with exchange.run_of_step(n_parts):
-                    refused = self._prove_loss(step, n_parts, before) if is_recovering else ""
-                    result = None if refused else self._attempt(step, n_parts, before)
+                    result = self._attempt(step, n_parts, before, exchange)
+            except CannotSplitError as error:
+                before.take_back()
+                forget_frames(error)
+                raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step in parts: {error}.") from None
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 complete = before.completed()
-                why_not = before.take_back() or self._why_not(step)
-                more = None if why_not else self._next(step, n_parts)
-                if more is None and (why_not or not self._skip_batch or step.skipped is None or before.is_partly_added):
-                    error.add_note(f"OOMRecovery did not run this step again: {why_not or self._too_small(step)}.")
+                more, why_not = self._after_failure(step, n_parts, before)
+                if why_not:
+                    error.add_note(f"OOMRecovery did not run this step again: {why_not}.")
                     raise
                 text = str(error).partition("\n")[0]
                 forget_frames(error)
@@ -171,37 +177,47 @@ class StepRecovery:
                 raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step again: {why_not}.")
             if more is None:
                 return self._skip(step, before, exchange, text)
-            known = self._remember(step, known, more)
-            n_parts, is_recovering = more, True
-        if refused:
-            raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step in parts: {refused}")
-        if n_parts > 1:
-            exchange.rejoin()
-        self._note_success(step, known, n_parts, is_recovering=is_recovering)
+            known = sizes.remember(step.batch, known, more)
+            n_parts, is_recovering, is_to_try = more, True, may_try
+        sizes.note_success(known, n_parts)
+        self._end(step, n_parts, exchange, is_recovering=is_recovering)
         return result
 
-    def _attempt(self, step: BatchStep, n_parts: int, before: StepStart) -> Any:
+    def _after_failure(self, step: BatchStep, n_parts: int, before: StepStart) -> tuple[int | None, str]:
+        """Take the step back; return how many parts to try, None to skip it, and the reason why it fails, else ""."""
+        why_not = before.take_back() or self._why_not(step)
+        more = None if why_not else self._next(step, n_parts)
+        if not why_not and more is None:
+            may_skip = self._skip_batch and step.skipped is not None and not before.is_partly_added
+            why_not = "" if may_skip else self._too_small(step)
+        return more, why_not
+
+    def _attempt(self, step: BatchStep, n_parts: int, before: StepStart, exchange: GradientExchange) -> Any:
         if n_parts == 1:
             return before.run_part(step, step.batch, 1.0)
-        parts = split_batch(step.batch, n_parts, self._split)
-        counts = [count for _, count in parts]
+        cut = split_batch(step.batch, n_parts, self._split)
+        all_weights = [1.0] * len(cut) if step.backward is None else self._proof.weights_of(cut)
+        # A part without any token has no mean, and adds nothing to that of the batch.
+        used = [(*part, weight) for part, weight in zip(cut, all_weights, strict=True) if weight]
+        parts, counts, weights = zip(*used, strict=True)
         before.set_gradients_aside()
         results, logged = [], []
         with no_collectives():
-            for part, count in parts:
+            for part, weight in zip(parts, weights, strict=True):
+                if why_not := exchange.why_late():
+                    raise CannotSplitError(why_not)
                 step.log.begin_part(part)
-                weight = 1.0 if self._loss == "sum" else count / sum(counts)
-                results.append(before.run_part(step, part, weight))
+                results.append(before.run_part(step, part, 1.0 if self._kind == "sum" else weight / sum(weights)))
                 logged.append(step.log.values())
         before.add_gradients_set_aside()
-        step.log.put_mean(logged, counts)
+        step.log.put_mean(logged, counts if step.backward is None else weights)
         step.log.begin_part(step.batch)
         if step.backward is None:
             return join_parts(results, counts)
         losses = [one.closure_loss for one in results]
         whole = None
         if all(loss is not None for loss in losses):
-            whole = sum(losses[1:], losses[0]) if self._loss == "sum" else weighted_mean(losses, counts)
+            whole = sum(losses[1:], losses[0]) if self._kind == "sum" else weighted_mean(losses, weights)
         return replace(results[0], closure_loss=whole, extra=join_parts([one.extra for one in results], counts))
 
     def _why_not(self, step: BatchStep) -> str:
@@ -212,7 +228,9 @@ class StepRecovery:
                 "allow_batch_norm=True accepts that"
             )
         try:
-            split_batch(step.batch, 2, self._split)
+            parts = split_batch(step.batch, 2, self._split)
+            if step.backward is not None:
+                self._proof.weights_of(parts)
         except CannotSplitError as error:
             return str(error)
         return ""
@@ -252,97 +270,77 @@ class StepRecovery:
         assert step.skipped is not None
         return step.skipped()
 
-    def _note_success(self, step: BatchStep, known: _KnownSize | None, n_parts: int, *, is_recovering: bool) -> None:
+    def _end(self, step: BatchStep, n_parts: int, exchange: GradientExchange, *, is_recovering: bool) -> None:
+        if n_parts > 1:
+            exchange.rejoin()
         self.recoveries.n_parts = n_parts
         self.recoveries.most_parts = max(n_parts, self.recoveries.most_parts)
         if is_recovering:
             self.recoveries.n_recovered += 1
             self.recoveries.latest = (
                 f"A batch of {n_samples_in(step.batch)} samples ran out of memory and was run again in {n_parts} parts."
-                + (f" Its loss is taken for a {self._loss} over samples." if step.backward is not None else "")
+                + (f" Its loss is a {self._kind} over them." if step.backward is not None else "")
             )
-        elif known is not None and n_parts < known.n_parts:
-            known.n_parts, known.n_until_fewer = n_parts, known.patience
-            sizes = self._known[step.backward is None]
-            sizes[:] = [one for one in sizes if one.n_parts > 1]
 
-    def _known_size(self, step: BatchStep) -> _KnownSize | None:
-        sizes = self._known[step.backward is None]
-        if not sizes:
-            return None
-        n_elements = _n_elements(step)
-        fitting = [one for one in sizes if one.n_elements <= n_elements]
-        return max(fitting, key=lambda one: one.n_parts, default=None)
+    def _look_at_first(self, step: BatchStep, before: StepStart, exchange: GradientExchange) -> None:
+        """Tell from the first training batch if batches cannot be split, so that nobody learns it late."""
+        if self._tell is None or step.backward is None:
+            return
+        tell, self._tell = self._tell, None
+        reason = self._why_not(step)
+        if not reason and self._tries_first and n_samples_in(step.batch) != 1:
+            reason = self._why_not_proved(step, before, exchange)
+        if reason:
+            tell(reason)
 
-    def _remember(self, step: BatchStep, known: _KnownSize | None, n_parts: int) -> _KnownSize:
-        n_elements = _n_elements(step)
-        if known is None or known.n_elements < n_elements:
-            known = _KnownSize(n_elements, n_parts)
-            self._known[step.backward is None].append(known)
-        known.n_parts, known.n_until_fewer = n_parts, known.patience
-        return known
-
-    def _parts_to_try(self, known: _KnownSize | None) -> int:
-        if known is None:
-            return 1
-        known.n_until_fewer -= 1
-        if known.n_until_fewer > 0:
-            return known.n_parts
-        known.patience *= 2
-        known.n_until_fewer = known.patience  # batches of other sizes may share this entry
-        return max(1, known.n_parts // 2)
-
-    def _prove_loss(self, step: BatchStep, n_parts: int, before: StepStart) -> str:
-        """Find out whether the loss is a mean or a sum over samples: losses of two parts against that of both together.
-
-        The host waits for the three values, once in a run. Returns the reason why it is neither, else "".
-        """
-        n_samples = n_samples_in(step.batch)
-        if step.backward is None or self._loss != "auto" or n_samples is None:
-            return ""
+    def _why_not_proved(self, step: BatchStep, before: StepStart, exchange: GradientExchange) -> str:
         try:
-            pair, _ = split_batch(step.batch, max(1, min(n_parts, n_samples // 2)), self._split)[0]
-            halves = split_batch(pair, 2, self._split)
-            with torch.no_grad(), _without_randomness(self._model), no_collectives():
-                one, other, whole = (
-                    float(step.forward(part).closure_loss) for part in (halves[0][0], halves[1][0], pair)
-                )
-        except Exception as error:  # whatever the step raises on a part
-            if is_out_of_memory(error):  # as the parts themselves would
+            self._try_loss(step, 1, before, exchange)
+        except CannotSplitError as error:
+            return str(error)
+        except Exception as error:
+            if not is_out_of_memory(error):
                 raise
-            return f"a trial with a part of it raised {type(error).__name__}: {error}"
+            forget_frames(error)
+        else:
+            return ""
+        release_cached(self._device)  # after the handler: until then the error holds the tensors of the trial
+        return ""
+
+    def _is_due(self) -> bool:
+        """Return whether to try the loss of a batch that is split from the beginning, because batches differ."""
+        self._n_planned += 1
+        return self._n_planned <= _TRIED_FIRST or self._n_planned % _TRIED_FIRST == 0
+
+    def _try_loss(self, step: BatchStep, n_parts: int, before: StepStart, exchange: GradientExchange) -> None:
+        """Find out of what kind the loss is, from a few samples. The step is as at its beginning afterwards.
+
+        Raises:
+            CannotSplitError: It is none that can be split, or that is not known.
+            torch.OutOfMemoryError: The samples do not fit.
+        """
+        most = max(2, min(_TRIED_SAMPLES, (n_samples_in(step.batch) or _TRIED_SAMPLES) // n_parts))
+        unrestored = ""
+        try:
+            before.zero_once()
+            before.set_gradients_aside()
+            with exchange.alone():
+                self._kind = self._proof.kind(step, most)
+        except CannotSplitError:
+            raise
+        except Exception as error:  # whatever the step raises on a part
+            if not is_out_of_memory(error):
+                name = type(error).__name__
+                raise CannotSplitError(f"a trial with some of its samples raised {name}: {error}") from error
+            if n_samples_in(step.batch) != n_parts:
+                raise  # as the parts themselves would
+            if self._kind is None:
+                raise CannotSplitError(
+                    'two samples together do not fit, so that the loss cannot be tried; loss="mean" or loss="sum" says '
+                    "what it is"
+                ) from error
+            forget_frames(error)  # each part is one sample, and an earlier batch has shown the kind
         finally:
-            before.take_back()
-        dtype = next((p.dtype for p in self._model.parameters()), torch.float32)
-        tolerance = _COARSE_TOLERANCE if torch.is_autocast_enabled(self._device.type) else _tolerance_of(dtype)
-        counts = halves[0][1], halves[1][1]
-        mean = (one * counts[0] + other * counts[1]) / sum(counts)
-        for kind, value in (("mean", mean), ("sum", one + other)):
-            if abs(whole - value) <= tolerance * (abs(one) + abs(other)):
-                self._loss = kind  # type: ignore[assignment]  # mypy: a literal of the tuple
-                return ""
-        return (
-            f"the losses of {counts[0]} and {counts[1]} samples are {one:.6g} and {other:.6g}, and that of both "
-            f"together is {whole:.6g}, neither their mean nor their sum. A loss over pairs of samples cannot be split; "
-            'for any other give loss="mean" or loss="sum".'
-        )
-
-
-@contextmanager
-def _without_randomness(model: nn.Module) -> Iterator[None]:
-    changed = [m for m in model.modules() if m.training and isinstance(m, (AnyDropout, StatisticsNorm))]
-    for module in changed:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.training = True
-
-
-def _tolerance_of(dtype: torch.dtype) -> float:
-    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, _COARSE_TOLERANCE)
-
-
-def _n_elements(step: BatchStep) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(step.batch))
+            unrestored = before.take_back()
+        if unrestored:
+            raise CannotSplitError(unrestored)

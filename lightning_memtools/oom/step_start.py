@@ -19,6 +19,8 @@ from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
 from lightning_memtools.state.random_state import NumpyStateReader, PythonStateReader, RandomState
 
 _IS_SET: Any = partial(is_not, None)
+# Steps.
+_LISTED_EVERY = 16
 
 
 class StepLog(Protocol):
@@ -33,7 +35,7 @@ class StepLog(Protocol):
     def values(self) -> dict[str, Tensor]:
         """Return the values of this step."""
 
-    def put_mean(self, values: Sequence[dict[str, Tensor]], counts: Sequence[int]) -> None:
+    def put_mean(self, values: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> None:
         """Set the values of this step to those of the whole batch."""
 
 
@@ -69,16 +71,26 @@ class StepBuffers:
         self._keeper = BufferKeeper(model, all_state=False)
         self._held = [(name, held) for name, part in model.named_modules() if (held := buffers_of(part))]
         self._registers = [held for _, held in self._held]
+        self._tensors: list[Tensor] = []
+        self._n_steps = 0
         self._before: tuple[list[int], list[int]] | None = None
         self._are_written = False
         self._are_copied = False
 
     def start(self, *, uncounted: bool) -> None:
         """Note or copy the buffers. `uncounted`: the step may write some without counting it, as batch norm does."""
-        now = self._now()
-        self._are_written = self._are_written or (self._before is not None and now != self._before)
-        self._are_copied = uncounted or self._are_written or self._before is None
-        self._before = now
+        self._are_copied = uncounted or self._are_written
+        if not self._are_copied:
+            self._n_steps += 1
+            is_first = self._before is None
+            # A tensor that takes a buffer's place is looked for less often: that takes longer than all the rest.
+            if self._before is None or self._n_steps < _LISTED_EVERY or self._n_steps % _LISTED_EVERY == 0:
+                now = self._now()
+            else:
+                now = self._before[0], _write_counts(self._tensors)
+            self._are_written = now != self._before and not is_first
+            self._are_copied = self._are_written or is_first
+            self._before = now
         if self._are_copied:
             self._keeper.keep()
 
@@ -94,12 +106,9 @@ class StepBuffers:
         return f"the step wrote {unrestored[0]}, a buffer that no earlier step wrote, so that no copy was made"
 
     def _now(self) -> tuple[list[int], list[int]]:
-        # Without a loop in Python: it is asked in every step.
-        tensors: list[Tensor] = list(filter(_IS_SET, chain.from_iterable(map(dict.values, self._registers))))
-        try:
-            return list(map(id, tensors)), list(map(WRITE_COUNT, tensors))
-        except RuntimeError:  # an inference tensor is among them
-            return list(map(id, tensors)), list(map(write_count_or_none, tensors))
+        # The tensors are held, so that no other gets the identity of one.
+        self._tensors = list(filter(_IS_SET, chain.from_iterable(map(dict.values, self._registers))))
+        return list(map(id, self._tensors)), _write_counts(self._tensors)
 
     def _changed(self) -> list[str]:
         now = self._now()
@@ -173,7 +182,8 @@ class StepStart:
             try:
                 step.backward(result.closure_loss if weight == 1.0 else result.closure_loss * weight)
             except Exception:
-                self._adds_in_pieces = _has_reentrant_checkpoint(result.closure_loss)
+                # Such a backward pass starts others, which may add to one gradient several times.
+                self._adds_in_pieces = has_node(result.closure_loss, "CheckpointFunctionBackward")
                 raise
         # What is kept of a part must not hold its graph.
         if part is step.batch:
@@ -253,14 +263,21 @@ class StepStart:
         self._write_counts = list(map(WRITE_COUNT, filter(_IS_SET, self._accumulated)))
 
 
-def _has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Return whether a backward pass of this loss starts others, which may add to one gradient several times."""
+def _write_counts(tensors: list[Tensor]) -> list[int]:
+    try:
+        return list(map(WRITE_COUNT, tensors))  # without a loop in Python: it is asked in every step
+    except RuntimeError:  # an inference tensor is among them
+        return list(map(write_count_or_none, tensors))
+
+
+def has_node(loss: Tensor, name: str) -> bool:
+    """Return whether the graph of a loss has a node of this name."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "CheckpointFunctionBackward":
+        if node.name() == name:
             return True
         seen.add(node)
         waiting += [one for one, _ in node.next_functions]

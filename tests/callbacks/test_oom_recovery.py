@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks
+from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks, release_failed_step
 from tests.lightning_models import trainer
 
 WIDTH = 64
+# The sizes that a run begins with where the loss has to be found out: groups of two and three of 16 samples, and both.
+TRIED = [2, 3, 5, 5, 2, 3]
 
 
 class Sequences(L.LightningModule):
@@ -55,6 +58,8 @@ class Sequences(L.LightningModule):
         loss = self.loss(batch)
         self.log("val", loss)
         return loss
+
+    test_step = validation_step
 
     def predict_step(self, batch: Any) -> Any:
         return {"out": self.net(batch[0]), "mean": batch[0].mean()}
@@ -164,11 +169,13 @@ class FailsOnce(TorchDispatchMode):
     def __init__(self, model: Sequences, at: int, batch: int = 0) -> None:
         super().__init__()
         self.model, self.at, self.batch, self.n = model, at, batch, 0
+        self.n_added = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.model.now == self.batch and self.n <= self.at:
             self.n += 1
             if self.n > self.at:
+                self.n_added = sum(parameter.grad is not None for parameter in self.model.parameters())
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         return func(*args, **(kwargs or {}))
 
@@ -210,18 +217,25 @@ def prepared(**options: Any) -> Any:
     return Watched(**options)
 
 
-def one_step(root: Path, model: Any, *callbacks: L.Callback, at: int | None, data: Any = None) -> L.Trainer:
-    run = trainer(root, *callbacks, logger=False)
-    with FailsOnce(model, 10**9 if at is None else at):
+def one_step(root: Path, model: Any, *callbacks: L.Callback, at: int | None, data: Any = None) -> Any:
+    run: Any = trainer(root, *callbacks, logger=False)
+    with FailsOnce(model, 10**9 if at is None else at) as run.failing:
         run.fit(model, DataLoader(batches((8,)) if data is None else data, batch_size=None))
     return run
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_bits_are_those_of_micro_batches_by_hand(dropout, tmp_path):
+@pytest.mark.parametrize("at", [12, -6], ids=["forward", "end_of_backward"])
+def test_the_bits_are_those_of_micro_batches_by_hand(at, dropout, tmp_path):
+    if at < 0:
+        counted = FailsOnce(prepared(dropout=dropout), 10**9)
+        with counted:
+            trainer(tmp_path, logger=False).fit(counted.model, DataLoader(batches((8,)), batch_size=None))
+        at += counted.n
     model, hand = prepared(dropout=dropout), prepared(dropout=dropout)
-    one_step(tmp_path, model, OOMRecovery(on_recover="ignore", loss="mean"), at=12)
+    failing = one_step(tmp_path, model, OOMRecovery(on_recover="ignore", loss="mean"), at=at).failing
     assert model.seen == [16, 8, 8]
+    assert failing.n_added == (0 if at == 12 else 4)  # of six parameters
     assert torch.equal(model.streams[0], model.streams[1])  # the parts draw from where the batch began
     torch.set_rng_state(model.streams[0])
     by_hand(hand, batches((8,))[0], [8, 8])
@@ -241,7 +255,8 @@ def test_parts_of_ones_own_are_weighted_by_their_sizes(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hand.parameters(), strict=True))
 
 
-def test_wherever_memory_runs_out_in_a_step_the_run_goes_on(tmp_path):
+@pytest.mark.parametrize(("loss", "stride"), [("mean", 1), ("auto", 13)])  # the trials of "auto" fail too, in places
+def test_wherever_memory_runs_out_in_a_step_the_run_goes_on(loss, stride, tmp_path):
     with VirtualDevice() as device:
         healthy = prepared()
         one_step(tmp_path, healthy, at=None)
@@ -252,7 +267,7 @@ def test_wherever_memory_runs_out_in_a_step_the_run_goes_on(tmp_path):
     while True:
         with VirtualDevice() as device:
             model = prepared()
-            run = one_step(tmp_path, model, OOMRecovery(on_recover="ignore"), at=at)
+            run = one_step(tmp_path, model, OOMRecovery(on_recover="ignore", loss=loss), at=at)
             gc.collect()
             assert device.stats().allocated == allocated, at
         for a, b in zip(model.gradients[0], healthy.gradients[0], strict=True):
@@ -261,12 +276,12 @@ def test_wherever_memory_runs_out_in_a_step_the_run_goes_on(tmp_path):
         metrics = run.callback_metrics
         assert float(metrics["metric"]) == pytest.approx(float(metrics["loss_epoch"]))
         assert run.global_step == 1
-        if model.seen == [16]:
+        if run.failing.n <= at:
             break  # no operator is left
-        recovered += 1
-        at += 1
+        recovered += 16 in model.seen[:-1]
+        at += stride
     gc.unfreeze()
-    assert recovered > 30
+    assert recovered > 30 // stride
 
 
 def test_logged_values_are_those_of_the_whole_batch(tmp_path):
@@ -346,11 +361,13 @@ class Normalized(Sequences):
         self.now = None
 
 
-def test_batch_norm_is_refused_unless_it_is_allowed(tmp_path):
+def test_batch_norm_is_refused_unless_it_is_allowed(tmp_path, capsys):
     torch.manual_seed(3)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         one_step(tmp_path, Normalized(), OOMRecovery(), at=12)
-    assert "net.2 normalizes with the statistics of its batch" in caught.value.__notes__[0]
+    said = "net.2 normalizes with the statistics of its batch"
+    assert said in caught.value.__notes__[0]
+    assert said in " ".join(capsys.readouterr().out.split())  # at the first batch
     torch.manual_seed(3)
     model = Normalized()
     one_step(tmp_path, model, OOMRecovery(allow_batch_norm=True, on_recover="ignore", loss="mean"), at=12)
@@ -362,14 +379,14 @@ def test_batch_norm_is_refused_unless_it_is_allowed(tmp_path):
     )
 
 
-def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
+def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path, capsys):
     class Sums(Watched):
         reduction = "sum"
 
     class Pairs(Watched):
         def loss(self, batch: Any) -> Tensor:
-            out = self.net(batch[0])[:, 0]
-            return torch.cdist(out, out).pow(2).mean()
+            out = self.net[:5](batch[0])[:, 0]
+            return F.cross_entropy(out @ out.T, torch.arange(len(out)))  # each sample is to be told from the others
 
     ends = []
     for at in (None, 12):
@@ -380,8 +397,19 @@ def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
     for a, b in zip(ends[0].gradients[0], ends[1].gradients[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     torch.manual_seed(3)
-    with pytest.raises(torch.OutOfMemoryError, match=r"neither their mean nor their sum\. A loss over pairs"):
-        one_step(tmp_path, Pairs(), OOMRecovery(), at=12)
+    said = r"neither their mean nor their sum\. A loss over pairs"
+    n_operators = one_step(tmp_path, Pairs(), OOMRecovery(), at=None).failing.n
+    # It is said at the first batch, whether memory runs out or not.
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(said, out), out
+    with pytest.raises(torch.OutOfMemoryError, match=said):
+        one_step(tmp_path, Pairs(), OOMRecovery(), at=n_operators - 10)
+    torch.manual_seed(3)
+    model = Sums()
+    one_step(tmp_path, model, OOMRecovery(on_recover="ignore", loss="sum"), at=12)
+    assert model.seen == [16, 8, 8]
+    for a, b in zip(ends[0].gradients[0], model.gradients[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_that_fits_in_no_parts_is_skipped_or_refused(tmp_path):
@@ -429,6 +457,7 @@ def test_evaluation_batches_are_split_and_their_outputs_joined(tmp_path):
         run = trainer(tmp_path, *callbacks, logger=False)
         with VirtualDevice(capacity):
             values.append(run.validate(model, data, verbose=False)[0]["val"])
+            assert run.test(model, data, verbose=False)[0]["val"] == pytest.approx(values[-1])
             outputs.append(run.predict(model, data))
     assert values[0] == pytest.approx(values[1], rel=1e-5)
     for one, other in zip(*outputs, strict=True):
@@ -444,6 +473,8 @@ def test_evaluation_batches_are_split_and_their_outputs_joined(tmp_path):
     [
         ({"max_splits": 1}, "max_splits=1 splits nothing"),
         ({"loss": "max"}, "loss='max' is neither"),
+        ({"loss_weight": 3}, "loss_weight=3 is not accepted: give a function or None"),
+        ({"loss": "sum", "loss_weight": len}, 'loss="sum" is added without weights'),
         ({"split_batch": "halves"}, "split_batch='halves' is not accepted: give a function or None"),
         ({"on_recover": "shout"}, "on_recover='shout' is neither"),
     ],
@@ -480,7 +511,7 @@ def test_what_ranks_say_to_each_other_in_a_step_is_refused(options, other, messa
         torch.distributed.destroy_process_group()
 
 
-def test_a_batch_without_samples_and_parts_that_do_not_add_up_are_quoted(tmp_path):
+def test_a_batch_without_samples_and_parts_that_do_not_add_up_are_quoted(tmp_path, capsys):
     class Scalars(Watched):
         def loss(self, batch: Any) -> Any:
             return self.net(torch.ones(8) * batch["x"]).sum()
@@ -500,6 +531,18 @@ def test_a_batch_without_samples_and_parts_that_do_not_add_up_are_quoted(tmp_pat
     with pytest.raises(torch.OutOfMemoryError) as caught:
         one_step(tmp_path, Loses(), OOMRecovery(), at=5)
     assert "split_batch returned parts of [4] samples for a batch of 16" in caught.value.__notes__[0]
+
+    def fails(batch: Any, n_parts: int) -> Any:
+        raise KeyError("x")
+
+    for own, said in (
+        (lambda *_: None, "returned None for 2 parts, which is no list"),
+        (fails, "raised KeyError: 'x'"),
+    ):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            one_step(tmp_path, prepared(), OOMRecovery(split_batch=own), at=5)
+        assert f"split_batch {said}" in caught.value.__notes__[0]
+        assert f"split_batch {said}" in " ".join(capsys.readouterr().out.split())
 
 
 # MemoryMonitor warns of the full device, and rightly so.
@@ -535,6 +578,13 @@ def test_on_pytorchs_cuda_allocator(precision, n_parts, tmp_path):
     model = OnCuda()
     sizes: Any = [[torch.zeros(n, 256, 64)] for n in (64, 512, 64, 512)]
     data = DataLoader(sizes, batch_size=None)
+    plain = trainer(tmp_path, logger=False, accelerator="cuda", devices=1, precision=precision)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        plain.fit(OnCuda(), data)
+    release_failed_step(caught.value)
+    del plain, caught
+    gc.collect()
+    assert torch.cuda.memory_allocated() == base
     recovery = OOMRecovery(on_recover="ignore", loss="mean")  # the losses of a dry run are zeros
     run = trainer(tmp_path, recovery, logger=False, accelerator="cuda", devices=1, precision=precision)
     run.fit(model, data)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration import recovery_on_a_pretended_rank, recovery_on_ranks
-from tests.integration.recovery_on_ranks import SAMPLES, SCENARIOS
+from tests.integration.recovery_on_ranks import CANNOT_GO_ON, SAMPLES, SCENARIOS
 from tests.two_processes import run_ranks, run_script
 
 Seen = dict[str, list[dict[str, Any]]]
@@ -19,6 +19,8 @@ REASONS = {
     "late": "the other ranks have waited 0 s for its gradients",
     "talks": "calls the collective",
 }
+# The sizes of what is tried on the first batch, and on one that ran out of memory.
+TRIED_FIRST, TRIED = [2, 3, 5, 5, 2, 3], [2, 2, 4, 4, 2, 2]
 LASTING = [*(name for name in SCENARIOS if name not in REASONS), "devices"]
 
 
@@ -51,9 +53,9 @@ def test_both_ranks_have_the_weights_of_a_run_that_did_not_fail(name, seen):
 def test_only_the_rank_that_failed_runs_its_batch_again(seen):
     for layer in range(recovery_on_ranks.LAYERS):
         zero, one = seen[f"backward_of_layer_{layer}"]
-        assert zero["seen"] == [8] * 6
-        # The third batch fails; two samples, twice, and four of them show what the loss is; then there are two parts.
-        assert one["seen"] == [8, 8, 8, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4]
+        assert zero["seen"] == TRIED_FIRST + [8] * 6
+        # The third batch fails; from then on there are two parts.
+        assert one["seen"] == TRIED_FIRST + [8, 8, 8] + [*TRIED, 4, 4] * 4
     both = seen["both_ranks"]
     assert both[0]["seen"] == both[1]["seen"] == one["seen"]
 
@@ -62,6 +64,7 @@ def test_a_part_that_fails_last_is_run_again_in_smaller_ones(seen):
     assert "in up to 4 parts" in seen["last_micro_batch"][1]["remark"]
     assert "in up to 4 parts" in seen["planned_parts"][1]["remark"]
     assert seen["last_micro_batch"][0]["seen"] == seen["planned_parts"][0]["seen"] == [8] * 6
+    assert seen["last_micro_batch"][1]["seen"][:9] == [8, 8, 8, 4, 4, 2, 2, 2, 2]
 
 
 def test_a_batch_is_skipped_on_both_ranks(seen):
@@ -93,3 +96,9 @@ def test_where_a_rank_cannot_go_on_both_end(name, reason, tmp_path):
     assert "OOMRecovery did not run this step" in ranks[1].stderr
     assert reason in ranks[1].stderr
     assert "Connection closed by peer" in ranks[0].stderr
+    (page,) = (tmp_path / "reports").glob("*.md")
+    assert reason in page.read_text()
+
+
+def test_the_reasons_are_those_of_all_that_cannot_go_on():
+    assert set(REASONS) == set(CANNOT_GO_ON)

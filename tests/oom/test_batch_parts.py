@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import BatchEncoding
 
-from lightning_memtools.oom.batch_parts import n_samples_in, split_batch
+from lightning_memtools.oom.batch_parts import n_samples_in, samples_that_differ, split_batch
 
 
 class Graphs:
@@ -40,3 +40,38 @@ def test_a_batch_encoding_stays_one():
     assert [type(part) for part, _ in parts] == [BatchEncoding, BatchEncoding]
     assert torch.equal(torch.cat([part["input_ids"] for part, _ in parts]), ids)
     assert torch.equal(parts[1][0]["attention_mask"], (ids > 2)[2:])
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    name: list[str]
+
+
+def test_nested_containers_are_cut_in_all_their_levels():
+    x = torch.arange(8).reshape(4, 2)
+    names = ["a", "b", "c", "d"]
+    batch = {"pairs": [Pair(x, names), (x + 10, {"deep": x + 20})], "scale": torch.tensor(2.0), "n": 7, "names": names}
+    (one, n_one), (other, n_other) = split_batch(batch, 2)
+    assert (n_one, n_other) == (2, 2)
+    for part, rows in ((one, slice(0, 2)), (other, slice(2, 4))):
+        assert type(part["pairs"][0]) is Pair
+        assert torch.equal(part["pairs"][0].image, x[rows])
+        assert part["pairs"][0].name == names[rows]
+        assert torch.equal(part["pairs"][1][0], x[rows] + 10)
+        assert torch.equal(part["pairs"][1][1]["deep"], x[rows] + 20)
+        assert (part["names"], part["n"], float(part["scale"])) == (names[rows], 7, 2.0)
+
+
+def test_the_samples_with_least_and_most_padding_are_found():
+    ids = torch.ones(6, 5, dtype=torch.long)
+    for row, n in enumerate((5, 2, 4, 1, 5, 3)):
+        ids[row, n:] = 0
+    batch = {"ids": ids, "noise": torch.randn(6, 5), "rows": [*"012345"], "target": torch.arange(6) - 1}
+    for most, expected in ((5, ("04", "513")), (3, ("0", "13")), (2, ("0", "3")), (99, ("042", "513"))):
+        few, many, both = samples_that_differ(batch, most)
+        assert ("".join(few[0]["rows"]), "".join(many[0]["rows"])) == expected
+        assert (few[1], many[1], both[1]) == (*map(len, expected), sum(map(len, expected)))
+        assert torch.equal(both[0]["ids"], torch.cat([few[0]["ids"], many[0]["ids"]]))
+    graphs = Graphs.from_data_list([torch.full((n, 2), float(n)) for n in (3, 1, 5, 2, 4)])
+    few, many, _ = samples_that_differ(graphs, 2)
+    assert (len(few[0].x), len(many[0].x)) == (5, 1)

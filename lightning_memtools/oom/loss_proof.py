@@ -1,0 +1,180 @@
+"""Proves on a few samples that a loss is the mean or the sum over what a batch consists of, so that it can be split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from lightning_memtools._torch import AnyDropout, StatisticsNorm
+from lightning_memtools.oom.batch_parts import CannotSplitError, samples_that_differ
+from lightning_memtools.oom.gradient_exchange import no_collectives
+from lightning_memtools.oom.step_start import BatchStep, has_node
+
+LossKind = Literal["mean", "sum"]
+
+# Differences that pass for rounding, relative to the gradients. On a CPU, networks of images and of texts showed up to
+# 2e-7, and 1.5e-3 in bfloat16; on a GPU, other sizes may run in other kernels.
+_TOLERANCE = 2e-3
+_COARSE_TOLERANCE = 2e-2
+# A power of two, which changes no digit: gradients that autocast keeps in float16 do not underflow.
+_SCALE = 2.0**10
+_RANDOM = "training_step draws random numbers, and not for dropout alone"
+
+
+class LossProof:
+    """Compares gradients: those of a few samples together with those of the same samples in two groups.
+
+    The groups hold the samples with the least and the most padding, so that a mean over tokens shows. Losses alone do
+    not tell: at the beginning of training they are nearly equal for all samples.
+
+    Args:
+        model: The model.
+        parameters: Those that are trained.
+        split: The user's function `(batch, n_parts) -> parts`.
+        weight: The user's function `(batch) -> number` that says over how much of a batch its loss is a mean; None for
+            the number of samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        *,
+        split: Callable[[Any, int], Any] | None = None,
+        weight: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._parameters = parameters
+        self._split = split
+        self._weight = weight
+        self._is_all_quiet = False
+
+    def weights_of(self, parts: Sequence[tuple[Any, int]]) -> list[float]:
+        """Return what the parts' losses are weighted with, from the parts and their numbers of samples.
+
+        Raises:
+            CannotSplitError: The user's function gives no such numbers.
+        """
+        if self._weight is None:
+            return [float(count) for _, count in parts]
+        try:
+            weights = [float(self._weight(part)) for part, _ in parts]
+        except Exception as error:
+            raise CannotSplitError(f"loss_weight raised {type(error).__name__}: {error}") from error
+        if not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
+            raise CannotSplitError(f"loss_weight gave {weights} for parts of {[count for _, count in parts]} samples")
+        return weights
+
+    def kind(self, step: BatchStep, most: int) -> LossKind:
+        """Return the kind of loss that a step's gradients show. The parameters' gradients are overwritten.
+
+        The host waits for six values.
+
+        Args:
+            step: The step.
+            most: The largest number of samples to run at once, if the batch can be cut as finely; 2 at least.
+
+        Raises:
+            CannotSplitError: It is neither; the message quotes the numbers.
+        """
+        few, many, both = samples_that_differ(step.batch, most, self._split)
+        weights = self.weights_of([few, many])
+        reasons = []
+        # Dropout that is no module is switched off with the modules around it, which may change what the step does.
+        for is_all in (True,) if self._is_all_quiet else (False, True):
+            with _without_randomness(self._model, is_all=is_all), no_collectives():
+                kind, reason = self._compare(step, (few, many, both), weights)
+                reason = reason and (_why_random(step, few) or reason)
+            if not reason:
+                self._is_all_quiet = is_all
+                return kind
+            reasons.append(reason)
+            if not any(module.training for module in self._model.modules()):
+                break
+        raise CannotSplitError(reasons[-1] if reasons[-1].startswith(_RANDOM) else reasons[0])
+
+    def _compare(
+        self, step: BatchStep, samples: Sequence[tuple[Any, int]], weights: Sequence[float]
+    ) -> tuple[LossKind, str]:
+        (few, n_few), (many, n_many), (both, _) = samples
+        with torch.no_grad():
+            one, other, whole = (float(_loss_of(step, part)) for part in (few, many, both))
+        shares = [weight / sum(weights) for weight in weights]
+        # A group of no weight has no mean.
+        mean = sum(share * loss for share, loss in zip(shares, (one, other), strict=True) if share)
+        kind: LossKind = "sum" if abs(whole - one - other) < abs(whole - mean) else "mean"
+        factors = shares if kind == "mean" else (1.0, 1.0)
+        for parameter in self._parameters:
+            parameter.grad = None
+        norms, tolerance = [], _TOLERANCE
+        for part, factor in ((both, 1.0), (few, -factors[0]), (many, -factors[1])):
+            if factor:
+                loss = _loss_of(step, part)
+                if part is both and self._is_coarse(loss):
+                    tolerance = _COARSE_TOLERANCE
+                (loss * (factor * _SCALE)).backward()  # type: ignore[no-untyped-call]
+            norms.append(self._gradient_norm())
+        scale = norms[0] + norms[1]
+        if not scale or norms[2] <= tolerance * scale:
+            return kind, ""
+        return kind, (
+            f"the losses of {n_few} and {n_many} samples are {one:.6g} and {other:.6g}, and that of both together is "
+            f"{whole:.6g}, {_relation(whole, mean, one + other, norms[2] / scale, tolerance)}. A loss over pairs of "
+            "samples cannot be split. A mean over tokens, or over anything else than samples, can: give loss_weight=, "
+            'a function that counts them in a batch. With loss="mean" or loss="sum" nothing is compared'
+        )
+
+    def _gradient_norm(self) -> float:
+        gradients = [p.grad for p in self._parameters if p.grad is not None and p.grad.layout == torch.strided]
+        return float(get_total_norm(gradients)) if gradients else 0.0
+
+    def _is_coarse(self, loss: Tensor) -> bool:
+        """Return whether something is computed in 16 bits: parameters, or copies that autocast makes."""
+        return any(p.dtype.itemsize < 4 for p in self._parameters) or has_node(loss, "ToCopyBackward0")  # noqa: PLR2004
+
+
+def _why_random(step: BatchStep, few: tuple[Any, int]) -> str:
+    with torch.no_grad():
+        one, again = (float(_loss_of(step, few[0])) for _ in range(2))
+    if abs(one - again) <= _TOLERANCE * abs(one) or math.isnan(one):
+        return ""
+    return (
+        f"{_RANDOM}: the same {few[1]} samples gave losses of {one:.6g} and {again:.6g}, so that nothing can be "
+        'compared; loss="mean" or loss="sum" says what the loss is'
+    )
+
+
+def _relation(whole: float, mean: float, total: float, off: float, tolerance: float) -> str:
+    for name, value in (("mean", mean), ("sum", total)):
+        if abs(whole - value) <= tolerance * abs(value):
+            return (
+                f"their {name}, but its gradient differs from the {name} of theirs by {off:.1%} ({tolerance:.1%} is "
+                "taken for rounding)"
+            )
+    return "neither their mean nor their sum"
+
+
+def _loss_of(step: BatchStep, part: Any) -> Tensor:
+    loss: Tensor | None = step.forward(part).closure_loss
+    if loss is None:
+        raise CannotSplitError("training_step returned no loss for some of its samples")
+    return loss
+
+
+@contextmanager
+def _without_randomness(model: nn.Module, *, is_all: bool) -> Iterator[None]:
+    """Switch dropout and the statistics of batches off; `is_all`: all that differs in training."""
+    changed = [m for m in model.modules() if m.training and (is_all or isinstance(m, (AnyDropout, StatisticsNorm)))]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True

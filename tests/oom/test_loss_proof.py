@@ -1,0 +1,153 @@
+"""A loss that cannot be split by numbers of samples is found out from the gradients of a few samples."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_memtools.oom.step_recovery import StepRecovery
+from lightning_memtools.oom.step_start import BatchStep
+from tests.callbacks.test_oom_recovery_parts import NoLog, StepResult
+
+FITS = 5
+
+
+class Tokens(nn.Module):
+    """Predicts tokens; the loss is a mean over those that are there."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embedding, self.head, self.dropout = nn.Embedding(50, 16), nn.Linear(16, 50), dropout
+
+    def forward(self, batch):
+        hidden = F.dropout(self.embedding(batch["ids"]), self.dropout, self.training)
+        return F.cross_entropy(self.head(torch.tanh(hidden)).flatten(0, 1), batch["labels"].flatten())
+
+
+def texts(*lengths):
+    ids, labels = torch.randint(1, 50, (2, len(lengths), 20))
+    for row, length in enumerate(lengths):
+        ids[row, length:], labels[row, length:] = 0, -100
+    return {"ids": ids, "labels": labels}
+
+
+def tokens_in(batch):
+    return (batch["labels"] != -100).sum()
+
+
+class Run:
+    """Steps of which batches of more than a few samples do not fit."""
+
+    def __init__(self, model, **options):
+        self.model, self.told = model, []
+        defaults = {"max_splits": 8, "skip_batch": False, "loss": "auto", "allow_batch_norm": False}
+        self.recovery = StepRecovery(model, torch.device("cpu"), tell=self.told.append, **(defaults | options))
+
+    def forward(self, batch):
+        if len(batch["ids"]) > FITS:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return StepResult(self.model(batch))
+
+    def step(self, batch):
+        """Run it, and return the largest error of a gradient, relative to the largest of the parameter's."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.recovery.run(BatchStep(batch, self.forward, NoLog(), lambda loss: loss.backward(), lambda: None))
+        found = [parameter.grad for parameter in self.model.parameters()]
+        right = torch.autograd.grad(self.model(batch), list(self.model.parameters()))
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, right, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+EVEN, UNEVEN, ONE_SHORTER = (20,) * 8, (20, 20, 20, 20, 3, 3, 3, 3), (*(20,) * 7, 19)
+
+
+@pytest.mark.parametrize("lengths", [UNEVEN, UNEVEN[::-1], ONE_SHORTER])
+def test_a_mean_over_tokens_is_refused_with_the_numbers_and_the_way_out(lengths):
+    run = Run(Tokens())
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"did not run this step in parts: the losses of 2 and 2"
+    ) as caught:
+        run.step(texts(*lengths))
+    assert "give loss_weight=, a function that counts them in a batch" in str(caught.value)
+    if lengths is ONE_SHORTER:  # losses of an untrained model are all alike, and tell nothing
+        assert re.search(r"their mean, but its gradient differs from the mean of theirs by \d\.\d%", str(caught.value))
+    (said,) = run.told
+    assert said.startswith("the losses of 2 and 3 samples are")
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+@pytest.mark.parametrize("lengths", [UNEVEN, ONE_SHORTER, (*(20,) * 7, 0)])
+def test_with_a_function_that_counts_tokens_the_gradients_are_those_of_the_whole_batch(lengths):
+    run = Run(Tokens(), loss_weight=tokens_in)
+    assert run.step(texts(*lengths)) < 1e-5
+    assert run.told == []
+
+
+def test_each_batch_is_tried_though_an_earlier_one_had_equally_many_tokens_in_all_samples():
+    run = Run(Tokens())
+    assert run.step(texts(*EVEN)) < 1e-5
+    assert run.told == []
+    with pytest.raises(torch.OutOfMemoryError, match="OOMRecovery did not run this step in parts"):
+        run.step(texts(*UNEVEN))  # it is split from the beginning
+
+
+def test_without_the_trial_the_gradients_would_be_wrong():
+    assert Run(Tokens(), loss="mean").step(texts(*UNEVEN)) > 0.5
+
+
+def test_dropout_that_is_no_module_is_switched_off_for_the_trial_and_on_again():
+    run = Run(Tokens(dropout=0.5))
+    assert run.step(texts(*EVEN)) > 0.1  # the parts draw other masks than the whole batch
+    assert run.told == []
+    assert all(module.training for module in run.model.modules())
+
+
+def test_where_the_loss_is_random_that_is_said_and_a_given_one_is_taken():
+    class Noisy(Tokens):
+        def forward(self, batch):
+            return super().forward(batch) * torch.rand(())
+
+    run = Run(Noisy())
+    with pytest.raises(
+        torch.OutOfMemoryError, match="training_step draws random numbers, and not for dropout alone: the "
+    ):
+        run.step(texts(*EVEN))
+    assert "the same 2 samples gave losses of" in run.told[0]
+    given = Run(Noisy(), loss="mean")
+    given.step(texts(*EVEN))
+    assert given.recovery.recoveries.n_recovered == 1
+    assert given.told == []
+
+
+def test_a_weight_that_is_no_number_of_anything_is_quoted():
+    for weight in (-1.0, float("nan")):
+        with pytest.raises(
+            torch.OutOfMemoryError, match=rf"loss_weight gave \[{weight}, {weight}\] for parts of \[4, 4\]"
+        ):
+            Run(Tokens(), loss="mean", loss_weight=lambda _, weight=weight: weight).step(texts(*EVEN))
+    run = Run(Tokens(), loss="mean", loss_weight=lambda batch: batch["mask"].sum())
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run.step(texts(*EVEN))
+    assert run.told == ["loss_weight raised KeyError: 'mask'"]
+    assert run.told[0] in caught.value.__notes__[0]
+
+
+def test_single_samples_are_run_where_an_earlier_batch_has_shown_the_loss(monkeypatch):
+    run = Run(Tokens())
+    run.step(texts(*EVEN[:4]))
+    monkeypatch.setattr("tests.oom.test_loss_proof.FITS", 1)
+    assert run.step(texts(*EVEN)) < 1e-5
+    unknown = Run(Tokens())
+    with pytest.raises(
+        torch.OutOfMemoryError, match="two samples together do not fit, so that the loss cannot be tried"
+    ):
+        unknown.step(texts(*EVEN))
