@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memtools._torch import clear_cublas_workspaces
+from lightning_memtools._torch import SilentGroup, clear_cublas_workspaces, reduces_over
 from lightning_memtools.oom.gradient_exchange import GradientExchange
 from tests.integration.recovery_on_ranks import RunsOut
 
@@ -35,8 +35,9 @@ def only_rank():
     yield
     distributed.destroy_process_group()
     gc.collect()
-    clear_cublas_workspaces()  # other tests of this process compare what is allocated
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        clear_cublas_workspaces()  # other tests of this process compare what is allocated
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.cuda_memory
@@ -67,3 +68,35 @@ def test_buckets_on_a_gpu_are_sent_once_and_memory_is_that_of_a_healthy_step():
         allocated.append(torch.cuda.memory_allocated())
     assert sent == [0, 2]
     assert len(set(allocated[1:])) == 1  # after the first step DDP makes its buckets anew
+
+
+class FailsToSend(SilentGroup):
+    """Memory runs out when a bucket is sent, and it is not known whether the others have it."""
+
+    def __init__(self, like: Any, at: int) -> None:
+        super().__init__(like)
+        self.at = at
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+        if self.n_all_reduces == self.at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().allreduce(tensors, options)
+
+
+@pytest.mark.usefixtures("only_rank")
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_bucket_that_fails_while_it_is_sent_is_not_sent_again(at):
+    net = Net()
+    wrapper = DistributedDataParallel(net, bucket_cap_mb=0.8)
+    exchange = GradientExchange(SimpleNamespace(model=wrapper, lightning_module=net))
+    x = torch.randn(8, 512)
+    wrapper(x).sum().backward()  # then DDP makes its buckets anew
+    net.zero_grad()
+    exchange.begin()
+    loss = wrapper(x).sum()
+    with reduces_over(wrapper, FailsToSend(wrapper.process_group, at)), pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    complete = [parameter for parameter in net.parameters() if parameter.grad is not None]
+    assert complete
+    assert "memory ran out while a bucket of gradients was sent" in exchange.leave(complete)
+    assert all(parameter.grad is None for parameter in net.parameters())

@@ -1,0 +1,213 @@
+"""What others see of a batch that is run in parts: one step; and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice
+from lightning_memtools.memory.readers import allocated_bytes
+from lightning_memtools.oom.step_recovery import StepRecovery
+from lightning_memtools.oom.step_start import BatchStep
+from tests.callbacks.test_oom_recovery import TRIED, FailsOnce, Sequences, Watched, batches
+from tests.callbacks.test_oom_recovery_parts import NoLog, StepResult
+from tests.lightning_models import trainer
+
+ONCE_A_STEP = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+class Notes(L.Callback):
+    """Notes the hooks of each step with what the Trainer counts, and what the progress bar shows."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        for name in ONCE_A_STEP:
+            setattr(self, name, self._noting(name))
+
+    def _noting(self, name: str) -> Any:
+        def note(trainer: Any, *arguments: Any, **_: Any) -> None:
+            batch = [len(one[0]) for one in arguments if isinstance(one, list)]
+            numbers = [one for one in arguments if isinstance(one, int)]
+            loop = trainer.fit_loop.epoch_loop
+            shown = trainer.progress_bar_callback.train_progress_bar.n
+            self.seen.append((name, batch, numbers, trainer.global_step, loop.batch_idx, shown))
+
+        return note
+
+
+class Draws(Watched):
+    """Draws from three random streams in each step, and notes what is allocated when one begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Any] = []
+        self.allocated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.drawn.append((batch_idx, random.random(), float(np.random.rand()), float(torch.rand(()))))  # noqa: NPY002, S311
+        if batch_idx == 2 and len(batch[0]) in {8, 16}:
+            gc.collect()  # what Lightning keeps of logged values is in cycles
+        device = VirtualDevice.current()
+        assert device is not None
+        self.allocated.append(device.stats().allocated or 0)
+        return super().training_step(batch, batch_idx)
+
+
+def run_of(root: Any, at: int | None, loss: str) -> tuple[Draws, Notes]:
+    L.seed_everything(3, verbose=False)
+    notes = Notes()
+    callbacks = [notes, TQDMProgressBar(), OOMRecovery(on_recover="ignore", loss=loss)]  # type: ignore[arg-type]
+    run = trainer(root, *callbacks, logger=False, enable_progress_bar=True)
+    with VirtualDevice():
+        model = Draws()
+        with FailsOnce(model, 10**9 if at is None else at, batch=2):
+            run.fit(model, DataLoader(batches((8,) * 4), batch_size=None))
+    return model, notes
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    return run_of(tmp_path_factory.mktemp("healthy"), None, "mean")
+
+
+@pytest.fixture(scope="module", params=["mean", "auto"])
+def recovered(request, tmp_path_factory):
+    return request.param, *run_of(tmp_path_factory.mktemp("recovered"), 12, request.param)
+
+
+def test_hooks_counters_and_the_progress_bar_see_one_step(healthy, recovered):
+    loss, model, notes = recovered
+    tried = TRIED if loss == "auto" else []
+    assert model.seen == [*tried, 16, 16, 16, *tried, 8, 8, *tried, 8, 8]
+    assert notes.seen == healthy[1].seen
+    assert [one[0] for one in notes.seen] == [*ONCE_A_STEP] * 4
+    assert [one[3:] for one in notes.seen if one[0] == "on_train_batch_end"] == [(i + 1, i, i) for i in range(4)]
+
+
+def test_every_random_stream_goes_on_from_where_the_batch_began(healthy, recovered):
+    whole = {one[0]: one for one in healthy[0].drawn}
+    for index in range(3):  # the streams of the parts differ from then on
+        assert next(one for one in recovered[1].drawn if one[0] == index) == whole[index]
+    again = [one for one in recovered[1].drawn if one == whole[2]]
+    # The attempt that failed, each first of the groups that are tried, and the first part; trials go on within theirs.
+    assert len(again) == (3 if recovered[0] == "auto" else 2)
+
+
+def test_between_attempts_memory_is_that_of_the_beginning_of_the_step(recovered):
+    loss, model, _ = recovered
+    failed = model.seen.index(16) + 2
+    first_part = model.seen.index(8)
+    assert first_part - failed == (7 if loss == "auto" else 1)
+    # The gradients of the step before are gone by then, which a whole batch takes away after its forward pass.
+    gradients = sum(-(-parameter.nbytes // 512) * 512 for parameter in model.parameters())
+    assert model.allocated[first_part] == model.allocated[failed] - gradients
+
+
+def test_a_second_run_fits_after_a_crash_that_oom_report_saw_though_the_error_is_kept(tmp_path):
+    left = {}
+    data = DataLoader(batches((64, 10_000)), batch_size=None)
+    for name in ("with", "without"):
+        callbacks = [OOMReport(directory=str(tmp_path), snapshot=False)] if name == "with" else []
+        gc.collect()
+        with VirtualDevice("150MiB") as device:
+            model = Sequences()
+            try:
+                trainer(tmp_path, *callbacks, logger=False).fit(model, data)
+            except torch.OutOfMemoryError as error:
+                kept = error  # as a notebook does
+            left[name] = allocated_bytes(device)
+            if name == "with":
+                again = trainer(tmp_path, logger=False)
+                again.fit(model, DataLoader(batches((64, 5_000, 5_000)), batch_size=None))
+                assert again.global_step == 3
+            del kept
+    assert left["without"] > 80 * 2**20  # two activations
+    assert left["with"] < 8 * 2**20  # weights, momentum and the batch that the loader still holds
+
+
+def test_a_skipped_batch_is_reported(tmp_path):
+    report = OOMReport(directory=str(tmp_path / "reports"), snapshot=False)
+    recovery = OOMRecovery(skip_batch=True, on_recover="ignore")
+    with VirtualDevice("30MiB"):
+        run = trainer(tmp_path, recovery, report, logger=False)
+        run.fit(Sequences(), DataLoader(batches((64, 100_000, 64), n_rows=1), batch_size=None))
+    assert recovery.recoveries.n_skipped == 1
+    (page,) = (tmp_path / "reports").glob("*.md")
+    assert "The run goes on. A batch was skipped: even its smallest parts ran out of memory." in page.read_text()
+
+
+class Manual(Sequences):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_manual_optimization_and_fsdp_2_are_named_when_fit_begins(tmp_path, capsys):
+    data = DataLoader(batches((8,)), batch_size=None)
+    trainer(tmp_path, OOMRecovery(), logger=False).fit(Manual(), data)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("OOMRecovery: training batches that do not fit will not be run in parts: in manual opt") == 1
+    model = Sequences()
+    run = trainer(tmp_path, OOMRecovery(), logger=False, strategy=ModelParallelStrategy(1, 1), devices=1)
+    try:
+        with pytest.raises(
+            ValueError, match="OOMRecovery does not work under ModelParallelStrategy: a rank that fails"
+        ):
+            run.fit(model, data)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert model.seen == []
+
+
+@pytest.mark.cuda_memory
+def test_a_healthy_step_waits_for_nothing():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 1)).cuda()
+    model.register_buffer("constant", torch.ones(3, device="cuda"))
+    recovery = StepRecovery(
+        model,
+        torch.device("cuda"),
+        max_splits=8,
+        skip_batch=True,
+        loss="auto",
+        allow_batch_norm=False,
+        tell=pytest.fail,
+    )
+    batch = torch.zeros(16, 8, device="cuda")
+    sizes: list[int] = []
+
+    def forward(part: Any) -> Any:
+        sizes.append(len(part))
+        return StepResult(model(part).mean())
+
+    step = BatchStep(batch, forward, NoLog(), lambda loss: loss.backward(), model.zero_grad)
+    recovery.run(step)  # the loss is tried once, before the first step
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            batch.sum().item()
+        for _ in range(20):
+            recovery.run(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sizes == [*TRIED, *[16] * 21]
