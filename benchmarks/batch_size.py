@@ -10,11 +10,14 @@ reserved memory is not monotonic in the size, all sizes beyond it are then run t
 largest that fits is the true maximum.
 
     python benchmarks/batch_size.py [MODEL ...]
+
+All of them take a quarter of an hour. Results of models that are not named stay in results/batch_size.json.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import sys
 import tempfile
@@ -27,7 +30,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
-from machine import save
+from machine import RESULTS, save
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
@@ -170,9 +173,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     gc.freeze()  # BatchSizeFinder collects after each trial, which takes a second over all objects of torch
-    rows: list[dict[str, Any]] = []
-    real: list[dict[str, Any]] = []
+    path = RESULTS / "batch_size.json"
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": [], "on_real_tensors": []}
     for name in sys.argv[1:] or list(MODELS):
+        rows: list[dict[str, Any]] = []
+        real: list[dict[str, Any]] = []
         kind = MODELS[name]
         devices = [(capacity, "0MiB") for capacity in CAPACITIES]
         devices += [("4GiB", OTHERS[name])] if name in OTHERS else []
@@ -184,7 +189,14 @@ def main() -> None:
         if name in SECONDS:
             real.append(in_seconds(name, kind, SECONDS[name]))
             print(real[-1], flush=True)
-    save("batch_size", summary(rows, real))
+        known = {
+            key: sorted(
+                [one for one in known[key] if one["model"] != name] + new,
+                key=lambda one: list(MODELS).index(one["model"]),
+            )
+            for key, new in (("rows", rows), ("on_real_tensors", real))
+        }
+        save("batch_size", summary(known["rows"], known["on_real_tensors"]))
 
 
 def summary(rows: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

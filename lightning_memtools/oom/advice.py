@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import torch
-
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.loss_head import CODE as CHUNKED_LOSS
 from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
@@ -14,6 +12,7 @@ from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.sizes import format_size, known_gpus
+from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.recorded_history import (
     ReplayVerdict,
     with_empty_cache,
@@ -27,7 +26,6 @@ from lightning_memtools.simulation.step import PrecisionName
 BF16: PrecisionName = "bf16-mixed"
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 _LEAST_PRICE = 0.01
-SGD_CODE = "torch.optim.SGD(parameters, momentum=0.9, ...)"
 
 FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
 SMALLER_BATCHES = Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches")
@@ -36,6 +34,7 @@ ACCUMULATE = Action(
     title="Accumulate gradients over smaller batches",
     code="Trainer(accumulate_grad_batches=...)",
 )
+LEAST_RECOMPUTATION = Action(kind=ActionKind.CHECKPOINTING, title="Recompute only as much as is needed to fit")
 RECOMPUTE = Action(kind=ActionKind.CHECKPOINTING, title="Recompute activations", code="GradientCheckpointing()")
 CHUNK_THE_LOSS = Action(kind=ActionKind.LOSS, title="Compute the loss without all logits at once", code=CHUNKED_LOSS)
 BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{BF16}")')
@@ -247,21 +246,18 @@ def precision(trials: StepTrials) -> Iterator[Action]:
 
 
 def optimizer(trials: StepTrials) -> Iterator[Action]:
-    """An optimizer with one number of state per weight."""
+    """Optimizers with smaller states; the fused form of the present one where the peak is in its step."""
     optimizers = trials.failed.run.optimizers
-    if len(optimizers) != 1 or isinstance(optimizers[0], torch.optim.SGD):
+    if len(optimizers) != 1:
         return
-    estimate = trials.failed.estimate(optimizer=sgd)
-    title = f"{SMALLER_STATE.title} than {type(optimizers[0]).__name__}'s"
-    yield compared(trials, estimate, replace(SMALLER_STATE, title=title, code=SGD_CODE))
-
-
-def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer with a smaller state that is tried.
-
-    Adafactor's state is smaller still, but its step reads values, which a trace does not have.
-    """
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+    others = list(smaller_states(optimizers[0]))
+    fused = fused_form(optimizers[0]) if trials.failed.is_cuda_like else None
+    if fused is not None and trials.plain.peak_at.phase == "optimizer":
+        others.append(fused)
+    for other in others:
+        action = replace(SMALLER_STATE, title=other.title, code=other.code)
+        made = compared(trials, trials.failed.estimate(optimizer=other.make), action)
+        yield replace(made, detail=made.detail + (f" ({other.note})" if other.note else ""))
 
 
 def larger_gpu(trials: StepTrials) -> Iterator[Action]:

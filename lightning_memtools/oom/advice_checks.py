@@ -12,7 +12,7 @@ from lightning_memtools.oom.combined_advice import COMBINE, combined
 from lightning_memtools.oom.failed_step import FailedStep
 from lightning_memtools.oom.recorded_history import ReplayVerdict, with_expandable_segments
 from lightning_memtools.oom.report_page import Action, ActionKind, ranked
-from lightning_memtools.oom.step_trials import Deadline, StepTrials, in_a_line
+from lightning_memtools.oom.step_trials import NOT_REACHED, Deadline, StepTrials, in_a_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +21,20 @@ class AdviceCheck:
 
     Attributes:
         run: Tries the change, and yields actions.
-        unchecked: The action to show where the check cannot be carried out; None for a check that improves on another
-            one, and then replaces its actions of the same kind.
+        unchecked: The action to show where the check cannot be carried out.
         applies: Returns whether the change makes sense for the failed step.
         only_if_nothing_fits: True if the check is of use only where no other change of the program is enough.
+        improves: True if the check improves on another one. What it finds replaces the actions of the same kind, and
+            it is shown as unchecked only where the time was over.
         needs_trace: True if the check cannot be carried out for a step that cannot be traced.
     """
 
     run: Callable[[StepTrials], Iterator[Action]]
-    unchecked: Action | None
+    unchecked: Action
     applies: Callable[[FailedStep], bool]
     needs_trace: bool = True
     only_if_nothing_fits: bool = False
+    improves: bool = False
 
 
 def _is_training(failed: FailedStep) -> bool:
@@ -67,7 +69,6 @@ CHECKS = (
     AdviceCheck(advice.growth, advice.FIND_GROWTH, _grows),
     AdviceCheck(advice.larger_gpu, advice.LARGER_GPU, lambda it: it.is_cuda_like),
     AdviceCheck(advice.smaller_batch, advice.SMALLER_BATCHES, lambda _: True),
-    AdviceCheck(advice.accumulation, advice.ACCUMULATE, _is_training),
     AdviceCheck(
         advice.chunked_loss,
         advice.CHUNK_THE_LOSS,
@@ -76,8 +77,14 @@ CHECKS = (
     AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true"),
     AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training),
     AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
+    AdviceCheck(advice.accumulation, advice.ACCUMULATE, _is_training),
     AdviceCheck(combined, COMBINE, _is_training, only_if_nothing_fits=True),
-    AdviceCheck(advice.least_recomputation, None, lambda it: _is_training(it) and it.run.plan is None),
+    AdviceCheck(
+        advice.least_recomputation,
+        advice.LEAST_RECOMPUTATION,
+        lambda it: _is_training(it) and it.run.plan is None,
+        improves=True,
+    ),
 )
 """In this order: what takes little time comes first."""
 
@@ -128,9 +135,9 @@ class AdviceChecks:
                 if check.only_if_nothing_fits and is_enough:
                     continue
                 new = _carried_out(check, trials)
-                if check.unchecked is None:
-                    kinds = {action.kind for action in new}
-                    found = [action for action in found if action.kind not in kinds]
+                if check.improves:
+                    found = _improved(found, new)
+                    continue
                 found += new
         self.actions = ranked(found)
 
@@ -147,6 +154,16 @@ class AdviceChecks:
         self.notes += trials.plain.notes
 
 
+def _improved(found: list[Action], new: list[Action]) -> list[Action]:
+    """Return the actions with new ones in place of those of the same kind; unchecked ones beside a checked one only."""
+    checked = {action.kind for action in found if action.checked}
+    better = {action.kind for action in new if action.checked}
+    return [
+        *(action for action in found if action.kind not in better),
+        *(action for action in new if action.checked or action.kind in checked),
+    ]
+
+
 def _carried_out(check: AdviceCheck, trials: StepTrials) -> list[Action]:
     """Return the actions that a check found, or where it could not be carried out the unchecked one with the reason."""
     why_not = trials.why_not if check.needs_trace else ""
@@ -155,4 +172,4 @@ def _carried_out(check: AdviceCheck, trials: StepTrials) -> list[Action]:
             return list(check.run(trials))
         except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fake tensors
             why_not = in_a_line(error)
-    return [] if check.unchecked is None else [replace(check.unchecked, detail=why_not)]
+    return [] if check.improves and why_not != NOT_REACHED else [replace(check.unchecked, detail=why_not)]

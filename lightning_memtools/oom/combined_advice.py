@@ -7,19 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-import torch
-
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.oom.advice import (
     ACCUMULATE,
     BF16,
     BFLOAT16,
     RECOMPUTE,
-    SGD_CODE,
-    SMALLER_STATE,
     loader_code,
-    sgd,
 )
+from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.report_page import Action, ActionKind
 from lightning_memtools.oom.step_trials import StepTrials
 
@@ -52,8 +48,9 @@ def combined(trials: StepTrials) -> Iterator[Action]:
     """
     if not trials.can_tell_what_fits:
         return
-    changes = _changes(trials)
-    widest = [group for group in (changes, [one for one in changes if one.title != BFLOAT16.title]) if len(group) > 1]
+    groups = _groups(_changes(trials))
+    kinds = (groups, [group for group in groups if BFLOAT16.title not in _names(group)])
+    widest = [max(kind, key=lambda group: (len(group), _cost(group))) for kind in kinds if kind]
     tried: dict[frozenset[str], MemoryEstimate] = {}
     for group in widest:
         tried[_names(group)] = trials.failed.estimate(**_arguments(group))
@@ -67,8 +64,7 @@ def combined(trials: StepTrials) -> Iterator[Action]:
             yield _action(trials, least, peak, fits=False, detail=detail)
         return
     found: list[frozenset[str]] = []
-    groups = [group for size in range(2, len(changes) + 1) for group in combinations(changes, size)]
-    for one in sorted(groups, key=lambda group: sum(change.cost for change in group)):
+    for one in sorted(groups, key=_cost):
         names = _names(one)
         if any(known <= names for known in found):
             continue
@@ -79,6 +75,16 @@ def combined(trials: StepTrials) -> Iterator[Action]:
             yield _action(trials, one, peak, fits=True, detail=f"fits, with a peak of {trials.within(peak)}")
         if len(found) == _MOST_SHOWN:
             return
+
+
+def _groups(changes: Sequence[StepChange]) -> list[tuple[StepChange, ...]]:
+    """Return all groups of two or more changes that can be made together: not two of the optimizer."""
+    groups = [group for size in range(2, len(changes) + 1) for group in combinations(changes, size)]
+    return [group for group in groups if len(_arguments(group)) == sum(len(change.arguments) for change in group)]
+
+
+def _cost(group: Sequence[StepChange]) -> float:
+    return sum(change.cost for change in group)
 
 
 def _names(changes: Sequence[StepChange]) -> frozenset[str]:
@@ -99,9 +105,11 @@ def _changes(trials: StepTrials) -> list[StepChange]:
         n = effective // least
         code = f"{loader_code(least)}, Trainer(accumulate_grad_batches={n})"
         changes.append(StepChange(f"{ACCUMULATE.title} of {least}", code, 1.5, {"size": least, "accumulate": n}))
-    optimizers = failed.run.optimizers
-    if len(optimizers) == 1 and not isinstance(optimizers[0], torch.optim.SGD):
-        changes.append(StepChange(SMALLER_STATE.title, SGD_CODE, 4.0, {"optimizer": sgd}))
+    if len(failed.run.optimizers) == 1:
+        fused = fused_form(failed.run.optimizers[0]) if failed.is_cuda_like else None
+        # The smallest states are those that fit if any do.
+        others = [fused, next(smaller_states(failed.run.optimizers[0]), None)]
+        changes += [StepChange(one.title, one.code, one.cost, {"optimizer": one.make}) for one in others if one]
     return changes
 
 

@@ -199,6 +199,8 @@ class RankPoints:
     def finish(self, *, patience_s: float = PATIENCE_S, extra: Any = None) -> list[Any]:
         """End: rank 0 writes all points and waits for late parts, all points together, no longer than `patience_s`.
 
+        It waits for nobody where no point is left to write and no `extra` is given.
+
         Returns:
             The last `extra` of each rank, in the order of ranks, None where it has not arrived; only this rank's own on
             ranks above 0.
@@ -210,6 +212,8 @@ class RankPoints:
         self._posts.end()
         if self._posts.rank > 0:
             return [extra]
+        if not self._waiting and extra is None:
+            patience_s = 0.0
         end = time.monotonic() + patience_s
         while time.monotonic() < end:
             if all(theirs.has_ended or has_died(rank) for rank, theirs in enumerate(self._posts.read())):

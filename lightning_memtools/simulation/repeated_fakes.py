@@ -33,11 +33,14 @@ _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 # The shapes of their results depend on values.
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
+_FILLS = {"aten::copy_", "aten::fill_", "aten::zero_"}
+
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     """Within a FakeTensorMode and around nothing else: makes results that are new tensors of shapes known already.
 
-    Operators that change a tensor or depend on values go to the FakeTensorMode as ever.
+    So are values changed element by element, which fakes do not have: an optimizer changes each weight several times.
+    Operators that change a tensor in another way or depend on values go to the FakeTensorMode as ever.
 
     Args:
         fake_mode: The mode that is active.
@@ -47,12 +50,15 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
         self._known: dict[Any, tuple[bool, list[Made]] | None] = {}
+        self._known_changes: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         if _is_view(func) and _note(args[0], []):
             return self._view(func, args, kwargs)
+        if _changes_values_only(func):
+            return self._changed(func, args, kwargs)
         key = self._key(func, args, kwargs) if _makes_new_tensors(func) else None
         if key is None:
             return func(*args, **kwargs)
@@ -66,6 +72,15 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         is_one, made = known
         found = [self._make(*one) for one in made]
         return found[0] if is_one else tuple(found)
+
+    def _changed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self._key(func, args, kwargs)
+        if key is not None and key in self._known_changes:
+            return args[0]
+        out = func(*args, **kwargs)
+        if key is not None and out is args[0]:
+            self._known_changes.add(key)
+        return out
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A fake is a meta tensor underneath, whose kernels for views take a few microseconds.
@@ -103,6 +118,18 @@ def _is_view(func: Any) -> bool:
     if has_kernel(f"{schema.name}.{schema.overload_name}".rstrip("."), "CompositeImplicitAutograd"):
         return False
     return func.is_view or schema.name == "aten::_unsafe_view"  # whose schema promises a new tensor
+
+
+@cache
+def _changes_values_only(func: Any) -> bool:
+    """Returns whether an operator changes elements of its first argument and nothing else, and returns it."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    schema = operator_schema(func)
+    if not schema.name.endswith("_") or (torch.Tag.pointwise not in func.tags and schema.name not in _FILLS):
+        return False
+    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+    return written[0] and not any(written[1:]) and len(schema.returns) == 1
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from shlex import quote
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, SpikeDetection
 from torch import Tensor, nn
 
 from lightning_memtools import default_callbacks
@@ -86,6 +89,50 @@ def test_a_loss_that_validation_logs_as_nan_halts(tmp_path: Any) -> None:
     with pytest.raises(NonFiniteError, match="gave values that are not finite: metric val_loss = nan\\.") as caught:
         trainer(tmp_path, HaltOnNaN(), logger=False).fit(BadLog(), loader(), loader())
     assert caught.value.stage == "val"
+
+
+class Watched(Regression):
+    """Logs a metric that turns NaN in the third epoch, which other callbacks watch."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_pearson", torch.tensor(torch.nan if self.current_epoch == 2 else -float(self.current_epoch)))
+
+
+@pytest.mark.parametrize("at_the_epochs_end", [True, False])
+def test_other_callbacks_treat_a_metric_that_is_nan_as_without_ours(at_the_epochs_end, tmp_path):
+    ends = []
+    for name, ours in (("without", []), ("with", default_callbacks())):
+        stop = EarlyStopping("val_pearson", patience=9, check_finite=True, check_on_train_epoch_end=at_the_epochs_end)
+        best = ModelCheckpoint(tmp_path / name, "{epoch}", monitor="val_pearson", save_top_k=2)
+        L.seed_everything(0, verbose=False)
+        model = Watched()
+        run = trainer(tmp_path, stop, best, *ours, logger=False, max_epochs=5, enable_checkpointing=True)
+        run.fit(model, loader(), loader())
+        assert "val_pearson = nan is not finite" in stop.stopping_reason_message
+        assert (stop.stopped_epoch, run.global_step) == (2, 12)
+        files = sorted(one.name for one in (tmp_path / name).iterdir())
+        ends.append((files, best.best_model_path.rpartition("/")[2], float(best.best_model_score)))
+    assert ends[0] == ends[1]
+    assert ends[0][1:] == ("epoch=1.ckpt", -1.0)
+
+
+class Spiking(Regression):
+    """Its loss jumps at the fourth step."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1e4 if batch_idx == 3 else 1.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_pearson", torch.tensor(torch.nan))
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_spike_detection_ends_the_run_at_the_same_batch(ours, tmp_path):
+    spike = SpikeDetection(warmup=1, exclude_batches_path=tmp_path / "skip.json")
+    run = trainer(tmp_path, spike, *(default_callbacks() if ours else []), logger=False)
+    with pytest.raises(TrainingSpikeException, match="batch 3"):
+        run.fit(Spiking(), loader(64), loader())
+    assert json.loads((tmp_path / "skip.json").read_text()) == [2, 3]
 
 
 def test_metrics_appear_in_the_report_of_a_later_halt(tmp_path: Any) -> None:

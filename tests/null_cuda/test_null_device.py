@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memtools.memory.allocator import cublas_workspace_bytes
+
 pytestmark = pytest.mark.cuda_memory
 
 MIB = 2**20
@@ -109,6 +111,28 @@ def test_running_out_of_memory_is_pytorchs_own_error_after_its_own_retry():
         print(stats["num_alloc_retries"], stats["num_ooms"])
     """
     assert printed(code, "--capacity", "1GiB") == ("CUDA out of memory. Tried to allocate 100.00 MiB. GPU\n2 1")
+
+
+@pytest.mark.parametrize(
+    ("config", "simulated"),
+    [("", ""), ("-1", ""), (":128:8:64:16:32:32", ":128:8:64:16:32:32"), (":4096:8", ":4096:8"), (":16:8", ":16:8")],
+)
+def test_cublas_gets_the_workspace_that_the_simulation_gives_it(config, simulated, forks):
+    """As torch's own test_cublas_workspace_explicit_allocation does; what is no setting counts as none."""
+    code = f"""
+        import os, warnings
+        import torch
+        warnings.simplefilter("ignore")
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = {config!r}
+        x = torch.empty(7, 7, device="cuda")
+        out = torch.empty(7, 7, device="cuda")
+        n_bytes = -torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+        torch.mm(x, x, out=out)
+        n_bytes += torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+        print(torch.cuda.get_device_capability()[0], n_bytes)
+    """
+    major, n_bytes = map(int, forks(code).split())
+    assert n_bytes == cublas_workspace_bytes(compute_capability=(major, 0), config=simulated)
 
 
 def test_what_is_read_back_is_zero(forks):

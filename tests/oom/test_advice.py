@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import nn
 
@@ -19,8 +20,9 @@ from lightning_memtools.oom.failure_facts import (
     MemorySplit,
     sizes_only,
 )
+from lightning_memtools.oom.other_optimizers import smaller_states
 from lightning_memtools.oom.report_page import ActionKind
-from lightning_memtools.oom.step_trials import Deadline
+from lightning_memtools.oom.step_trials import NOT_REACHED, Deadline, OutOfTimeError, StepTrials
 from tests.oom_models import Layers
 
 
@@ -68,16 +70,16 @@ def loss_of_step(model: Any, batch: Any) -> Any:
     return model.training_step(batch)
 
 
-def checks_of(model: nn.Module, batch: torch.Tensor, capacity: int | None, **run: Any) -> AdviceChecks:
+def checks_of(
+    model: nn.Module, batch: torch.Tensor, capacity: int | None, *, cuda: bool = False, **run: Any
+) -> AdviceChecks:
     stats = MemoryStats(allocated=100, reserved=200, capacity=capacity)
     split = None if capacity is None else MemorySplit(dict.fromkeys(CATEGORIES, 0), 0, (), 0, exact=True)
     facts = FailureFacts(moment=FailureMoment("train", 0, 0, "forward"), device="here", stats=stats, split=split,
                          batch=sizes_only(batch))  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters())
-    checks = AdviceChecks(
-        FailedStep(facts=facts, run=FailedRun(model=model, forward=loss_of_step, optimizers=(optimizer,), **run)),
-        Deadline(600.0),
-    )
+    failed_run = FailedRun(model=model, forward=loss_of_step, optimizers=(optimizer,), **run)
+    checks = AdviceChecks(FailedStep(facts=facts, run=failed_run, cuda=cuda, is_cuda_like=cuda), Deadline(600.0))
     checks.run()
     return checks
 
@@ -112,6 +114,79 @@ def test_where_nothing_is_enough_by_itself_combinations_are_tried_the_cheapest_f
                if one.kind == ActionKind.COMBINATION]  # fmt: skip
     assert none.fits is False
     assert "not enough together" in none.detail
+
+
+def of_kind(checks: AdviceChecks, kind: ActionKind) -> list[Any]:
+    return [action for action in checks.actions if action.kind == kind]
+
+
+def test_states_of_8_bit_are_those_of_bitsandbytes() -> None:
+    model = nn.Linear(1024, 64)  # its bias is too small to be kept in 8 bits
+    (optimizer, _) = smaller_states(torch.optim.AdamW(model.parameters()))
+    assert optimizer.code == "bitsandbytes.optim.AdamW8bit(parameters, ...)"
+    made = optimizer.make(list(model.parameters()))
+    for _ in range(2):
+        model(torch.ones(2, 1024)).sum().backward()
+        made.step()
+    states = [tensor for state in made.state.values() for tensor in state.values()]
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
+    assert n_bytes == 2 * 65536 * (1 + 4 / 256) + 2 * 4 * 64
+
+
+def test_another_optimizer_is_tried_by_itself_with_8_bit_states_too() -> None:
+    model = Weighty()
+    n_bytes = sum(one.numel() * 4 for one in model.parameters())
+    checks = checks_of(model, torch.ones(8, 1024), int(3.2 * n_bytes))
+    eight, sgd = of_kind(checks, ActionKind.OPTIMIZER)
+    assert "AdamW8bit" not in eight.code
+    assert "Adam8bit" in eight.code
+    assert eight.fits
+    assert "bitsandbytes itself was not run" in eight.detail
+    assert sgd.fits is False
+    assert eight.saved - sgd.saved == pytest.approx(n_bytes / 2, rel=0.1)
+
+
+def test_accumulation_with_the_fused_optimizer_is_the_cheapest_where_the_foreach_one_takes_too_much() -> None:
+    model = Weighty(12)
+    n_bytes = sum(one.numel() * 4 for one in model.parameters())
+    checks = checks_of(model, torch.ones(4096, 1024), 5 * n_bytes, cuda=True)
+    singles = [one for one in checks.actions if one.kind not in {ActionKind.COMBINATION, ActionKind.LARGER_GPU}]
+    assert not any(action.fits for action in singles)
+    first = of_kind(checks, ActionKind.COMBINATION)[0]
+    assert first.fits
+    assert "use the fused form of Adam" in first.title
+    assert "torch.optim.Adam(..., fused=True)" in first.code
+    assert "accumulate_grad_batches=" in first.code
+
+
+def test_norms_are_recomputed_too_where_a_step_does_not_fit_without() -> None:
+    class Normed(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.1)) for _ in range(6)]
+            self.net = nn.Sequential(*blocks)
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            return self.net(batch).square().mean()
+
+    for capacity, code in (
+        (30, 'GradientCheckpointing(bn_dropout="auto")'),
+        (24, 'GradientCheckpointing(memory_budget="22MiB", bn_dropout="auto")'),
+    ):
+        checks = checks_of(Normed(), torch.ones(8192, 64), capacity * MIB)
+        (action,) = of_kind(checks, ActionKind.CHECKPOINTING)
+        assert (action.code, action.fits) == (code, True)
+
+
+def test_a_search_for_the_least_recomputation_that_was_not_reached_is_named(monkeypatch) -> None:
+    def no_time(_: StepTrials) -> None:
+        raise OutOfTimeError(NOT_REACHED)
+
+    monkeypatch.setattr(StepTrials, "plan_that_fits", no_time)
+    checks = checks_of(Weighty(), torch.ones(4096, 1024), 250 * MIB)
+    plan, least = sorted(of_kind(checks, ActionKind.CHECKPOINTING), key=lambda one: not one.checked)
+    assert plan.fits
+    assert (least.title, least.detail) == ("Recompute only as much as is needed to fit", NOT_REACHED)
 
 
 class Block(nn.Module):

@@ -24,6 +24,9 @@ def main(store: str) -> None:
         gather.close()
         gather.close()
         assert gather.objects(rank) == [rank]
+    empty = RankPoints("nothing to write")
+    if rank == 0:  # rank 1 never ends its points
+        assert empty.finish(patience_s=600.0) == [None, None]
     impatient = RankGather(timedelta(seconds=3))
     if rank == 1:
         begin = time.monotonic()

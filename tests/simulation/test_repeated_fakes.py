@@ -74,6 +74,39 @@ def test_what_changes_tensors_or_depends_on_values_is_left_to_the_mode():
         assert (constant + 1).item() == 4
 
 
+@pytest.mark.parametrize("name", ["add_", "mul_", "copy_", "zero_", "addcdiv_", "lerp_"])
+def test_values_that_are_changed_again_leave_a_tensor_as_the_mode_leaves_it(name):
+    def change(one):
+        other = torch.ones(4, dtype=torch.float64)
+        given = {"zero_": (), "addcdiv_": (one.clone(), one.clone()), "lerp_": (one.clone(), 0.5)}.get(name, (other,))
+        return getattr(one, name)(*given)
+
+    with fake_mode() as mode, RepeatedFakes(mode) as repeated:
+        made = [torch.ones(3, 4), torch.ones(3, 4)]
+        places = [one.untyped_storage()._cdata for one in made]
+        for one in made:
+            assert change(one) is one
+            assert one._version == 1
+        assert described(made[0], []) == described(made[1], [])
+        assert [one.untyped_storage()._cdata for one in made] == places
+        assert len(repeated._known_changes) == 1
+
+
+def test_a_change_that_is_refused_is_refused_again_and_one_of_a_constant_is_noted():
+    with fake_mode() as mode, RepeatedFakes(mode):
+        for _ in range(2):
+            torch.ones(3, 4).add_(torch.ones(4))
+            with pytest.raises(RuntimeError, match="broadcast"):
+                torch.ones(3, 4).add_(torch.ones(5))
+        constant = torch.tensor(3)
+        constant.add_(torch.ones((), dtype=torch.int64))
+        assert constant.shape == ()
+        layer = nn.Linear(4, 4)
+        for _ in range(2):
+            layer(torch.ones(2, 4)).mul_(2.0).sum().backward()
+        assert layer.weight.grad is not None
+
+
 def test_the_type_of_a_number_and_the_default_type_count():
     with fake_mode() as mode, RepeatedFakes(mode):
         x = torch.ones(3, dtype=torch.int64)
