@@ -115,7 +115,7 @@ def outcomes(sources: Path, file: str, *, ours: bool, only: Sequence[str] = ()) 
     ]
     command += ["-p", "memtools_everywhere"] if ours else []
     path = sources / "tests" / "tests_pytorch" / file
-    command += [f"--junitxml={report}", *([f"{path}::{name}" for name in only] or [path])]
+    command += [f"--junitxml={report}", *([f"{path}::{name}" for name in only] or [str(path)])]
     try:
         subprocess.run(
             command, env=environment, cwd=sources / "tests", timeout=LIMIT_S, check=False, capture_output=True
