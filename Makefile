@@ -4,6 +4,9 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
+# Tests start hundreds of processes: where it is set, each of them would compile the package's files again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-fast test-cuda coverage lint format types docs check clean
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
