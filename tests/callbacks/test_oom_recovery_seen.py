@@ -120,11 +120,11 @@ def test_between_attempts_memory_is_that_of_the_beginning_of_the_step(recovered)
 
 def test_a_second_run_fits_after_a_crash_that_oom_report_saw_though_the_error_is_kept(tmp_path):
     left = {}
-    data = DataLoader(batches((64, 10_000)), batch_size=None)
+    data = DataLoader(batches((64, 3_000)), batch_size=None)
     for name in ("with", "without"):
         callbacks = [OOMReport(directory=str(tmp_path), snapshot=False)] if name == "with" else []
         gc.collect()
-        with VirtualDevice("150MiB") as device:
+        with VirtualDevice("50MiB") as device:
             model = Sequences()
             try:
                 trainer(tmp_path, *callbacks, logger=False).fit(model, data)
@@ -133,11 +133,11 @@ def test_a_second_run_fits_after_a_crash_that_oom_report_saw_though_the_error_is
             left[name] = allocated_bytes(device)
             if name == "with":
                 again = trainer(tmp_path, logger=False)
-                again.fit(model, DataLoader(batches((64, 5_000, 5_000)), batch_size=None))
+                again.fit(model, DataLoader(batches((64, 1_500, 1_500)), batch_size=None))
                 assert again.global_step == 3
             del kept
-    assert left["without"] > 80 * 2**20  # two activations
-    assert left["with"] < 8 * 2**20  # weights, momentum and the batch that the loader still holds
+    assert left["without"] > 20 * 2**20  # two activations
+    assert left["with"] < 3 * 2**20  # weights, momentum and the batch that the loader still holds
 
 
 def test_a_skipped_batch_is_reported(tmp_path):
