@@ -65,6 +65,11 @@ def backward_hooks_of(tensor: torch.Tensor) -> Any:
     return getattr(tensor, BACKWARD_HOOKS, None)
 
 
+def has_accumulation_hook(parameter: nn.Parameter) -> bool:
+    """Returns whether something was given to `register_post_accumulate_grad_hook`, which nothing public lists."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def registered_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields names and children; `named_children` leaves out a child that is registered a second time."""
     return ((name, child) for name, child in module._modules.items() if child is not None)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_memtools._torch import AnyBatchNorm, StatisticsNorm
+from lightning_memtools._torch import AnyBatchNorm, StatisticsNorm, has_accumulation_hook
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory
@@ -226,6 +226,11 @@ class StepRecovery:
             return (
                 f"{norm} normalizes with the statistics of its batch, and those of a part differ; "
                 "allow_batch_norm=True accepts that"
+            )
+        if step.backward is not None and any(map(has_accumulation_hook, self._parameters)):
+            return (
+                "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
+                "one that updates weights in the backward pass cannot be taken back"
             )
         try:
             parts = split_batch(step.batch, 2, self._split)

@@ -180,6 +180,25 @@ def test_manual_optimization_and_fsdp_2_are_named_when_fit_begins(tmp_path, caps
     assert model.seen == []
 
 
+def test_weights_that_are_updated_in_the_backward_pass_are_not_touched_by_a_trial_or_a_second_attempt(tmp_path, capsys):
+    ends = []
+
+    def update(parameter: Any) -> None:
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+
+    for callbacks in ([], [OOMRecovery()]):
+        torch.manual_seed(3)
+        model = Watched()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        with FailsOnce(model, 40, batch=1), pytest.raises(torch.OutOfMemoryError) as caught:
+            trainer(tmp_path, *callbacks, logger=False).fit(model, DataLoader(batches((8, 8)), batch_size=None))
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert "register_post_accumulate_grad_hook was called" in caught.value.__notes__[0]
+    assert "register_post_accumulate_grad_hook was called" in " ".join(capsys.readouterr().out.split())
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
 @pytest.mark.cuda_memory
 def test_a_healthy_step_waits_for_nothing():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 1)).cuda()
