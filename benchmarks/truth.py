@@ -35,6 +35,7 @@ from truth_models import OPTIMIZERS, TruthCase, cases, small_cases, step
 
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
+from lightning_memtools.simulation.attention_masks import masks_by_their_values
 from lightning_memtools.simulation.step import Precision, Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, Traced, trace
 
@@ -103,6 +104,7 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
     return model if all(one.is_meta for one in (*model.parameters(), *model.buffers())) else None
 
 
+@masks_by_their_values()
 def run(case: TruthCase, model: nn.Module) -> None:
     """Steps in Lightning's order, as the estimate runs them."""
     dtype = torch.bfloat16 if case.precision == "bf16-true" else None
@@ -433,8 +435,6 @@ def reason_of(key: str, one: dict[str, Any], *, virtual: bool) -> str | None:
         return "the CPU runs recurrent layers step by step"
     if "mixed" in key:
         return "autocast on the CPU has other lists of operators than on CUDA"
-    if name in {"llama", "qwen2"}:
-        return "on the null device transformers reads zeros and makes a mask that a GPU leaves out"
     return REASONS_ON_CPU.get(name) or REASONS.get(name) or "not looked into; the result lists the operators"
 
 

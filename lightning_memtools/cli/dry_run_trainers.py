@@ -7,7 +7,8 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,12 @@ from lightning_memtools.memory.peaks import Phase, PhaseWatch, Stage, StageWatch
 from lightning_memtools.memory.readers import accelerator_reader
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.nonfinite.tensor_names import plain_name
+from lightning_memtools.simulation.attention_masks import (
+    ASKING,
+    answer,
+    masks_by_their_values,
+    note_copies_to_devices,
+)
 
 # Checkpoints of larger models are skipped: they would be files of zeros.
 _LARGEST_CHECKPOINT_BYTES = 2**30
@@ -289,7 +296,7 @@ def _loggers(given: Any, place: Path, lightning: ModuleType) -> Any:
 class _WhenImported(importlib.abc.MetaPathFinder):
     """Calls a function with a module once the script has imported it; costs nothing if it never does."""
 
-    def __init__(self, functions: dict[str, Callable[[ModuleType], None]]) -> None:
+    def __init__(self, functions: dict[str, Callable[[ModuleType], object]]) -> None:
         self._functions = functions
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -323,4 +330,17 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
         "lightning.pytorch.trainer.trainer": "lightning.pytorch",
         "pytorch_lightning.trainer.trainer": "pytorch_lightning",
     }
-    sys.meta_path.insert(0, _WhenImported({name: cut(package) for name, package in names.items()}))
+    _when_imported({name: cut(package) for name, package in names.items()})
+
+
+@contextmanager
+def masks_read_when_imported() -> Iterator[None]:
+    """Within, transformers is told what the values of masks were before the script copied them to the device."""
+    with masks_by_their_values():
+        note_copies_to_devices()
+        _when_imported({ASKING: answer})
+        yield
+
+
+def _when_imported(functions: dict[str, Callable[[ModuleType], object]]) -> None:
+    sys.meta_path.insert(0, _WhenImported(functions))

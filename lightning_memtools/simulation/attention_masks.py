@@ -1,51 +1,198 @@
-"""Lets transformers leave out an attention mask of ones while a step is traced, as it does in a real step."""
+"""Lets transformers decide about attention masks by their values where tensors have none, as it does in a real step.
+
+It leaves out a mask of ones and asks whether sequences are packed. On fake tensors it does not ask, and a device that
+computes nothing answers zero: a mask would be made, which has an element for every pair of words, and attention with
+one takes other kernels. So the values that tensors of a batch had on the host are kept, and followed through the
+functions that ask. What is not known, such as a mask that was computed on the device, counts as ones, not packed.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_memtools._torch import FakeTensor
-from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools._torch import (
+    LOCAL_SCALAR,
+    OperatorMode,
+    has_readable_values,
+    tree_leaves,
+    tree_map_only,
+    without_dispatch_modes,
+)
+from lightning_memtools.memory.owned import storage_of
+from lightning_memtools.null_cuda.launch import computes_nothing
 
-# Both look at the values of a mask only if this function of theirs says that it is not traced.
-_ASKING = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
-_FUNCTION = "is_tracing"
+ASKING = "transformers.masking_utils"
+"""The module that asks; the older one beside it served models before transformers 5."""
+_MODULES = (ASKING, "transformers.modeling_attn_mask_utils")
+_FUNCTIONS = (
+    "_preprocess_mask_arguments",
+    "prepare_padding_mask",
+    "_ignore_causal_mask_sdpa",
+    "_ignore_bidirectional_mask_sdpa",
+    "find_packed_sequence_indices",
+    "create_recurrent_attention_mask",
+    "_prepare_4d_causal_attention_mask_for_sdpa",
+    "_prepare_4d_attention_mask_for_sdpa",
+)
+_IS_TRACING = "is_tracing"  # true of fake tensors
+_MOST_ELEMENTS = 2**20
+
+
+class HostValues:
+    """The values that small tensors of whole numbers and flags had on the host, for as long as the tensors live."""
+
+    def __init__(self) -> None:
+        # By the storage: the tensor that was noted, its values, and where in the storage it begins.
+        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor, int]] = {}
+
+    def note(self, tensor: Tensor, original: Tensor) -> None:
+        """Keep the values of the tensor that this one was copied from."""
+        if original.is_floating_point() or original.numel() > _MOST_ELEMENTS:
+            return
+        values = self.of(original)
+        if values is None and has_readable_values(original) and not computes_nothing(original.device):
+            with without_dispatch_modes():
+                values = original.detach().to("cpu", copy=True)
+        storage = storage_of(tensor)
+        if values is not None and storage is not None and values.stride() == tensor.stride():
+            key = storage[0]
+            forget = weakref.ref(tensor, lambda _: self._known.pop(key, None))
+            self._known[key] = forget, values, tensor.storage_offset()
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of a tensor or of a part of it; None if they are not known."""
+        storage = storage_of(tensor)
+        found = None if storage is None else self._known.get(storage[0])
+        if found is None or found[1].dtype is not tensor.dtype:
+            return None
+        _, values, begin = found
+        offset = tensor.storage_offset() - begin
+        last = offset + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if offset < 0 or last >= values.numel():
+            return None
+        with without_dispatch_modes():
+            return values.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+_VALUES: ContextVar[HostValues | None] = ContextVar("values of the batch", default=None)
+
+
+def note_values(tensor: Tensor, original: Tensor) -> None:
+    """Keep the values of the tensor that this one was copied from, within `masks_by_their_values`."""
+    values = _VALUES.get()
+    if values is not None:
+        values.note(tensor, original)
 
 
 @contextmanager
-def masks_left_out(batch: Any) -> Iterator[None]:
-    """Within, transformers takes attention masks of fake tensors for ones, if those of the real batch are ones.
-
-    A mask that is not left out has an element for every pair of words, and attention with one takes other kernels. The
-    values that transformers reads of fake masks have to be true.
-    """
-    asking = [vars(module) for name in _ASKING if (module := sys.modules.get(name)) and _FUNCTION in vars(module)]
-    if not asking or not _has_ones_only(batch):
-        yield
+def masks_by_their_values() -> Iterator[None]:
+    """Within, transformers reads the values of masks and positions that `note_values` was told of."""
+    if _VALUES.get() is not None:
+        yield  # as around it
         return
-    before = [names[_FUNCTION] for names in asking]
-    for names in asking:
-        names[_FUNCTION] = lambda _tensor=None: False
+    token = _VALUES.set(HostValues())
+    restored: list[tuple[dict[str, Any], str, Any]] = []
     try:
+        for name in _MODULES:
+            if name in sys.modules:
+                restored += answer(sys.modules[name])
         yield
     finally:
-        for names, function in zip(asking, before, strict=True):
-            names[_FUNCTION] = function
+        for names, name, before in restored:
+            names[name] = before
+        _VALUES.reset(token)
 
 
-def _has_ones_only(batch: Any) -> bool:
-    """Returns whether all masks of a batch are ones: what is named so, or else all tables of zeros and ones."""
-    named = {name: value for name, value in batch.items() if "mask" in str(name)} if isinstance(batch, Mapping) else {}
-    found = list(tensors_in(named or batch))
-    if any(isinstance(one, FakeTensor) or one.is_meta for one in found):
-        return False  # there are no values
-    return all(bool(one.all()) for one in found if named or _is_table_of_flags(one))
+def answer(asking: ModuleType) -> list[tuple[dict[str, Any], str, Any]]:
+    """Answer the questions of one of transformers' modules by the values known within `masks_by_their_values`.
+
+    Returns:
+        What was replaced: the variables of a module, the name of one, and its value before.
+    """
+    values = _VALUES.get()
+    assert values is not None
+    before = vars(asking)
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    if _IS_TRACING in before:
+        replaced.append((before, _IS_TRACING, before[_IS_TRACING]))
+    functions = {name: before[name] for name in _FUNCTIONS if name in before}
+    # Models import some of them by name.
+    users = [vars(one) for name, one in list(sys.modules.items()) if name.startswith("transformers.") and one]
+    replaced += [(names, name, one) for name, one in functions.items() for names in users if names.get(name) is one]
+    for names, name, one in replaced:
+        names[name] = _whatever_the_tensor(one) if name == _IS_TRACING else _answered(one, values)
+    return replaced
 
 
-def _is_table_of_flags(one: Tensor) -> bool:
-    return one.ndim > 1 and not one.is_floating_point() and bool(((one == 0) | (one == 1)).all())
+def note_copies_to_devices() -> None:
+    """Keep the values of all that this process copies to a device from now on, within `masks_by_their_values`."""
+    for name in ("to", "cuda"):
+        setattr(Tensor, name, _noted(getattr(Tensor, name)))
+
+
+def _noted(copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(copy)
+    def noted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made = copy(self, *args, **kwargs)
+        if made.is_cuda and not self.is_cuda and not torch.compiler.is_compiling():
+            note_values(made, self)
+        return made
+
+    return noted
+
+
+def _whatever_the_tensor(is_tracing: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda _tensor=None: is_tracing()
+
+
+def _answered(function: Callable[..., Any], values: HostValues) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with _Following(values):
+            return function(*args, **kwargs)
+
+    return answered
+
+
+class _Following(OperatorMode):  # type: ignore[no-untyped-call]
+    """Computes on the host, beside the operators, what follows from known values, and answers what is read."""
+
+    def __init__(self, values: HostValues) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values = values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is LOCAL_SCALAR:
+            known = self._values.of(args[0])
+            with without_dispatch_modes():
+                return True if known is None else known.item()
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if isinstance(made, Tensor) and self._values.of(made) is None:
+            self._follow(made, func, args, kwargs)
+        return made
+
+    def _follow(self, made: Tensor, func: Any, args: Any, kwargs: Any) -> None:
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        known = [self._values.of(one) for one in given]
+        if made.numel() > _MOST_ELEMENTS or any(one is None for one in known):
+            return
+        on_host = iter(known)
+        args, kwargs = tree_map_only(Tensor, lambda _: next(on_host), (args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        with without_dispatch_modes():
+            self._values.note(made, func(*args, **kwargs))

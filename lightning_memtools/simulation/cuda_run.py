@@ -34,6 +34,7 @@ from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.null_cuda.convolutions import convolutions_in, workspaces_after
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, computes_nothing
+from lightning_memtools.simulation.attention_masks import masks_by_their_values, note_values
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.simulation.one_rank import Placement, one_rank
 from lightning_memtools.simulation.recording import WORKSPACE, AllocationRecorder
@@ -96,6 +97,7 @@ def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: Simula
     torch.cuda.reset_peak_memory_stats()
     with (
         tempfile.TemporaryDirectory() as folder,
+        masks_by_their_values(),
         borrowed([model], exchange),
         random_streams_restored(),
         one_rank(model, subject.ranks, recipe) as place,
@@ -146,6 +148,12 @@ class _ZeroExchange(TensorExchange):
         return made
 
 
+def _on_cuda(tensor: torch.Tensor) -> torch.Tensor:
+    made = tensor.to("cuda")
+    note_values(made, tensor)
+    return made
+
+
 def _clean_up() -> None:
     gc.collect()
     clear_cublas_workspaces()
@@ -182,7 +190,7 @@ class _CudaRun:
 
     def next_batch(self) -> Any:
         """Return a batch of the same sizes, copied to the device."""
-        batch = map_tensors(copy_of_batch(self._batch, self._dtype), lambda tensor: tensor.to("cuda"))
+        batch = map_tensors(copy_of_batch(self._batch, self._dtype), _on_cuda)
         self._note(dict.fromkeys((one.data_ptr() for one in tensors_in(batch)), Category.INPUT))
         self._n_batches += 1
         self._place.begin_batch(self.called, self._n_batches)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import FakeTensorMode, storage_id
 from lightning_memtools.memory.reachable_variables import ReachableVariable, variables_of_hooks
+from lightning_memtools.simulation.attention_masks import note_values
 
 # Objects whose attributes are left alone: they belong to the program, not to the model.
 _OPAQUE = (
@@ -66,6 +67,7 @@ class TensorExchange:
         made = self._made.get(id(tensor))
         if made is None:
             made = self._made[id(tensor)] = self._make(tensor)
+            note_values(made, tensor)
             self._originals.append(tensor)
         return made
 

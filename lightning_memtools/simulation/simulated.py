@@ -16,6 +16,7 @@ from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunc
 from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.attention_masks import masks_by_their_values
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from lightning_memtools.state.random_state import random_streams_restored
@@ -46,6 +47,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
                 stack.enter_context(cuda_autocast())
             stack.enter_context(mode := fake_mode())
             stack.enter_context(RepeatedFakes(mode))
+            stack.enter_context(masks_by_their_values())
             device.replace_operators({**UNNEEDED, **SIZED})
         stack.enter_context(borrowed([model], exchange))
         if not values:

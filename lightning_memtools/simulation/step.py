@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import unscale_gradients
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.simulation.attention_masks import note_values
 from lightning_memtools.simulation.trainer_stand_in import (
     TrainerStandIn,
     accepted_arguments,
@@ -351,9 +352,11 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None, *, values: bool) -> t
     changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if values:
         return tensor.detach().to("cpu", changed, copy=True).requires_grad_(tensor.requires_grad)
-    return torch.empty_strided(
+    made = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
     )
+    note_values(made, tensor)
+    return made
 
 
 def batch_size_of(batch: Any) -> int | None:

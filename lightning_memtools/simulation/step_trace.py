@@ -22,7 +22,6 @@ from lightning_memtools._torch import (
 )
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.attention_masks import masks_left_out
 from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
 
@@ -216,7 +215,6 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
     device = VirtualDevice(cuda_like=step.device != "cpu")
     exchange = TensorExchange()
     with (
-        masks_left_out(step.batch),
         without_sharding_hooks(step.model),
         simulated(step.model, device, exchange, cuda=step.device == "cuda"),
         OperationCount() as counted,

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from lightning_memtools.checkpointing.planning import plan_checkpoints
-from lightning_memtools.simulation.attention_masks import masks_left_out
+from lightning_memtools.simulation.attention_masks import HostValues, masks_by_their_values
+from lightning_memtools.simulation.fakes import TensorExchange, fake_mode
 from tests.checkpointing.foreign_models import made, measured_peak
 
+transformers = pytest.importorskip("transformers")
 masking = pytest.importorskip("transformers.masking_utils")
 ONES = torch.ones(2, 5, dtype=torch.long)
 PADDED = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-WORDS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]])
 
 
 @pytest.mark.parametrize(("name", "padding"), [("bert", 0), ("bert", 8), ("pegasus", 0)])
@@ -26,20 +27,69 @@ def test_the_predicted_peak_is_the_measured_one_with_and_without_padding(name, p
 
 
 @pytest.mark.parametrize(
-    ("batch", "left_out"),
+    ("mask", "left_out"),
     [
-        ({"input_ids": WORDS, "attention_mask": ONES, "token_type_ids": 0 * ONES}, True),
-        ({"input_ids": WORDS, "attention_mask": PADDED}, False),
-        ({"input_ids": WORDS}, True),
-        ((WORDS, ONES), True),
-        ((WORDS, PADDED), False),
-        ((WORDS, PADDED.bool()), False),
-        ((WORDS.to("meta"), ONES), False),
+        (ONES, True),
+        (ONES.bool(), True),
+        (PADDED, False),
+        (PADDED.bool(), False),
+        (PADDED.repeat(2, 1)[2:], False),  # a part of a larger tensor
+        (PADDED[:, :3], True),
+        (PADDED.float(), True),  # only whole numbers and flags are known
+        (PADDED.to("meta"), True),  # no values
     ],
 )
-def test_masks_are_taken_for_ones_if_those_of_the_batch_are(batch, left_out):
+def test_a_mask_is_left_out_if_it_is_ones_or_not_known(mask, left_out):
+    embedded = torch.empty(*mask.shape, 8)
+    config = transformers.BertConfig(attn_implementation="sdpa")
     plain = masking.is_tracing
-    with masks_left_out(batch):
-        assert (masking.is_tracing is not plain) is left_out
-        assert masking.is_tracing(ONES) is False
+    with fake_mode(), masks_by_their_values():
+        made = masking.create_bidirectional_mask(config, TensorExchange()(embedded), TensorExchange()(mask))
+        assert (made is None) is left_out
     assert masking.is_tracing is plain
+
+
+def test_values_are_those_of_views_and_forgotten_with_the_tensor():
+    with fake_mode() as mode:
+        mask = mode.from_tensor(PADDED)
+        parts = mask.view(5, 2)[1:, 0], mask.bool(), mask[:1]
+    values = HostValues()
+    values.note(mask, PADDED)
+    assert torch.equal(values.of(parts[0]), PADDED.view(5, 2)[1:, 0])
+    assert values.of(parts[1]) is None
+    assert torch.equal(values.of(parts[2]), PADDED[:1])
+    same_memory = mask.detach()
+    assert torch.equal(values.of(same_memory), PADDED)
+    del mask, parts
+    assert values.of(same_memory) is None
+
+
+def test_values_of_a_part_are_not_those_of_the_rest():
+    with fake_mode() as mode:
+        whole = mode.from_tensor(torch.zeros(4, 5, dtype=torch.long))
+    values = HostValues()
+    part = whole[2:]
+    values.note(part, PADDED)
+    assert torch.equal(values.of(whole[3]), PADDED[1])
+    assert values.of(whole) is values.of(whole[:2]) is values.of(whole[1:3]) is None
+
+
+@pytest.mark.parametrize(
+    ("positions", "packed"),
+    [(torch.arange(4).repeat(2, 1), False), (torch.arange(2).repeat(2, 2), True), (torch.zeros(2, 4), False)],
+)
+def test_sequences_are_packed_if_their_positions_begin_again(positions, packed):
+    with fake_mode(), masks_by_their_values():
+        found = masking.find_packed_sequence_indices(TensorExchange()(positions))
+    assert (found is not None) is packed
+
+
+def test_all_modules_that_ask_are_as_before():
+    names = ("_preprocess_mask_arguments", "find_packed_sequence_indices", "create_recurrent_attention_mask")
+    before = [getattr(masking, name) for name in names]
+    with masks_by_their_values():
+        assert all(getattr(masking, name) is not one for name, one in zip(names, before, strict=True))
+        with masks_by_their_values():
+            pass
+        assert masking.find_packed_sequence_indices is not before[1]
+    assert [getattr(masking, name) for name in names] == before

@@ -190,6 +190,19 @@ def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: 
     return floats
 
 
+@instead_of(aten._safe_softmax.default)
+def safe_softmax(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The softmax of unfused attention, with zeros for rows that are all -inf (_safe_softmax of SoftMax.cpp)."""
+    del ledger, func, kwargs
+    source, dim = args[:2]
+    out = run(aten._softmax.default, source, dim, False)  # noqa: FBT003, half to float
+    masked = run(aten.isneginf.default, source)
+    rows = run(aten.all.dim, masked, dim, True)  # noqa: FBT003, keepdim
+    zero = run(aten.scalar_tensor.default, 0.0, dtype=source.dtype, device=source.device)
+    del masked, rows, zero  # not before: the zeros are written into the softmax
+    return out
+
+
 @instead_of_on_gpu(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def attention_of_cpu(
     ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, gpu: GpuShape

@@ -75,10 +75,38 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend == "efficient":
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if dropout_p:
+        return _unfused_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale)
     out: torch.Tensor = aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
     return out
+
+
+def _unfused_with_dropout(  # noqa: PLR0917, as torch's
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Compute _scaled_dot_product_attention_math (attention.cpp), whose own dropout would be the CPU's."""
+    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    query = query * root
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.where(mask, *(torch.scalar_tensor(one, dtype=query.dtype) for one in (0.0, -torch.inf)))
+    if key.shape[-3] != query.shape[-3]:
+        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+    scores = query @ (key.mT * root)
+    if mask is not None:
+        scores += mask
+    scores = aten._safe_softmax(scores, -1)
+    scores = torch.native_dropout(scores, dropout_p, train=True)[0]
+    return scores @ value
 
 
 def _flash(  # noqa: PLR0917, as torch's
