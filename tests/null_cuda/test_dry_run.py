@@ -19,7 +19,7 @@ import torch
 
 from lightning_memtools import estimate_memory
 from lightning_memtools.cli.dry_run import dry_run
-from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.sizes import format_size, known_gpus
 from tests.null_cuda.dry_run_scripts import MIB, TRAINER, command, write_script
 
 pytestmark = pytest.mark.cuda_memory
@@ -62,6 +62,13 @@ def test_a_lightning_script_is_cut_short_and_leaves_the_users_files_alone(cut):
     assert [path.name for path in files] == ["train.py"]
     assert "It fits." in done.stdout
     assert "Each training run was cut to 2 optimizer steps of its first epoch" in done.stdout
+
+
+def test_the_largest_layers_and_the_smallest_gpu_that_fits_are_printed(cut):
+    printed = cut[0].stdout
+    assert re.search(r"^Layers that keep most: net\.0 \S+ MiB, net\.\d", printed, re.MULTILINE)
+    (gpu,) = re.findall(r"^The smallest known GPU that it fits: (.+)\.$", printed, re.MULTILINE)
+    assert gpu == min(known_gpus(), key=lambda one: (one.usable_bytes, one.name)).name
 
 
 def test_zeros_are_explained_once(cut):

@@ -181,3 +181,13 @@ def test_the_example_answers_for_one_card_and_for_8_of_them():
     found = json.loads((ROOT / "benchmarks" / "results" / "dry_run.json").read_text())["cases"]
     whole = found["Llama 2 7B, FSDP 2, 8 ranks of RTX 4090"]["peak_reserved"]["train"] / 2**30
     assert f"AdamW, FSDP 2 on 8 of RTX 4090: fits, {whole:.1f} GiB" in (ROOT / "docs" / "examples.md").read_text()
+
+
+def test_the_measured_run_of_a_7b_model_keeps_its_limits():
+    found = json.loads((ROOT / "benchmarks" / "results" / "dry_run.json").read_text())["cases"]
+    one = found["Llama 2 7B, FSDP 2, 8 ranks of RTX 4090"]
+    assert one["status"] == 0
+    assert one["seconds"] < 60
+    assert one["host_bytes_peak"] < 4 * 2**30
+    too_small = found["Llama 2 7B, FSDP 2, 4 ranks of RTX 3060"]
+    assert (too_small["status"], too_small["has_report"]) == (3, True)

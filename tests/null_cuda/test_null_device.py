@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
+from lightning_memtools.null_cuda.stubs import DryRunError, installed_torch, stub_libraries
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -330,3 +332,16 @@ def test_the_multilayer_perceptron_takes_what_arithmetic_says(forks):
         print(torch.cuda.memory_allocated() / 2**20)
     """
     assert forks(code) == "160.0"
+
+
+def test_stubs_are_built_once_for_each_version_of_torch(tmp_path, monkeypatch):
+    build = installed_torch()
+    first = stub_libraries(build, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith(f"null-cuda-{torch.__version__}-")
+    assert {one.parent for one in first} == {folder}
+    monkeypatch.setenv("PATH", "")  # nothing can be compiled from here on
+    assert stub_libraries(build, tmp_path) == first
+    with pytest.raises(DryRunError, match="needs a C compiler"):
+        stub_libraries(replace(build, version="2.99.0+cu130"), tmp_path)
+    assert [*tmp_path.iterdir()] == [folder]

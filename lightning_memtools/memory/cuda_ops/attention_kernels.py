@@ -72,6 +72,21 @@ def attention_backend(
     return "math"
 
 
+def efficient_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the mask that the efficient kernel takes: of the query's type, aligned, and one for each head."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        # 0 where a query attends to a key, -inf elsewhere
+        mask = torch.where(mask, torch.zeros((), dtype=query.dtype), float("-inf")).to(query.dtype)
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        # The kernel copies the mask into rows whose length is a multiple of 8, and uses a part of them (pad_bias,
+        # which adds 8 elements even where none is missing).
+        length = mask.shape[-1]
+        mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
 def _last_is_dense(*tensors: torch.Tensor) -> bool:
     return all(tensor.stride(-1) == 1 for tensor in tensors)
 

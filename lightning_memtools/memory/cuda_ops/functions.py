@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_memtools._torch import without_autocast_on_cpu
-from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend
+from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend, efficient_mask
 from lightning_memtools.memory.cuda_ops.losses import FusedBce
 from lightning_memtools.memory.cuda_ops.normalizations import FusedRmsNorm
 from lightning_memtools.memory.cuda_ops.recurrent import RECURRENT
@@ -132,16 +132,7 @@ def _efficient(  # noqa: PLR0917, as torch's
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    if mask is not None:
-        if mask.dtype is torch.bool:
-            # 0 where a query attends to a key, -inf elsewhere
-            mask = torch.where(mask, torch.zeros((), dtype=query.dtype), float("-inf")).to(query.dtype)
-        if not _is_aligned(mask, 8):
-            # The kernel copies the mask into rows whose length is a multiple of 8, and uses a part of them (pad_bias,
-            # which adds 8 elements even where none is missing).
-            length = mask.shape[-1]
-            mask = F.pad(mask, (0, 8 - length % 8))[..., :length]
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    mask = efficient_mask(query, key, mask)
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale
@@ -213,10 +204,6 @@ def _bce_with_logits(original: Any) -> Callable[..., Any]:
         return FusedBce.apply(source, target, reduction)  # type: ignore[no-untyped-call]
 
     return bce
-
-
-def _is_aligned(tensor: torch.Tensor, n: int) -> bool:
-    return tensor.stride(-1) == 1 and all(stride % n == 0 for stride in tensor.stride()[:-1])
 
 
 def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memtools._torch import FakeTensor, OperatorMode, in_backward, own_tensors, storage_id
+from lightning_memtools._torch import (
+    FakeTensor,
+    OperatorMode,
+    in_backward,
+    own_tensors,
+    storage_id,
+    without_dispatch_modes,
+)
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
 from lightning_memtools.memory.convolution_workspaces import CONVOLUTIONS, workspaces_of
 from lightning_memtools.memory.cuda_ops.kernel_table import kernels_on
@@ -308,6 +315,34 @@ class AccountingMode(OperatorMode):
         if pass_on is None:
             return run(func, *args, **kwargs)
         out = func(*args, **kwargs)
+        pass_on(out)
+        return out
+
+    def stand_in(
+        self, func: Any, compute: Callable[[], tuple[torch.Tensor, ...]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute something on the host, which does not count, and allocate what CUDA's kernel for an operator does.
+
+        Raises:
+            torch.OutOfMemoryError: The device has too little memory.
+        """
+
+        def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.__torch_dispatch__(func, (), args, kwargs, as_it_is=True)
+
+        def kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._kernels[func](self._ledger, run, func, args, kwargs)
+
+        if self._shadows is None:
+            self._shadows = Shadows(self._ledger)
+        self._purpose = self.place.purpose(args, kwargs)
+        try:
+            with without_dispatch_modes():  # this one too: kernels call it for what counts
+                pass_on = self._ask(self._shadows.run, kernel, args, kwargs)
+        finally:
+            self._purpose = None
+        with self.silence():
+            out = compute()
         pass_on(out)
         return out
 

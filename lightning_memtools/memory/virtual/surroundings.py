@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindMode
 from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.fused_attention import fuse_attention
 from lightning_memtools.memory.virtual.loaders import watch_loaders
 from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER, OUTSIDE, ModuleScopes
 from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches, behave_like_cuda
@@ -207,6 +208,7 @@ class DeviceHooks:
         self._compilation.begin(patches)
         if self._cuda_like:
             behave_like_cuda(patches)
+            fuse_attention(patches, find)
         self._hooks += watch_registrations(find)
         self._hooks += watch_optimizers(find, self._seen)
 

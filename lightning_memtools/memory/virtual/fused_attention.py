@@ -1,0 +1,109 @@
+"""Attention for which CUDA has a fused kernel: its memory is that kernel's, and its numbers are the CPU's.
+
+The CPU's own fused kernel has no dropout, and lays its result out as the query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend, efficient_mask
+from lightning_memtools.memory.virtual.patches import Patches
+
+if TYPE_CHECKING:
+    from lightning_memtools.memory.virtual.accounting_mode import AccountingMode
+
+aten = torch.ops.aten
+# The CPU's only fused kernel stands for CUDA's (cuda_ops/attention_kernels.py).
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) -> None:
+    """Replace attention of real tensors by one that takes the memory of CUDA's fused kernels, where one would run."""
+
+    def make(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attention(  # noqa: PLR0917, the arguments are those of torch
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            mode = find()
+            options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            # A mask that has a gradient would need the gradient's memory too.
+            is_plain = all(type(one) in {Tensor, torch.nn.Parameter} and one.is_cpu for one in (query, key, value))
+            if mode is None or mode.silent or not is_plain or (attn_mask is not None and attn_mask.requires_grad):
+                return original(query, key, value, attn_mask=attn_mask, **options)
+            if torch.is_autocast_enabled("cpu"):
+                dtype = torch.get_autocast_dtype("cpu")
+                query, key, value = (one.to(dtype) for one in (query, key, value))
+                if attn_mask is not None and attn_mask.is_floating_point():
+                    attn_mask = attn_mask.to(dtype)
+            backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+            if backend == "math":
+                return original(query, key, value, attn_mask=attn_mask, **options)
+            mask = efficient_mask(query, key, attn_mask)
+            out: Tensor = FusedAttention.apply(mode, original, options, query, key, value, mask)  # type: ignore[no-untyped-call]
+            return out
+
+        return attention
+
+    patches.replace(F, "scaled_dot_product_attention", make)
+
+
+class FusedAttention(torch.autograd.Function):
+    """Attention whose unfused parts, computed on the host, do not count; what a fused kernel of CUDA takes does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: AccountingMode, original: Callable[..., Tensor], options: dict[str, Any], *inputs: Tensor | None
+    ) -> Tensor:
+        """Compute the attention, and keep the graph of its parts as host memory."""
+        query, key, value, mask = inputs
+        assert query is not None
+        learns = any(ctx.needs_input_grad)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            with torch.set_grad_enabled(learns):
+                # Copies: the graph of the parts lives longer than what a kernel keeps, which would stay on the device.
+                ctx.leaves = [
+                    one.detach().clone().requires_grad_(learns) for one in (query, key, value) if one is not None
+                ]
+                ctx.graph = original(*ctx.leaves, attn_mask=None if mask is None else mask.clone(), **options)
+            # As a fused kernel lays it out: merging the heads, which comes next, needs no copy.
+            out = torch.empty_like(ctx.graph.detach().transpose(1, 2), memory_format=torch.contiguous_format)
+            return out.transpose(1, 2).copy_(ctx.graph.detach()), torch.empty(query.shape[:3])
+
+        ctx.mode, ctx.scale = mode, options["scale"]
+        ctx.rest = options["dropout_p"], options["is_causal"]
+        with torch.set_grad_enabled(learns):  # the sums of rows are for backward only
+            out, sums = mode.stand_in(
+                _FORWARD, compute, (query, key, value, *ctx.rest), {"attn_mask": mask, "scale": ctx.scale}
+            )
+        ctx.save_for_backward(query, key, value, out, sums, mask)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Compute the gradients of query, key and value."""
+
+        def compute() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(ctx.graph, ctx.leaves, gradient, retain_graph=True)
+
+        *saved, mask = ctx.saved_tensors
+        found = ctx.mode.stand_in(
+            _BACKWARD, compute, (gradient, *saved, *ctx.rest), {"attn_mask": mask, "scale": ctx.scale}
+        )
+        return (None, None, None, *found, None)
