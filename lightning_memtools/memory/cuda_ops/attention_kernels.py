@@ -19,6 +19,9 @@ from lightning_memtools.memory.cuda_ops.kernels import (
 from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
+# The CPU's only fused kernel, which stands for the one that CUDA takes.
+ATTENTION_OF_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_OF_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FLASH_MAX_HEAD = 256
 _NARROW, _WIDE = 64, 128  # heads for which kernels differ
 
@@ -218,11 +221,11 @@ def safe_softmax(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], 
     return out
 
 
-@instead_of_on_gpu(aten._scaled_dot_product_flash_attention_for_cpu.default)
+@instead_of_on_gpu(ATTENTION_OF_CPU)
 def attention_of_cpu(
     ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, gpu: GpuShape
 ) -> Any:
-    """The CPU's only fused kernel stands for the one that CUDA takes, which also keeps the state of dropout."""
+    """CUDA's kernel also keeps the state of dropout."""
     query, key, value, dropout, is_causal = (*args, 0.0, False)[:5]
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
     backend = _backend_for(query, key, value, mask, is_causal=is_causal)
@@ -237,7 +240,7 @@ def attention_of_cpu(
     return run(func, *args, **kwargs)
 
 
-@instead_of(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+@instead_of(ATTENTION_OF_CPU_BACKWARD)
 def attention_of_cpu_backward(
     ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

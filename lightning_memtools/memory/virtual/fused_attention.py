@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend, efficient_mask
+from lightning_memtools.memory.cuda_ops.attention_kernels import (
+    ATTENTION_OF_CPU,
+    ATTENTION_OF_CPU_BACKWARD,
+    attention_backend,
+    efficient_mask,
+)
 from lightning_memtools.memory.virtual.patches import Patches
 
 if TYPE_CHECKING:
     from lightning_memtools.memory.virtual.accounting_mode import AccountingMode
-
-aten = torch.ops.aten
-# The CPU's only fused kernel stands for CUDA's (cuda_ops/attention_kernels.py).
-_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) -> None:
@@ -89,7 +89,7 @@ class FusedAttention(torch.autograd.Function):
         ctx.rest = options["dropout_p"], options["is_causal"]
         with torch.set_grad_enabled(learns):  # the sums of rows are for backward only
             out, sums = mode.stand_in(
-                _FORWARD, compute, (query, key, value, *ctx.rest), {"attn_mask": mask, "scale": ctx.scale}
+                ATTENTION_OF_CPU, compute, (query, key, value, *ctx.rest), {"attn_mask": mask, "scale": ctx.scale}
             )
         ctx.save_for_backward(query, key, value, out, sums, mask)
         return out
@@ -104,6 +104,6 @@ class FusedAttention(torch.autograd.Function):
 
         *saved, mask = ctx.saved_tensors
         found = ctx.mode.stand_in(
-            _BACKWARD, compute, (gradient, *saved, *ctx.rest), {"attn_mask": mask, "scale": ctx.scale}
+            ATTENTION_OF_CPU_BACKWARD, compute, (gradient, *saved, *ctx.rest), {"attn_mask": mask, "scale": ctx.scale}
         )
         return (None, None, None, *found, None)
