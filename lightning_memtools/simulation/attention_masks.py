@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -34,17 +34,11 @@ from lightning_memtools.null_cuda.launch import computes_nothing
 ASKING = "transformers.masking_utils"
 """The module that asks; the older one beside it served models before transformers 5."""
 _MODULES = (ASKING, "transformers.modeling_attn_mask_utils")
-_FUNCTIONS = (
-    "_preprocess_mask_arguments",
-    "prepare_padding_mask",
-    "_ignore_causal_mask_sdpa",
-    "_ignore_bidirectional_mask_sdpa",
-    "find_packed_sequence_indices",
-    "create_recurrent_attention_mask",
-    "_prepare_4d_causal_attention_mask_for_sdpa",
-    "_prepare_4d_attention_mask_for_sdpa",
-)
-_IS_TRACING = "is_tracing"  # true of fake tensors
+# Both call this before they read values; it is true of fake tensors.
+_IS_TRACING = "is_tracing"
+# What calls one of these asks too, or prepares what is asked about.
+_ASKED = {_IS_TRACING, "find_packed_sequence_indices"}
+_PREPARES = "prepare_padding_mask"
 _MOST_ELEMENTS = 2**20
 
 
@@ -125,7 +119,11 @@ def answer(asking: ModuleType) -> list[tuple[dict[str, Any], str, Any]]:
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     if _IS_TRACING in before:
         replaced.append((before, _IS_TRACING, before[_IS_TRACING]))
-    functions = {name: before[name] for name in _FUNCTIONS if name in before}
+    functions = {
+        name: one
+        for name, one in before.items()
+        if isinstance(one, FunctionType) and (name == _PREPARES or not _ASKED.isdisjoint(one.__code__.co_names))
+    }
     # Models import some of them by name.
     users = [vars(one) for name, one in list(sys.modules.items()) if name.startswith("transformers.") and one]
     replaced += [(names, name, one) for name, one in functions.items() for names in users if names.get(name) is one]
