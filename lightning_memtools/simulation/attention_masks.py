@@ -61,7 +61,7 @@ class HostValues:
         if values is not None and storage is not None and values.stride() == tensor.stride():
             key = storage[0]
             forget = weakref.ref(tensor, lambda _: self._known.pop(key, None))
-            self._known[key] = forget, values, tensor.storage_offset()
+            self._known[key] = forget, values, int(tensor.storage_offset())
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the values of a tensor or of a part of it; None if they are not known."""

@@ -98,7 +98,9 @@ def _unfused_with_dropout(  # noqa: PLR0917, as torch's
     if is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
     if mask is not None and mask.dtype is torch.bool:
-        mask = torch.where(mask, *(torch.scalar_tensor(one, dtype=query.dtype) for one in (0.0, -torch.inf)))
+        kept, left_out = (torch.scalar_tensor(one, dtype=query.dtype) for one in (0.0, -torch.inf))
+        mask = torch.where(mask, kept, left_out)
+        del kept, left_out
     if key.shape[-3] != query.shape[-3]:
         key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
     scores = query @ (key.mT * root)

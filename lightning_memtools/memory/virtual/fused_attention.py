@@ -100,7 +100,8 @@ class FusedAttention(torch.autograd.Function):
         """Compute the gradients of query, key and value."""
 
         def compute() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(ctx.graph, ctx.leaves, gradient, retain_graph=True)
+            found: tuple[Tensor, ...] = torch.autograd.grad(ctx.graph, ctx.leaves, gradient, retain_graph=True)
+            return found
 
         *saved, mask = ctx.saved_tensors
         found = ctx.mode.stand_in(
