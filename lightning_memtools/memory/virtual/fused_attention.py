@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_memtools._torch import FakeTensor
+from lightning_memtools.memory.cuda_ops.attention import attention
 from lightning_memtools.memory.cuda_ops.attention_kernels import (
     ATTENTION_OF_CPU,
     ATTENTION_OF_CPU_BACKWARD,
@@ -26,10 +28,13 @@ if TYPE_CHECKING:
 
 
 def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) -> None:
-    """Replace attention of real tensors by one that takes the memory of CUDA's fused kernels, where one would run."""
+    """Replace attention by one that takes the memory of CUDA's fused kernels, where one would run.
+
+    Fake tensors have no numbers: they go through CUDA's operators.
+    """
 
     def make(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attention(  # noqa: PLR0917, the arguments are those of torch
+        def fused(  # noqa: PLR0917, the arguments are those of torch
             query: Tensor,
             key: Tensor,
             value: Tensor,
@@ -40,10 +45,17 @@ def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) 
             enable_gqa: bool = False,
         ) -> Tensor:
             mode = find()
-            options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            tensors = query, key, value
+            options: dict[str, Any] = {
+                "dropout_p": dropout_p,
+                "is_causal": is_causal,
+                "scale": scale,
+                "enable_gqa": enable_gqa,
+            }
+            is_plain = {type(one) for one in tensors} <= {Tensor, torch.nn.Parameter, FakeTensor}
             # A mask that has a gradient would need the gradient's memory too.
-            is_plain = all(type(one) in {Tensor, torch.nn.Parameter} and one.is_cpu for one in (query, key, value))
-            if mode is None or mode.silent or not is_plain or (attn_mask is not None and attn_mask.requires_grad):
+            learns_mask = attn_mask is not None and attn_mask.requires_grad
+            if mode is None or mode.silent or learns_mask or not (is_plain and all(one.is_cpu for one in tensors)):
                 return original(query, key, value, attn_mask=attn_mask, **options)
             if torch.is_autocast_enabled("cpu"):
                 dtype = torch.get_autocast_dtype("cpu")
@@ -53,11 +65,13 @@ def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) 
             backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
             if backend == "math":
                 return original(query, key, value, attn_mask=attn_mask, **options)
+            if isinstance(query, FakeTensor):
+                return attention(query, key, value, attn_mask, **options)
             mask = efficient_mask(query, key, attn_mask)
             out: Tensor = FusedAttention.apply(mode, original, options, query, key, value, mask)  # type: ignore[no-untyped-call]
             return out
 
-        return attention
+        return fused
 
     patches.replace(F, "scaled_dot_product_attention", make)
 
