@@ -62,7 +62,7 @@ class OOMRecovery(EitherCallback):
             `split_batch` that the module may have.
         loss: "mean" or "sum" over the samples of the batch; "auto" finds out.
         loss_weight: A function of a batch that returns over how many of its parts, such as tokens, its loss is a mean.
-            Without it, its samples are counted.
+            Without it, its samples are counted. A part for which it returns 0 is left out.
         allow_batch_norm: Split training batches though BatchNorm then normalizes each part with its own statistics.
             Without this, such a model's training batches are not split.
         on_recover: "warn" warns of the first recovery of each kind; "ignore" does not.

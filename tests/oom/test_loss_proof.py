@@ -151,3 +151,25 @@ def test_single_samples_are_run_where_an_earlier_batch_has_shown_the_loss(monkey
         torch.OutOfMemoryError, match="two samples together do not fit, so that the loss cannot be tried"
     ):
         unknown.step(texts(*EVEN))
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "n", "expected"), [(False, 8, [2, 3, 5, 5, 2, 3, 8]), (True, 8, [8]), (False, 1, [1])]
+)
+def test_a_compiled_model_and_a_single_sample_are_not_tried(is_compiled, n, expected, monkeypatch):
+    monkeypatch.setattr("tests.oom.test_loss_proof.FITS", 8)
+    run, sizes = Run(Tokens()), []
+    if is_compiled:
+        compiled = type("OptimizedModule", (nn.Linear,), {})  # torch.compile returns a module of a class of this name
+        run.model.head = compiled(16, 50)
+        run = Run(run.model)
+
+    def forward(batch):
+        sizes.append(len(batch["ids"]))
+        return StepResult(run.model.embedding(batch["ids"]).square().mean())
+
+    monkeypatch.setattr(run, "forward", forward)
+    batch = texts(*EVEN[:n])
+    run.recovery.run(BatchStep(batch, run.forward, NoLog(), lambda loss: loss.backward(), lambda: None))
+    assert sizes == expected
+    assert run.told == []
