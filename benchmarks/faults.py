@@ -2,7 +2,8 @@
 
 python faults.py [FAULT ...]
 
-The faults are those of tests/integration/faults_run.py, of which every run of the tests takes a part. Results of faults
+The faults are those of tests/integration/faults_run.py, of which every run of the tests takes a part: "with" are the
+default callbacks, "every" the others too. Results of faults
 that are not named stay in results/faults.json. A rank's exit is None where it was ended after a minute.
 """
 
@@ -21,7 +22,7 @@ from tests.integration.faults_run import FAULTS, main
 
 def measure(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        seen = main(Path(folder), names)
+        seen = main(Path(folder), names, every=names)
     path = RESULTS / "faults.json"
     known: dict[str, Any] = json.loads(path.read_text())["faults"] if path.exists() else {}
     known |= seen

@@ -1,6 +1,8 @@
-"""Runs two ranks into a fault, once without any callback of ours and once with all of them; started by test_faults.py.
+"""Runs two ranks into a fault, without any callback of ours and with them; started by test_faults.py.
 
 python faults_run.py FOLDER FAULT ...
+
+"with" are the default callbacks, and "every" the others too: GradientCheckpointing, OOMRecovery and BatchSizeTuner.
 
 Every rank is a fork of this process, which has imported everything: a run takes a second or two of a processor. Several
 runs go on at once, because most of them sleep or wait for each other.
@@ -18,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,13 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader
+from torch import nn
 
-from lightning_memtools import VirtualDevice, default_callbacks
+from lightning_memtools import BatchSizeTuner, GradientCheckpointing, OOMRecovery, VirtualDevice, default_callbacks
 from tests.lightning_models import Regression, loader, trainer
 
-LIMIT_S = 60
-"""A rank that runs longer is ended, and counts as hanging."""
+LIMIT_S = {"without": 60, "with": 60, "every": 120}
+"""A rank that runs longer is ended, and counts as hanging. A search of the batch size takes up to half a minute."""
 
 AT_ONCE = 4
 """Pairs of ranks that run at the same time."""
@@ -46,11 +48,24 @@ LATE_S = 25.0
 
 
 class Faulty(Regression):
-    """Calls the fault in each hook of rank 1."""
+    """Calls the fault in each hook of rank 1. Its layers are worth recomputing, and its batch size can be tuned."""
 
-    def __init__(self, fault: Fault) -> None:
+    batch_size = 8
+
+    def __init__(self, fault: Fault, n_batches: int, n_validation_batches: int) -> None:
         super().__init__()
+        self.net = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(4, 4), nn.Tanh())), self.net)
         self.fault = fault
+        self.n_samples = (8 * n_batches, 8 * n_validation_batches)
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss([one.repeat(256, 1) for one in batch])
+
+    def train_dataloader(self) -> Any:
+        return loader(self.n_samples[0], self.batch_size, seed=self.global_rank)
+
+    def val_dataloader(self) -> Any:
+        return loader(self.n_samples[1], 8, seed=self.global_rank)
 
     def meet(self, moment: str) -> None:
         if self.global_rank == 1:
@@ -154,8 +169,19 @@ IN_CI = (
 """Those of every run of the tests."""
 
 
-def batches(name: str, rank: int, n: int) -> DataLoader[Any]:
-    return loader(8 * (n - 4 if "fewer" in name and rank == 1 else n), 8, seed=rank)
+EVERY_IN_CI = ("none", "fewer_batches", "raises_at_step", "dies_at_step", "slow_at_fit_end", "ctrl_c_at_step")
+"""Those that every run of the tests meets with all callbacks, too."""
+
+
+def n_batches(name: str, rank: int, n: int) -> int:
+    return n - 4 if "fewer" in name and rank == 1 else n
+
+
+def callbacks(kind: str) -> list[L.Callback]:
+    if kind == "without":
+        return []
+    others = [GradientCheckpointing(), OOMRecovery(), BatchSizeTuner(stages=("train",), max_trials=2, max_val=8)]
+    return [*default_callbacks(), *(others if kind == "every" else [])]
 
 
 class LosesItsDirectory(L.Callback):
@@ -175,36 +201,39 @@ class LosesItsDirectory(L.Callback):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
 
-def train(name: str, root: Path, rank: int, *, with_callbacks: bool) -> None:
+def train(name: str, root: Path, rank: int, kind: str) -> None:
     """One fit and one test of one rank."""
     L.seed_everything(0, verbose=False)
-    model = Faulty(FAULTS[name])
-    ours = default_callbacks() if with_callbacks else []
+    uneven_training = "fewer_validation" not in name
+    model = Faulty(
+        FAULTS[name], n_batches=n_batches(name if uneven_training else "", rank, 8),
+        n_validation_batches=n_batches(name, rank, 6),
+    )  # fmt: skip
     extra = [LosesItsDirectory(name)] if name in {"disk_full", "log_directory_gone"} else []
     run = trainer(
         root,
-        *ours,
+        *callbacks(kind),
         *extra,
         logger=TensorBoardLogger(root, name="", version="logs"),
         strategy=DDPStrategy(timeout=timedelta(seconds=20)),
         devices=2,
         use_distributed_sampler=False,
     )
-    uneven_training = "fewer_validation" not in name
     with VirtualDevice("1GiB"):
-        run.fit(model, batches(name if uneven_training else "", rank, 8), batches(name, rank, 6))
+        run.fit(model)
         if name not in LAST:
-            run.test(model, batches(name if not uneven_training else "", rank, 6), verbose=False)
+            n_tested = n_batches(name if not uneven_training else "", rank, 6)
+            run.test(model, loader(8 * n_tested, 8, seed=rank), verbose=False)
 
 
-def rank_process(name: str, root: Path, rank: int, port: int, *, with_callbacks: bool) -> None:
+def rank_process(name: str, root: Path, rank: int, port: int, kind: str) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with (root / f"rank{rank}.txt").open("w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         code = 1
         try:
-            train(name, root, rank, with_callbacks=with_callbacks)
+            train(name, root, rank, kind)
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -218,18 +247,19 @@ def rank_process(name: str, root: Path, rank: int, port: int, *, with_callbacks:
 class Run:
     """Two ranks that run; `seen` is what is known of how they ended."""
 
-    def __init__(self, name: str, root: Path, *, with_callbacks: bool) -> None:
+    def __init__(self, name: str, root: Path, kind: str) -> None:
         root.mkdir(parents=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.seen: dict[str, Any] = {"exit": [None, None], "seconds": [LIMIT_S, LIMIT_S]}
+        self._limit_s = LIMIT_S[kind]
+        self.seen: dict[str, Any] = {"exit": [None, None], "seconds": [self._limit_s] * 2}
         self._begin = time.monotonic()
         self._pids: dict[int, int] = {}
         for rank in (0, 1):
             pid = os.fork()
             if pid == 0:
-                rank_process(name, root, rank, port, with_callbacks=with_callbacks)
+                rank_process(name, root, rank, port, kind)
             self._pids[pid] = rank
 
     def is_over(self) -> bool:
@@ -241,22 +271,23 @@ class Run:
                 del self._pids[pid]
                 self.seen["exit"][rank] = os.waitstatus_to_exitcode(status)
                 self.seen["seconds"][rank] = seconds
-            elif seconds > LIMIT_S:
+            elif seconds > self._limit_s:
                 del self._pids[pid]
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         return not self._pids
 
 
-def main(root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+def main(root: Path, names: list[str], every: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Run faults; with all callbacks those that `every` names."""
     torch.set_num_threads(1)
     seen: dict[str, dict[str, Any]] = {name: {} for name in names}
-    waiting = [(name, kind) for name in names for kind in ("without", "with")]
+    waiting = [(name, kind) for name in names for kind in ("without", "with", *(["every"] if name in every else []))]
     running: dict[tuple[str, str], Run] = {}
     while waiting or running:
         if waiting and len(running) < AT_ONCE:
             name, kind = waiting.pop(0)
-            running[name, kind] = Run(name, root / name / kind, with_callbacks=kind == "with")
+            running[name, kind] = Run(name, root / name / kind, kind)
         for name, kind in [key for key, run in running.items() if run.is_over()]:
             seen[name][kind] = running.pop((name, kind)).seen
             print(name, kind, seen[name][kind], flush=True)  # noqa: T201, shown when the test fails
@@ -266,4 +297,4 @@ def main(root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or [*FAULTS])
+    main(Path(sys.argv[1]), sys.argv[2:] or [*FAULTS], EVERY_IN_CI)
