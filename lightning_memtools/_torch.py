@@ -46,6 +46,35 @@ def fake_copy(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     return FakeTensor(mode, meta, tensor.device)
 
 
+class FakeMaker:
+    """Makes fakes of meta tensors as the constructor does, but in a fifth of its time.
+
+    The constructor sets a dozen attributes one by one, through properties; here they are copied from a fake that it
+    made. It can go when the constructor is as fast.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[torch.device, tuple[torch.device, dict[str, Any]]] = {}
+        # Fakes say when someone asks where their values lie.
+        guards = torch._C._set_throw_on_mutable_data_ptr, torch._C._set_warn_deprecated_on_mutable_data_ptr
+        self._guard = guards[mode._allow_unsafe_data_ptr_access]
+
+    def __call__(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+        """Returns a fake of a meta tensor that seems to be on a device."""
+        if device not in self._made:
+            fake = FakeTensor(self._mode, meta, device)
+            self._made[device] = fake.fake_device, dict(vars(fake))
+            return fake
+        known, attributes = self._made[device]
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=known
+        )
+        self._guard(fake)
+        vars(fake).update(attributes)
+        return fake
+
+
 # --- modules
 
 # The public classes have no public base; a user's own may derive from the private one directly.

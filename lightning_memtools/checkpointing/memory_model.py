@@ -275,7 +275,7 @@ class _SimulatedStep:
         self.kept = 0
         self._units = units
         self._sizes = sizes
-        self._kept: dict[int, list[Product]] = {}  # of the range that runs again
+        self._kept: dict[int, int] = {}  # the bytes of products, by unit, of the range that runs again
 
     def run(self, start: int, stop: int, ranges: Ranges, held: int, *, input_held: bool, again: bool) -> None:
         """Run units forward, keeping what is outside of ranges, then backward.
@@ -319,11 +319,10 @@ class _SimulatedStep:
 
     def _run_back(self, one: Range, held: int) -> None:
         """Run a range again and backward. What is kept of its products is part of what its layers keep then."""
-        self._kept = kept_products(self._units, one)
-        self.run(
-            one.start, one.stop, one.inner, held - sum(map(_bytes_of, self._kept.values())), input_held=True, again=True
-        )
-        self.extra -= sum(product.operations for products in self._kept.values() for product in products)
+        kept = kept_products(self._units, one)
+        self._kept = {at: _bytes_of(products) for at, products in kept.items()}
+        self.run(one.start, one.stop, one.inner, held - sum(self._kept.values()), input_held=True, again=True)
+        self.extra -= sum(product.operations for products in kept.values() for product in products)
         self._kept = {}
 
     def _run_range(self, one: Range, held: int, base: int | None, kept: dict[int, list[Product]]) -> None:
@@ -350,8 +349,8 @@ class _SimulatedStep:
         below = unit.forward_base if base is None else base
         missing = 0 if input_held else self._sizes[at]
         # Until they are reached, the kept products of this and later layers are there besides.
-        later = sum(_bytes_of(products) for other, products in self._kept.items() if other > at)
-        need = max(unit.forward_need(keeping=True, stops=stops), _bytes_of(self._kept.get(at, ())))
+        later = sum(size for other, size in self._kept.items() if other > at) if self._kept else 0
+        need = max(unit.forward_need(keeping=True, stops=stops), self._kept.get(at, 0))
         self.peak = max(self.peak, held + missing + below + later + need)
         if end is not None:
             self.extra += unit.operations - (unit.tail_operations if stops else 0)

@@ -34,6 +34,7 @@ from lightning_memtools.checkpointing.memory_model import (
 )
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
+Slots = np.ndarray[Any, np.dtype[np.int64]]
 INFINITE = float("inf")
 
 MOST_TRANSITIONS = 128**3
@@ -323,6 +324,8 @@ class _Solution:
             [(at, maker, size) for at, unit in enumerate(units) for maker, size in unit.alongside], dtype=np.int64
         ).reshape(-1, 3)
         self._running: dict[int, Costs] = {}
+        self._running_slots: dict[tuple[int, int], Slots] = {}
+        self._kept_inside: dict[tuple[int, bool, int, int], tuple[int, int, float, bool]] = {}
         self._forward_base = np.array([unit.forward_base for unit in units], dtype=np.float64)
         self._forward_bytes = np.array([unit.forward_bytes for unit in units], dtype=np.float64)
         # The last unit before each place that keeps anything.
@@ -340,9 +343,14 @@ class _Solution:
             for first, lasts in _ends(_within(rows, places)).items()
             if units[first].may_start
         }
+        self._listed_ends = {first: ends.tolist() for first, ends in self._ends.items()}
+        self._same_ends = {first: self._n_same(first, ends) for first, ends in self._ends.items()}
         self._again = {first: np.empty((len(ends), n)) for first, ends in self._ends.items()}
-        # For each place where a range may end, its least start and its table: [held, first - start].
-        self._columns: dict[int, tuple[int, Costs]] = {}
+        # The first slot of each where its costs are finite, and the first from where on they stay the same.
+        self._again_spans = {first: np.empty((2, len(ends)), dtype=np.int64) for first, ends in self._ends.items()}
+        # For each place where a range may end, its least start, its table: [held, first - start], and the spans in it.
+        self._columns: dict[int, tuple[int, Costs, Slots]] = {}
+        self._scratch = np.empty((max(map(len, self._ends.values()), default=0), n))
         starts: dict[int, int] = {}
         for first, ends in self._ends.items():
             for last in ends:
@@ -388,7 +396,8 @@ class _Solution:
     def _solve_inner(self, start: int, last: int) -> None:
         """Solve what is left of a range that ends at `last` when it runs again, from each place since `start`."""
         table = np.empty((2, last - start, self._n))
-        self._columns[last] = start, table
+        spans = np.empty((2, 2, last - start), dtype=np.int64)
+        self._columns[last] = start, table, spans
         for first in range(last - 1, start - 1, -1):
             recomputed = self._recompute_inner(first, last)
             for held in (False, True):
@@ -402,41 +411,57 @@ class _Solution:
                     shift = 0 if held else self._slots(self._sizes[self.places[first]])
                     if shift < self._n:
                         np.minimum(best[shift:], recomputed[: self._n - shift], out=best[shift:])
-            ends = self._ends.get(first)
-            if ends is not None:
-                at = int(np.searchsorted(ends, last))
-                if at < len(ends) and ends[at] == last:
-                    np.add(table[1, first - start], self._work(first, last), out=self._again[first][at])
+                spans[:, int(held), first - start] = _span(best)
+            ends = self._listed_ends.get(first, ())
+            at = bisect_left(ends, last)
+            if at < len(ends) and ends[at] == last:
+                np.add(table[1, first - start], self._work(first, last), out=self._again[first][at])
+                self._again_spans[first][:, at] = spans[:, 1, first - start]
 
     def _recompute_inner(self, first: int, last: int) -> Costs | None:
         """Returns the least costs of cells `first` to `last` if a range begins with the first, whose input is held."""
-        inside = self._inside(first, last, slice(None))
-        if inside is None:
-            return None
-        # The range also runs forward, which needs memory too.
-        base = self._units[self.places[last] - 1].backward_base
-        for costs, need in zip(inside, self._running_needs(first, self._ends_before(first, last), base), strict=True):
-            costs[:need] = INFINITE
-        whole: Costs = inside.min(axis=0)
-        return whole
-
-    def _ends_before(self, first: int, last: int) -> Any:
-        """Returns the places before `last` where ranges from `first` may end."""
-        ends = self._ends.get(first, np.zeros(0, dtype=int))
-        return ends[: int(np.searchsorted(ends, last))]
-
-    def _inside(self, first: int, last: int, slots: Any) -> Costs | None:
-        """Returns the costs of ranges from `first` that end before `last`, run again and followed by the rest."""
         ends = self._ends_before(first, last)
         if len(ends) == 0:
             return None
-        start, table = self._columns[last]
-        return self._followed(first, ends, slots, lambda held, ends: table[held, _as_slice(ends, start), slots])
+        start, table, spans = self._columns[last]
+        after, n_same = _as_slice(ends, start), min(self._same_ends[first], len(ends))
+        begins, settled = np.maximum(self._again_spans[first][:, : len(ends)], spans[:, 0, after])
+        if n_same:
+            same = _as_slice(ends[:n_same], start)
+            begins[:n_same], settled[:n_same] = np.maximum(self._again_spans[first][:, :n_same], spans[:, 1, same])
+        # The range also runs forward, which needs memory too.
+        needs = self._running_needs(first, ends, self._units[self.places[last] - 1].backward_base)
+        low = int(np.maximum(begins, needs).min())
+        if low >= self._n:
+            return None
+        high = min(int(max(settled.max(), needs[-1])) + 1, self._n)
+        again, costs = self._again[first][: len(ends), low:high], self._scratch[: len(ends), : high - low]
+        np.add(again, table[0, after, low:high], out=costs)
+        if n_same:
+            np.add(again[:n_same], table[1, same, low:high], out=costs[:n_same])
+        for at in np.flatnonzero(needs > begins):
+            costs[at, : needs[at] - low] = INFINITE
+        whole = np.empty(self._n)
+        whole[:low] = INFINITE
+        costs.min(axis=0, out=whole[low:high])
+        whole[high:] = whole[high - 1]
+        return whole
+
+    def _ends_before(self, first: int, last: int) -> Slots:
+        """Returns the places before `last` where ranges from `first` may end."""
+        if first not in self._ends:
+            return np.zeros(0, dtype=np.int64)
+        return self._ends[first][: bisect_left(self._listed_ends[first], last)]
+
+    def _inside(self, first: int, last: int, ends: Slots, slot: int) -> Costs:
+        """Returns the costs in a slot of ranges from `first` to each end, run again and followed by the rest."""
+        start, table, _ = self._columns[last]
+        return self._followed(first, ends, slot, lambda held, ends: table[held, _as_slice(ends, start), slot])
 
     def _followed(self, first: int, ends: Any, slots: Any, rest: Any) -> Costs:
         """Returns the costs of ranges from `first` to each of the ends, and of the rest after each."""
         found: Costs = self._again[first][: len(ends), slots] + rest(0, ends)
-        same = self._n_same(first, ends)
+        same = min(self._same_ends[first], len(ends))
         if same:
             found[:same] = self._again[first][:same, slots] + rest(1, ends[:same])
         return found
@@ -530,38 +555,49 @@ class _Solution:
 
     def _keep_inner(self, first: int, last: int, held: bool) -> tuple[int, int, float, bool]:
         """Returns for a cell in a range that runs again: least memory, memory added, cost, if its output is held."""
-        one, start, stop = self._cells[first, held], self.places[first], self.places[first + 1]
-        end = self.places[last]
+        start, stop, end = self.places[first], self.places[first + 1], self.places[last]
         # Running again stops in the last unit that keeps anything, and does not reach those after it.
-        saving = self._saving_before[end] if self._saving_before[end] >= start else -1
+        saving = min(max(self._saving_before[end], start - 1), stop)
+        key = first, held, self._units[end - 1].backward_base, saving
+        if key not in self._kept_inside:
+            self._kept_inside[key] = self._keep_up_to(*key)
+        return self._kept_inside[key]
+
+    def _keep_up_to(self, first: int, held: bool, base: int, saving: int) -> tuple[int, int, float, bool]:
+        """Returns the same, from what it depends on: where running again stops and what is held when it begins."""
+        one, start, stop = self._cells[first, held], self.places[first], self.places[first + 1]
         runs = self._forward_bytes[start:stop]
         if start <= saving < stop:
             runs = runs.copy()
             runs[saving - start] = self._units[saving].stopped_bytes
-        needs = self._needs(one.running + runs + self._units[end - 1].backward_base)
-        ran = max(min(saving + 1, stop), start)
+        needs = self._needs(one.running + runs + base)
+        ran = min(saving + 1, stop)
         needs[ran - start :] = 0
         cost = self._operations[ran] - self._operations[start]
         if start <= saving < stop:
             cost -= self._units[saving].tail_operations
         return max(one.top, int((one.before + needs).max())), one.added, float(cost), one.out_held
 
-    def _running_needs(self, first: int, ends: Any, base: int | None) -> list[int]:
+    def _running_needs(self, first: int, ends: Slots, base: int | None) -> Slots:
         """Returns the memory that running forward needs, for ranges from `first` to each of the ends."""
         start = self.places[first]
+        if base is None:
+            base = self._units[start].forward_base
+        if (first, base) not in self._running_slots:
+            self._running_slots[first, base] = self._needs(self._running_bytes(first) + base).astype(np.int64)
+        return self._running_slots[first, base][: len(ends)]
+
+    def _running_bytes(self, first: int) -> Costs:
+        """Returns the bytes that running forward needs, for ranges from `first` to each of its ends."""
         if first not in self._running:
-            stop = self.places[int(self._ends[first][-1])]
+            start, stop = self.places[first], self.places[int(self._ends[first][-1])]
             needed = self._dropping[start:stop].copy()
             needed[0] -= self._sizes[start]
             at, maker, size = self._alongside.T
             inside = (maker >= start) & (at > start) & (at < stop)
             needed += np.bincount(at[inside] - start, weights=size[inside], minlength=stop - start)
-            self._running[first] = np.maximum.accumulate(needed)
-        highest = self._running[first][self._at[ends] - start - 1]
-        found: list[int] = (
-            self._needs(highest + (self._forward_base[start] if base is None else base)).astype(int).tolist()
-        )
-        return found
+            self._running[first] = np.maximum.accumulate(needed)[self._at[self._ends[first]] - start - 1]
+        return self._running[first]
 
     def _is_same(self, first: int, last: int) -> bool:
         """Returns whether the output of a range is the input that it holds."""
@@ -577,7 +613,7 @@ class _Solution:
         if slot < 0 or first not in self._ends:
             return np.zeros(0)
         costs = self._outer_inside(first, slot)
-        costs[np.array(self._running_needs(first, self._ends[first], None)) > slot] = INFINITE
+        costs[self._running_needs(first, self._ends[first], None) > slot] = INFINITE
         return costs
 
     def _best_selective(self, first: int, slot: int, below: float, *, held: bool) -> _Selective | None:
@@ -593,7 +629,7 @@ class _Solution:
     def _inner_plan(self, first: int, last: int, slot: int) -> Ranges:
         found: list[Range] = []
         held = True
-        start, table = self._columns[last]
+        start, table, _ = self._columns[last]
         while first < last:
             need, added, cost, out_held = self._keep_inner(first, last, held)
             kept = INFINITE if slot < need else cost
@@ -603,11 +639,9 @@ class _Solution:
             ends = self._ends_before(first, last)
             costs = np.zeros(0)
             if len(ends) and slot >= boundary:
-                inside = self._inside(first, last, slot - boundary)
-                assert inside is not None
-                costs = inside
+                costs = self._inside(first, last, ends, slot - boundary)
                 base = self._units[self.places[last] - 1].backward_base
-                costs[np.array(self._running_needs(first, ends, base)) > slot - boundary] = INFINITE
+                costs[self._running_needs(first, ends, base) > slot - boundary] = INFINITE
             if kept <= costs.min(initial=INFINITE):
                 first, held, slot = first + 1, out_held, slot - added
                 continue
@@ -616,6 +650,12 @@ class _Solution:
             found.append(Range(self.places[first], self.places[at], self._inner_plan(first, at, slot)))
             first, held = at, self._is_same(first, at)
         return tuple(found)
+
+
+def _span(costs: Costs) -> tuple[int, int]:
+    """Returns the first slot where falling costs are finite, and the first from where on they stay the same."""
+    rising = costs[::-1]
+    return len(costs) - int(rising.searchsorted(INFINITE)), len(costs) - int(rising.searchsorted(costs[-1], "right"))
 
 
 def _as_slice(places: Any, start: int) -> Any:

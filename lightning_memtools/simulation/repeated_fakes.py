@@ -2,18 +2,19 @@
 
 A FakeTensorMode takes 300 microseconds for an operator, most of them to look it up in its own cache and to wrap the
 result with the means of the compiler's front end. Models repeat the same operators on the same shapes in each of their
-layers, and steps are traced several times.
+layers, and steps are traced several times, so what is known is kept for the whole process.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_memtools._torch import (
+    FakeMaker,
     FakeTensor,
     FakeTensorMode,
     OperatorMode,
@@ -29,18 +30,25 @@ from lightning_memtools.memory.nested_tensors import tensors_in
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """The shape, strides, type and device of a new tensor."""
 
+Known = Literal["the first argument"] | tuple[bool, list[Made | None]] | None
+"""The result of an operator: its first argument; or whether it is one tensor, and each; None if that cannot be said."""
+
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 # The shapes of their results depend on values.
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-_FILLS = {"aten::copy_", "aten::fill_", "aten::zero_"}
+# Its kernels (layer_norm.cpp, cuda/layer_norm_kernel.cu) return a contiguous gradient, unlike the FakeTensorMode where
+# the input or its gradient is strided.
+_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+# By operator and all that its result depends on. A model has some hundreds.
+_known: dict[Any, Known] = {}
+_MOST_KNOWN = 50_000
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     """Within a FakeTensorMode and around nothing else: makes results that are new tensors of shapes known already.
 
-    So are values changed element by element, which fakes do not have: an optimizer changes each weight several times.
-    Operators that change a tensor in another way or depend on values go to the FakeTensorMode as ever.
+    Operators that change their first argument return it. Those that change others or depend on values go to the
+    FakeTensorMode as ever.
 
     Args:
         fake_mode: The mode that is active.
@@ -49,52 +57,51 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
-        self._known: dict[Any, tuple[bool, list[Made]] | None] = {}
-        self._known_changes: set[Any] = set()
+        self._fake = FakeMaker(fake_mode)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         if _is_view(func) and _note(args[0], []):
             return self._view(func, args, kwargs)
-        if _changes_values_only(func):
-            return self._changed(func, args, kwargs)
-        key = self._key(func, args, kwargs) if _makes_new_tensors(func) else None
+        if func is _LAYER_NORM_BACKWARD:
+            args = (*map(self._contiguous, args[:2]), *args[2:])
+        key = self._key(func, args, kwargs) if _is_repeatable(func) else None
         if key is None:
             return func(*args, **kwargs)
-        if key not in self._known:
+        if key not in _known:
             out = func(*args, **kwargs)
-            self._known[key] = _described(out, args, kwargs)
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[key] = _described(out, args, kwargs)
             return out
-        known = self._known[key]
+        known = _known[key]
         if known is None:
             return func(*args, **kwargs)
-        is_one, made = known
-        found = [self._make(*one) for one in made]
-        return found[0] if is_one else tuple(found)
-
-    def _changed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = self._key(func, args, kwargs)
-        if key is not None and key in self._known_changes:
+        if known == "the first argument":
             return args[0]
-        out = func(*args, **kwargs)
-        if key is not None and out is args[0]:
-            self._known_changes.add(key)
-        return out
+        is_one, made = known
+        found = [None if one is None else self._make(*one) for one in made]
+        return found[0] if is_one else tuple(found)
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A fake is a meta tensor underneath, whose kernels for views take a few microseconds.
         with kernels_of_meta_tensors(self._fake_mode):
             out = func(*args, **kwargs)
-            if isinstance(out, Tensor):
-                return FakeTensor(self._fake_mode, out, args[0].fake_device)
-            return [FakeTensor(self._fake_mode, one, args[0].fake_device) for one in out]
+            device = args[0].fake_device
+            return self._fake(out, device) if isinstance(out, Tensor) else [self._fake(one, device) for one in out]
 
     def _make(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
         # The FakeTensorMode would make a fake of this one too.
         with without_torch_dispatch():
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            return FakeTensor(self._fake_mode, empty, device)
+            return self._fake(empty, device)
+
+    def _contiguous(self, one: Tensor) -> Tensor:
+        if one.is_contiguous() or type(one) is not FakeTensor:
+            return one
+        with without_torch_dispatch():
+            return self._fake(torch.empty(one.shape, dtype=one.dtype, device="meta"), one.fake_device)
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what a result depends on; None if it may depend on something else."""
@@ -121,26 +128,20 @@ def _is_view(func: Any) -> bool:
 
 
 @cache
-def _changes_values_only(func: Any) -> bool:
-    """Returns whether an operator changes elements of its first argument and nothing else, and returns it."""
-    if not isinstance(func, OpOverload) or func.namespace != "aten":
-        return False
-    schema = operator_schema(func)
-    if not schema.name.endswith("_") or (torch.Tag.pointwise not in func.tags and schema.name not in _FILLS):
-        return False
-    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
-    return written[0] and not any(written[1:]) and len(schema.returns) == 1
+def _is_repeatable(func: Any) -> bool:
+    """Returns whether an operator returns new tensors only, or changes its first argument only and returns that.
 
-
-@cache
-def _makes_new_tensors(func: Any) -> bool:
-    """Returns whether an operator returns new tensors only, and of shapes that follow from those of its arguments."""
+    Their shapes follow from those of its arguments.
+    """
     if not isinstance(func, OpOverload) or func.namespace != "aten" or not _BY_VALUE.isdisjoint(func.tags):
         return False
     schema = operator_schema(func)
-    return not schema.is_mutable and all(
-        one.alias_info is None and isinstance(one.type, torch.TensorType) for one in schema.returns
-    )
+    if not all(isinstance(one.type, torch.TensorType) for one in schema.returns):
+        return False
+    if not schema.is_mutable:
+        return all(one.alias_info is None for one in schema.returns)
+    written = [at for at, one in enumerate(schema.arguments) if one.alias_info is not None]
+    return written == [0] and len(schema.returns) == 1 and torch.Tag.inplace_view not in func.tags
 
 
 def _note(value: Any, found: list[Any]) -> bool:
@@ -156,16 +157,20 @@ def _note(value: Any, found: list[Any]) -> bool:
     return kind in _PLAIN
 
 
-def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, list[Made]] | None:
-    """Returns if a result is one tensor, and what its tensors are; None if they are not new and dense."""
+def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
+    """Returns a description of a result; None if its tensors are not new and dense, nor the first argument."""
+    if args and out is args[0]:
+        return "the first argument"
     results: list[Any] = [out] if isinstance(out, Tensor) else list(out)
-    if not all(type(one) is FakeTensor and _is_dense(one) for one in results):
+    tensors = [one for one in results if one is not None]
+    if not all(type(one) is FakeTensor and one.constant is None and _is_dense(one) for one in tensors):
         return None
-    new = {storage_id(one.untyped_storage()) for one in results}
+    new = {storage_id(one.untyped_storage()) for one in tensors}
     given = {storage_id(one.untyped_storage()) for one in tensors_in((args, kwargs))}
-    if len(new) < len(results) or new & given:
+    if len(new) < len(tensors) or new & given:
         return None
-    return results[0] is out, [(tuple(one.shape), one.stride(), one.dtype, one.fake_device) for one in results]
+    made = [None if one is None else (tuple(one.shape), one.stride(), one.dtype, one.fake_device) for one in results]
+    return results[0] is out, made
 
 
 def _is_dense(one: Tensor) -> bool:

@@ -22,6 +22,7 @@ from lightning_memtools._torch import (
 )
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.memory.virtual.operators import is_gradient_sum
 from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
 
@@ -96,6 +97,9 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
             return _number_like(args[0])
         if func is DEVICE_OF and isinstance(args[0], FakeTensor):  # more than half of all calls, and slow further down
             return args[0].fake_device
+        if is_gradient_sum(func, args, kwargs):
+            # Said here, because this mode refers to the sum's arguments: the device's, further down, could not tell.
+            func = torch.ops.aten.add_.Tensor
         out = func(*args, **kwargs)
         formula = flop_registry.get(operator_packet(func))
         operations = 0
@@ -163,7 +167,8 @@ class StepTrace:
             self._batch = map_tensors(step.batch, TensorExchange())
         if next(tensors_in(self._batch), None) is not None:
             self.device.count_batch(self._batch)
-        for parameter in self.model.parameters():
+        # From the last to the first, as backward makes them: which blocks the allocator leaves whole depends on it.
+        for parameter in reversed(list(self.model.parameters())):
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         # Training loops hold the loss of one step until the next one is computed.

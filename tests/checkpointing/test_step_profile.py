@@ -10,8 +10,9 @@ from lightning_memtools.checkpointing.chains import find_chains
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.memory_model import Unit
 from lightning_memtools.checkpointing.planning import plan_checkpoints
-from lightning_memtools.checkpointing.step_profile import StepProfile, profile_step
+from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
 from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.step_trace import TracedStep
 
 ROWS, WIDTH = 512, 64
@@ -76,6 +77,27 @@ def test_the_peak_of_backward_is_the_gradients_of_output_and_input():
     one = units_of(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh())[1]
     # Before: the gradient of its result. At the highest: that of its input too.
     assert one.backward_base == pytest.approx(one.backward_peak - BYTES)
+
+
+def test_a_sum_of_two_gradients_takes_no_memory_of_its_own_as_in_training():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.first(x)
+            return (y * 2).sum() + (y * 3).sum()
+
+    model, x = Model(), torch.randn(ROWS, WIDTH)
+    predicted = predict(TracedStep(model, (x,), lambda copy, args: copy(*args)), ()).peak_bytes
+    with VirtualDevice() as device:
+        device.track(model, x)
+        for _ in range(3):
+            loss = model(x)
+            model.zero_grad()
+            loss.backward()
+        assert device.stats().peak_allocated == predicted
 
 
 def test_the_table_shows_what_each_chain_keeps_before_and_after():

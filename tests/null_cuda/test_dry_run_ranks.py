@@ -94,6 +94,60 @@ def test_ranks_shard_a_model_with_fsdp_2(script):
     assert "What NCCL allocates for itself is not counted." in result.notes
 
 
+PLANNED = """
+    import sys
+    from pathlib import Path
+
+    import lightning as L
+    import torch
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.data import DataLoader
+
+    from lightning_memtools import GradientCheckpointing
+    from tests.integration.checkpointing_ddp_run import Gathers
+
+    class Model(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            blocks = (nn.TransformerEncoderLayer(256, 4, 1024, 0.1, batch_first=True) for _ in range(8))
+            self.net = nn.Sequential(*blocks)
+        def configure_model(self):
+            for layer in (*self.net, self.net):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        def training_step(self, batch, _):
+            return self.net(batch).sum()
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    trainer = L.Trainer(
+        devices=8, strategy=ModelParallelStrategy(data_parallel_size=8, tensor_parallel_size=1), max_steps=3,
+        callbacks=[GradientCheckpointing(bn_dropout="recompute")] if {planned} else [],
+    )
+    with Gathers() as gathers:
+        trainer.fit(Model(), DataLoader(torch.randn(8 * 3 * 16, 128, 256), batch_size=16))
+    plan = trainer.callbacks[0].plan if {planned} else None
+    saved = 0 if plan is None else plan.plain.activation_bytes - plan.planned.activation_bytes
+    Path(__file__).with_suffix(".txt").write_text(f"{{gathers.number}} {{saved}}")
+"""
+
+
+def test_a_plan_lowers_the_peak_of_one_of_eight_ranks_of_fsdp_2_and_gathers_no_more_often(script):
+    peaks, gathered, saved = [], [], 0
+    for planned in (False, True):
+        path = script(PLANNED.format(planned=planned))
+        result = dry_run(path, devices=8, rank=3)
+        assert result.status == 0, result.error
+        peaks.append(next(one.peak_allocated for one in result.stages if one.stage == "train"))
+        number, saved = map(int, path.with_suffix(".txt").read_text().split())
+        gathered.append(number)
+    assert gathered[0] == gathered[1] > 0
+    # A little less than of one device: beside the highest of the plan's step are parameters that were gathered.
+    assert 0.9 * saved < peaks[0] - peaks[1] <= saved
+    assert peaks[1] < 0.5 * peaks[0], peaks
+
+
 def test_ranks_shard_a_model_with_fsdp_1(script):
     path = script("""
         import lightning as L

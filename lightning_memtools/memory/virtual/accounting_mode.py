@@ -43,7 +43,7 @@ from lightning_memtools.memory.virtual.operators import (
     references_of_autograd,
 )
 from lightning_memtools.memory.virtual.shadows import Shadows, can_be_copied
-from lightning_memtools.memory.virtual.storages import flat, is_among, on_device, parts, storage_key
+from lightning_memtools.memory.virtual.storages import flat, is_among, on_device, parts, storage_key, storages_of
 
 # Tensors that do not handle operators themselves. All others (wrapper subclasses) handle an operator first, and the
 # operators that they then call on the tensors inside come here.
@@ -113,8 +113,11 @@ class AccountingMode(OperatorMode):
             return self._run_rare(kind, func, args, kwargs)
         out = self._run_or_refuse(func, args, kwargs)
         workspaces = workspaces_of(func, args, out, self._gpu) if self._cuda_like and func in CONVOLUTIONS else iter(())
-        for tensor in (out,) if isinstance(out, torch.Tensor) else flat(out):
-            self._enter(tensor, args, kwargs)
+        is_one = isinstance(out, torch.Tensor)
+        # Once for all: operators on lists make hundreds of tensors of hundreds of others.
+        given = None if is_one else storages_of(args, kwargs)
+        for tensor in (out,) if is_one else flat(out):
+            self._enter(tensor, args, kwargs, given)
             # Each gradient is computed, with its workspace, before the next one is allocated.
             if n_bytes := next(workspaces, 0):
                 self._ledger.note_library_workspace(n_bytes)
@@ -261,15 +264,17 @@ class AccountingMode(OperatorMode):
             raise too_large_error()
         self._ask(self._ledger.work_with, n_bytes)
 
-    def _enter(self, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
+    def _enter(self, tensor: torch.Tensor, args: Any, kwargs: Any, given: set[int] | None = None) -> None:
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
             for part in parts(tensor):
-                self._enter(part, args, kwargs)
+                self._enter(part, args, kwargs, given)
             return
         key = storage_id(storage)
-        if self._ledger.find(key) is not None or not on_device(tensor) or is_among(key, args, kwargs):
+        if self._ledger.find(key) is not None or not on_device(tensor):
+            return
+        if is_among(key, args, kwargs) if given is None else key in given:
             return
         self._ask(self._ledger.add, storage, *(self._purpose or self.place.purpose(args, kwargs)))
 

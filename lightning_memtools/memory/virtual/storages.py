@@ -73,6 +73,11 @@ def is_among(key: int, args: Any, kwargs: Any) -> bool:
     return bool(kwargs) and any(_has_storage(tensor, key) for tensor in flat(tuple(kwargs.values())))
 
 
+def storages_of(args: Any, kwargs: Any) -> set[int]:
+    """Return the identities of the storages of an operator's arguments."""
+    return {storage_key(part) for tensor in flat((*args, *kwargs.values())) for part in parts(tensor)}
+
+
 def _has_storage(tensor: torch.Tensor, key: int) -> bool:
     try:
         return storage_key(tensor) == key
