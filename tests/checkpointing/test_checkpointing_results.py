@@ -60,8 +60,9 @@ def test_the_lowest_peak_at_the_same_operations_is_lower_on_most_models():
 
 
 def test_planning_takes_less_than_five_seconds():
-    assert set(RESULTS["planning_seconds"]) == {"chain of 100 layers", "ResNet-152"}
-    assert all(one["wall"] < 5 for one in RESULTS["planning_seconds"].values())
+    found = RESULTS["planning_seconds"]
+    assert set(found) == {"chain of 100 layers", "ResNet-152", "GPT-2 small", "ViT-B/16 (timm)", "Swin-T (timm)"}
+    assert all(one["processor"] < 5 for one in found.values())
 
 
 def test_the_time_of_planning_grows_no_faster_than_the_number_of_layers():
@@ -69,6 +70,7 @@ def test_the_time_of_planning_grows_no_faster_than_the_number_of_layers():
     seconds = {int(n): one["processor_seconds"] for n, one in found.items()}
     assert set(seconds) == {20, 200, 400, 2000}
     assert seconds[2000] < 6 * seconds[400]
+    assert (seconds[400] < 5, seconds[2000] < 20) == (True, True)
     assert all(one["mib_more"] < 500 for one in found.values())
     # The longer a chain of equal layers is, the smaller is the share of it that a plan needs.
     shares = [found[str(n)]["peak_share"] for n in sorted(seconds)]
