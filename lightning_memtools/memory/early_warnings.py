@@ -83,7 +83,6 @@ class EarlyWarnings:
         now, then = (
             replay(trace, config=one).stats.reserved or 0 for one in (config, replace(config, expandable_segments=True))
         )
-        tried = (
-            f"the recorded requests were replayed: {format_size(then)} would be reserved instead of {format_size(now)}"
-        )
+        without = f" instead of {format_size(now)}" if then != now else ", as much as without"
+        tried = f"the recorded requests were replayed: {format_size(then)} would be reserved{without}"
         return f"{advice} {'helps' if then < now else 'does not help'} ({tried})."
