@@ -251,7 +251,7 @@ def optimizer(trials: StepTrials) -> Iterator[Action]:
     if len(optimizers) != 1:
         return
     others = list(smaller_states(optimizers[0]))
-    fused = fused_form(optimizers[0]) if trials.failed.is_cuda_like else None
+    fused = fused_form(optimizers[0]) if trials.failed.may_fuse else None
     if fused is not None and trials.plain.peak_at.phase == "optimizer":
         others.append(fused)
     for other in others:

@@ -165,11 +165,13 @@ def _improved(found: list[Action], new: list[Action]) -> list[Action]:
 
 
 def _carried_out(check: AdviceCheck, trials: StepTrials) -> list[Action]:
-    """Return the actions that a check found, or where it could not be carried out the unchecked one with the reason."""
+    """Return the actions that a check found, and where it could not be carried out to its end why not."""
     why_not = trials.why_not if check.needs_trace else ""
+    found: list[Action] = []
     if not why_not:
         try:
-            return list(check.run(trials))
+            found.extend(check.run(trials))  # keeps what came before an error
         except Exception as error:  # noqa: BLE001, the user's own step runs here and may raise anything on fake tensors
             why_not = in_a_line(error)
-    return [] if check.improves and why_not != NOT_REACHED else [replace(check.unchecked, detail=why_not)]
+    is_named = why_not == NOT_REACHED if check.improves else bool(why_not)
+    return [*found, replace(check.unchecked, detail=why_not)] if is_named else found

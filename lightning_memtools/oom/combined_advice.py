@@ -32,12 +32,14 @@ class StepChange:
         code: The code to write in the program.
         cost: What it costs, to rank combinations: computation first, then what changes the result of training.
         arguments: The arguments of `FailedStep.estimate` that make it.
+        note: A remark on how it was traced.
     """
 
     title: str
     code: str
     cost: float
     arguments: dict[str, Any]
+    note: str = ""
 
 
 def combined(trials: StepTrials) -> Iterator[Action]:
@@ -106,10 +108,12 @@ def _changes(trials: StepTrials) -> list[StepChange]:
         code = f"{loader_code(least)}, Trainer(accumulate_grad_batches={n})"
         changes.append(StepChange(f"{ACCUMULATE.title} of {least}", code, 1.5, {"size": least, "accumulate": n}))
     if len(failed.run.optimizers) == 1:
-        fused = fused_form(failed.run.optimizers[0]) if failed.is_cuda_like else None
-        # The smallest states are those that fit if any do.
+        fused = fused_form(failed.run.optimizers[0]) if failed.may_fuse else None
+        # The smallest state fits if any does.
         others = [fused, next(smaller_states(failed.run.optimizers[0]), None)]
-        changes += [StepChange(one.title, one.code, one.cost, {"optimizer": one.make}) for one in others if one]
+        changes += [
+            StepChange(one.title, one.code, one.cost, {"optimizer": one.make}, one.note) for one in others if one
+        ]
     return changes
 
 
@@ -122,5 +126,6 @@ def _action(trials: StepTrials, changes: Sequence[StepChange], peak: int, *, fit
     lower = [f"{title[0].lower()}{title[1:]}" for title in rest]
     title = ", ".join([first, *lower[:-1]]) + f" and {lower[-1]}"
     code = ", ".join(change.code for change in changes)
+    detail += "".join(f" ({change.note})" for change in changes if change.note)
     saved = trials.saving(peak)
     return replace(COMBINE, title=title, code=code, detail=detail, checked=True, fits=fits, saved=saved)

@@ -124,6 +124,11 @@ class FailedStep:
             return split.older
         return split.older + split.by_category["gradients"] + split.by_category["optimizer"]
 
+    @property
+    def may_fuse(self) -> bool:
+        """True if a fused optimizer can be used: Lightning refuses to clip its gradients where it scales the loss."""
+        return self.is_cuda_like and not (self.precision == "16-mixed" and self.run.clip)
+
     def why_not_traced(self) -> str:
         """Return the reason why no step can be traced; "" where it can."""
         if self.run.untraceable:

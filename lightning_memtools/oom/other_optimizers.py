@@ -55,11 +55,17 @@ def smaller_states(optimizer: Optimizer) -> Iterator[OtherOptimizer]:
     if isinstance(optimizer, SGD):
         return
     title = f"Use an optimizer with a smaller state than {type(optimizer).__name__}'s"
-    if type(optimizer) in {Adam, AdamW}:
-        name = f"bitsandbytes.optim.{type(optimizer).__name__}8bit"
-        note = "the bytes of its states are counted; bitsandbytes itself was not run"
-        yield OtherOptimizer(title, f"{name}(parameters, ...)", 2.0, EightBitStates, note)
-    yield OtherOptimizer(title, "torch.optim.SGD(parameters, momentum=0.9, ...)", 4.0, _sgd)
+    sgd = OtherOptimizer(title, "torch.optim.SGD(parameters, momentum=0.9, ...)", 4.0, _sgd)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if type(optimizer) not in {Adam, AdamW} or any(group.get("amsgrad") for group in optimizer.param_groups):
+        yield sgd  # bitsandbytes refuses amsgrad
+        return
+
+    name = f"bitsandbytes.optim.{type(optimizer).__name__}8bit"
+    note = "the bytes of its states are counted; bitsandbytes itself was not run"
+    eight = OtherOptimizer(title, f"{name}(parameters, ...)", 2.0, EightBitStates, note)
+    n_sgd = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    yield from (eight, sgd) if sum(map(_n_bytes_in_8_bit, parameters)) <= n_sgd else (sgd, eight)
 
 
 def _sgd(parameters: list[Parameter]) -> Optimizer:
@@ -91,6 +97,11 @@ class EightBitStates(Optimizer):
                     for i in (1, 2):
                         self.state[parameter][f"absmax{i}"] = torch.zeros(n_blocks, device=parameter.device)
         return loss
+
+
+def _n_bytes_in_8_bit(parameter: Tensor) -> int:
+    n = parameter.numel()
+    return 8 * n if n < _LEAST_IN_8_BIT else 2 * (n + 4 * -(-n // _BLOCK))
 
 
 def _state(parameter: Tensor) -> Tensor:

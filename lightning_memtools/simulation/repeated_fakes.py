@@ -30,7 +30,7 @@ from lightning_memtools.memory.nested_tensors import tensors_in
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """The shape, strides, type and device of a new tensor."""
 
-Known = Literal["the first argument"] | tuple[bool, list[Made | None]] | None
+Known = Literal["the first argument", "not known"] | tuple[bool, list[Made | None]] | None
 """The result of an operator: its first argument; or whether it is one tensor, and each; None if that cannot be said."""
 
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -69,13 +69,14 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         key = self._key(func, args, kwargs) if _is_repeatable(func) else None
         if key is None:
             return func(*args, **kwargs)
-        if key not in _known:
+        # Looked up once: another thread may forget all at any time.
+        known = _known.get(key, "not known")
+        if known == "not known":
             out = func(*args, **kwargs)
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
             _known[key] = _described(out, args, kwargs)
             return out
-        known = _known[key]
         if known is None:
             return func(*args, **kwargs)
         if known == "the first argument":

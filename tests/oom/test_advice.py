@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memtools.memory.stats import MemoryStats
+from lightning_memtools.oom import combined_advice
 from lightning_memtools.oom.advice_checks import AdviceChecks
 from lightning_memtools.oom.failed_step import FailedRun, FailedStep
 from lightning_memtools.oom.failure_facts import (
@@ -20,7 +21,7 @@ from lightning_memtools.oom.failure_facts import (
     MemorySplit,
     sizes_only,
 )
-from lightning_memtools.oom.other_optimizers import smaller_states
+from lightning_memtools.oom.other_optimizers import EightBitStates, smaller_states
 from lightning_memtools.oom.report_page import ActionKind
 from lightning_memtools.oom.step_trials import NOT_REACHED, Deadline, OutOfTimeError, StepTrials
 from tests.oom_models import Layers
@@ -71,13 +72,19 @@ def loss_of_step(model: Any, batch: Any) -> Any:
 
 
 def checks_of(
-    model: nn.Module, batch: torch.Tensor, capacity: int | None, *, cuda: bool = False, **run: Any
+    model: nn.Module,
+    batch: torch.Tensor,
+    capacity: int | None,
+    *,
+    cuda: bool = False,
+    amsgrad: bool = False,
+    **run: Any,
 ) -> AdviceChecks:
     stats = MemoryStats(allocated=100, reserved=200, capacity=capacity)
     split = None if capacity is None else MemorySplit(dict.fromkeys(CATEGORIES, 0), 0, (), 0, exact=True)
     facts = FailureFacts(moment=FailureMoment("train", 0, 0, "forward"), device="here", stats=stats, split=split,
                          batch=sizes_only(batch))  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=amsgrad)
     failed_run = FailedRun(model=model, forward=loss_of_step, optimizers=(optimizer,), **run)
     checks = AdviceChecks(FailedStep(facts=facts, run=failed_run, cuda=cuda, is_cuda_like=cuda), Deadline(600.0))
     checks.run()
@@ -155,8 +162,83 @@ def test_accumulation_with_the_fused_optimizer_is_the_cheapest_where_the_foreach
     first = of_kind(checks, ActionKind.COMBINATION)[0]
     assert first.fits
     assert "use the fused form of Adam" in first.title
+    (eight,) = [one for one in of_kind(checks, ActionKind.COMBINATION) if "Adam8bit" in one.code]
+    assert eight.detail.endswith("bitsandbytes itself was not run)")
     assert "torch.optim.Adam(..., fused=True)" in first.code
     assert "accumulate_grad_batches=" in first.code
+
+
+def test_a_fused_optimizer_is_not_advised_where_lightning_refuses_to_clip_for_it() -> None:
+    class Mixed(Weighty):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            return self.net(batch).float().square().mean()
+
+    found = {}
+    for clip in (1.0, None):
+        model = Mixed(4)
+        n_bytes = sum(one.numel() * 4 for one in model.parameters())
+        capacity = int(4.9 * n_bytes)
+        checks = checks_of(model, torch.ones(8, 1024), capacity, cuda=True, precision="16-mixed", clip=clip)
+        found[clip] = " ".join(action.code for action in checks.actions)
+    assert "fused=True" in found[None]
+    assert "fused=True" not in found[1.0]
+
+
+def test_bitsandbytes_is_not_advised_for_amsgrad_which_it_refuses() -> None:
+    checks = checks_of(Weighty(2), torch.ones(8, 1024), None, amsgrad=True)
+    (action,) = of_kind(checks, ActionKind.OPTIMIZER)
+    assert "SGD" in action.code
+
+
+class Gains(L.LightningModule):
+    """Parameters that are too small to have states of 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(4000)) for _ in range(40))
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        return sum(batch.mul(gain).sum() for gain in self.gains)
+
+
+def test_the_smallest_state_comes_first_whatever_the_size_of_the_parameters() -> None:
+    for model, is_eight in ((Weighty(1), True), (Gains(), False)):
+        first, second = (one.make for one in smaller_states(torch.optim.Adam(model.parameters())))
+        assert (first is EightBitStates, second is EightBitStates) == (is_eight, not is_eight)
+
+
+def test_combinations_take_the_state_that_is_the_smallest_for_small_parameters() -> None:
+    # With one sample a step reserves 2 MiB with SGD and 4 with states of 8 bits, which are none for small parameters.
+    checks = checks_of(Gains(), torch.ones(256, 4000), 3 * MIB)
+    first = of_kind(checks, ActionKind.COMBINATION)[0]
+    assert first.fits
+    assert "SGD" in first.code
+
+
+def test_a_check_that_runs_out_of_time_keeps_what_it_had_found(monkeypatch) -> None:
+    model = Weighty(12)
+    n_bytes = sum(one.numel() * 4 for one in model.parameters())
+    estimate, action_of = FailedStep.estimate, combined_advice._action
+    is_over = False
+
+    def until_the_time_is_over(self: FailedStep, size: int | None = None, **changes: Any) -> Any:
+        only_sgd = list(changes) == ["optimizer"] and getattr(changes["optimizer"], "__name__", "") == "_sgd"
+        if is_over or only_sgd:
+            raise OutOfTimeError(NOT_REACHED)
+        return estimate(self, size, **changes)
+
+    def then_it_is_over(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_over
+        is_over = True
+        return action_of(*args, **kwargs)
+
+    monkeypatch.setattr(FailedStep, "estimate", until_the_time_is_over)
+    monkeypatch.setattr(combined_advice, "_action", then_it_is_over)
+    checks = checks_of(model, torch.ones(4096, 1024), 5 * n_bytes, cuda=True)
+    for kind, kept in ((ActionKind.OPTIMIZER, "Adam8bit"), (ActionKind.COMBINATION, "fused=True")):
+        found, left = sorted(of_kind(checks, kind), key=lambda one: not one.checked)
+        assert kept in found.code
+        assert (left.checked, left.detail) == (False, NOT_REACHED)
 
 
 def test_norms_are_recomputed_too_where_a_step_does_not_fit_without() -> None:

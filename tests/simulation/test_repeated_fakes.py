@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memtools._torch import FakeTensor, OperatorMode
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.simulation import repeated_fakes
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes, _known
 from tests.checkpointing.foreign_models import made
@@ -176,3 +177,22 @@ def test_gradients_pass_through_results_and_views():
             layer(torch.ones(2, 4)).t().sum().backward()
         assert layer.weight.grad is not None
         assert layer.weight.grad.shape == (4, 4)
+
+
+def test_another_thread_may_forget_what_is_known_at_any_time(monkeypatch):
+    class ForgottenOnceSeen(dict):
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+        def get(self, key, default=None):
+            found = super().get(key, default)
+            self.clear()
+            return found
+
+    monkeypatch.setattr(repeated_fakes, "_known", known := ForgottenOnceSeen())
+    with fake_mode() as mode, RepeatedFakes(mode):
+        for _ in range(3):
+            assert torch.ones(2, 3).shape == (2, 3)
+    assert len(known) == 1  # made anew the third time
