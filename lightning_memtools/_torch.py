@@ -20,7 +20,7 @@ from torch._subclasses import fake_tensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
-from torch.optim import optimizer, swa_utils
+from torch.optim import adadelta, adam, adamax, asgd, nadam, optimizer, radam, rmsprop, rprop, swa_utils
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
@@ -766,6 +766,11 @@ FOREACH_DEVICE_LOOKUPS = [
     (module, "_get_foreach_kernels_supported_devices") for module in (optimizer, _foreach_utils, swa_utils)
 ]
 FOREACH_TENSOR_TYPES = [(module, "_foreach_supported_types") for module in (optimizer, _foreach_utils)]
+# Where each optimizer looks up on which devices `capturable=True` is possible.
+CAPTURABLE_DEVICE_LOOKUPS = [
+    (module, "_get_capturable_supported_devices")
+    for module in (adadelta, adam, adamax, asgd, nadam, radam, rmsprop, rprop)
+]
 
 
 def unscale_gradients(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:

@@ -78,15 +78,15 @@ CHECKS = (
     AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training),
     AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
     AdviceCheck(advice.accumulation, advice.ACCUMULATE, _is_training),
-    AdviceCheck(combined, COMBINE, _is_training, only_if_nothing_fits=True),
     AdviceCheck(
         advice.least_recomputation,
         advice.LEAST_RECOMPUTATION,
         lambda it: _is_training(it) and it.run.plan is None,
         improves=True,
     ),
+    AdviceCheck(combined, COMBINE, _is_training, only_if_nothing_fits=True),
 )
-"""In this order: what takes little time comes first."""
+"""In this order: what takes little time comes first, and combinations after all single changes."""
 
 # What is not changed in the program.
 _OTHER_HARDWARE = {ActionKind.LARGER_GPU, ActionKind.STOP_PROCESS}

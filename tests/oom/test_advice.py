@@ -249,15 +249,16 @@ def test_norms_are_recomputed_too_where_a_step_does_not_fit_without() -> None:
             self.net = nn.Sequential(*blocks)
 
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-            return self.net(batch).square().mean()
+            return self.net(batch.view(-1, 64)).square().mean()
 
     for capacity, code in (
         (30, 'GradientCheckpointing(bn_dropout="auto")'),
         (24, 'GradientCheckpointing(memory_budget="22MiB", bn_dropout="auto")'),
     ):
-        checks = checks_of(Normed(), torch.ones(8192, 64), capacity * MIB)
+        checks = checks_of(Normed(), torch.ones(1, 8192, 64), capacity * MIB)
         (action,) = of_kind(checks, ActionKind.CHECKPOINTING)
         assert (action.code, action.fits) == (code, True)
+        assert of_kind(checks, ActionKind.COMBINATION) == []  # a single change is enough
 
 
 def test_a_search_for_the_least_recomputation_that_was_not_reached_is_named(monkeypatch) -> None:

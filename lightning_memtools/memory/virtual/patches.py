@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_memtools._torch import (
+    CAPTURABLE_DEVICE_LOOKUPS,
     DROPOUT_NAMESPACES,
     FOREACH_DEVICE_LOOKUPS,
     FOREACH_TENSOR_TYPES,
@@ -53,7 +54,7 @@ class Patches:
 
 
 def behave_like_cuda(patches: Patches) -> None:
-    """Make dropout keep a mask of bools, and optimizers use their foreach implementation unless they are told not to.
+    """Make dropout keep a mask of bools, and optimizers use foreach unless they are told not to, and be capturable.
 
     On CPU tensors, dropout keeps its mask in the input's type and draws other random numbers for it, and optimizers
     update one parameter after the other. So a run differs from one without this by its dropout masks and by rounding.
@@ -71,6 +72,8 @@ def behave_like_cuda(patches: Patches) -> None:
 
     for namespace in DROPOUT_NAMESPACES:
         patches.replace(namespace, "dropout", make_dropout)
+    for owner, name in CAPTURABLE_DEVICE_LOOKUPS:
+        patches.replace(owner, name, lambda original: lambda *given, **named: [*original(*given, **named), "cpu"])
     for owner, name in FOREACH_DEVICE_LOOKUPS:
         patches.replace(owner, name, lambda original: lambda: [*original(), "cpu"])
     for owner, name in FOREACH_TENSOR_TYPES:
