@@ -14,7 +14,6 @@ from lightning_memtools._lightning import (
     LoggedValues,
     StepClosure,
     callbacks_of,
-    is_compiled_by_lightning,
     replace_closures,
     replace_step,
     replace_update,
@@ -39,8 +38,8 @@ class OOMRecovery(EitherCallback):
     The failed attempt is taken back first. The gradients of the micro-batches add up to those of the whole batch, up to
     rounding: losses that are means over the samples are weighted with the sizes of the parts, sums are added. Which of
     both the loss is shows in a trial: the gradients of a few samples together are compared with those of the same
-    samples in two groups. The first batch of a run is tried, and each batch that runs out of memory; a loss that is
-    neither is refused, and said at the first batch. The optimizer, schedulers, `global_step` and the logged values
+    samples in two groups. Each batch that runs out of memory is tried; a loss that is
+    neither is refused. The optimizer, schedulers, `global_step` and the logged values
     see one step; on_before_backward and on_after_backward run for each micro-batch, as with accumulated gradients.
     Batches as large as one that failed are then split from the beginning, and fewer parts are tried after a while.
     Batches of evaluation are split too, and their outputs joined. In manual optimization training batches are left
@@ -180,7 +179,6 @@ class OOMRecovery(EitherCallback):
             allow_batch_norm=self.allow_batch_norm,
             exchange=GradientExchange(trainer.strategy, agrees=self.skip_batch and trainer.world_size > 1),
             tell=partial(_say, trainer),
-            tries_first=not is_compiled_by_lightning(pl_module),
         )
         self.recoveries = self._recovery.recoveries
         self._posts = RankPosts(type(self).__name__)

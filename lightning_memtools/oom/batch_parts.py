@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,16 +106,25 @@ def _by_padding(batch: Any, n_samples: int) -> list[int]:
     if _is_made_of_list(batch):
         sizes = [sum(tensor.numel() for tensor in tensors_in(one)) for one in batch.to_data_list()]
         return sorted(range(n_samples), key=lambda row: -sizes[row])
-    least, rows = 0.0, list(range(n_samples))
+    least, rows = (False, 0.0), list(range(n_samples))
+    rare: list[int] = []
     for tensor in tensors_in(batch):
+        is_whole = not tensor.is_floating_point() and not tensor.is_complex()
+        if is_whole and tensor.dim() == 1 and len(tensor) == n_samples:
+            # A mean weighted by classes shows where one of a rare class is among others.
+            _, which, counts = torch.unique(tensor, return_inverse=True, return_counts=True)
+            if int(counts.min()) < int(counts.max()):
+                rare.append(int(counts[which].argmin()))
         if tensor.dim() > 1 and len(tensor) == n_samples and tensor.numel() and tensor.layout == torch.strided:
             # Masks and padding are 0, and labels to ignore are negative.
-            unused = (tensor == 0) if tensor.is_floating_point() or tensor.is_complex() else tensor <= 0
+            unused = (tensor <= 0) if is_whole else tensor == 0
             counts = unused.reshape(n_samples, -1).sum(1).tolist()
             spread = (max(counts) - min(counts)) * n_samples / tensor.numel()
-            if spread > least:
-                least, rows = spread, sorted(range(n_samples), key=counts.__getitem__)
-    return rows
+            # Labels and masks in whole numbers tell more than zeros among measurements.
+            rank = (is_whole and spread > 0, spread)
+            if rank > least:
+                least, rows = rank, sorted(range(n_samples), key=counts.__getitem__)
+    return [*(row for row in rows if row not in rare), *dict.fromkeys(rare)]
 
 
 def _is_made_of_list(batch: Any) -> bool:
@@ -133,25 +144,54 @@ def _cut(thing: Any, whole: int, rows: slice | list[int]) -> Any:
     return map_tensors(thing, lambda tensor: tensor[rows] if tensor.dim() and len(tensor) == whole else tensor)
 
 
-def join_parts(outputs: Sequence[Any], counts: Sequence[int]) -> Any:
+def join_parts(outputs: Sequence[Any], counts: Sequence[int], *, is_strict: bool = False) -> Any:
     """Join what the parts of a batch gave: as the whole batch would have given it.
 
-    Tensors as long as their parts are put one after the other; other floating-point tensors become the mean, weighted
-    with the numbers of samples. Of anything else the first part's is taken.
+    Tensors, arrays and lists as long as their parts are put one after the other; other floating-point tensors become
+    the mean, weighted by the parts' numbers of samples. Of anything else the first part's is taken.
+
+    Raises:
+        CannotSplitError: The parts gave something else that differs, if ``is_strict``.
     """
     first = outputs[0]
     if isinstance(first, Tensor):
         if all(isinstance(one, Tensor) and one.dim() and len(one) == n for one, n in zip(outputs, counts, strict=True)):
             return torch.cat(list(outputs))
-        is_same = all(isinstance(one, Tensor) and one.shape == first.shape for one in outputs)
-        return weighted_mean(outputs, counts) if is_same and first.is_floating_point() else first
-    if isinstance(first, Mapping) and all(isinstance(one, Mapping) and one.keys() == first.keys() for one in outputs):
-        return {key: join_parts([one[key] for one in outputs], counts) for key in first}
-    if isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
-        if [len(one) for one in outputs] == list(counts):
-            return type(first)(item for one in outputs for item in one)
-        return type(first)(join_parts(items, counts) for items in zip(*outputs, strict=True))
+        if first.is_floating_point() and all(isinstance(one, Tensor) and one.shape == first.shape for one in outputs):
+            return weighted_mean(outputs, counts)
+    elif isinstance(first, Mapping) and all(isinstance(one, Mapping) and one.keys() == first.keys() for one in outputs):
+        return {key: join_parts([one[key] for one in outputs], counts, is_strict=is_strict) for key in first}
+    elif isinstance(first, (list, tuple)):
+        return _join_sequences(outputs, counts, is_strict=is_strict)
+    elif isinstance(first, np.ndarray) and all(one.shape[:1] == (n,) for one, n in zip(outputs, counts, strict=True)):
+        first = np.concatenate(outputs)
+        is_strict = False
+    elif type(first) is int and list(outputs) == list(counts):  # the number of its samples
+        first, is_strict = sum(counts), False
+    if is_strict and not all(map(partial(_is_same, first), outputs)):
+        raise CannotSplitError(f"its parts returned values of {type(first).__name__} that differ and cannot be joined")
     return first
+
+
+def _join_sequences(outputs: Sequence[Any], counts: Sequence[int], *, is_strict: bool) -> Any:
+    first = outputs[0]
+    # One item for each sample, unless these are columns, each with a row for each sample.
+    is_of_columns = all(
+        isinstance(item, Tensor) and item.dim() and len(item) == n
+        for one, n in zip(outputs, counts, strict=True)
+        for item in one
+    )
+    is_named = hasattr(first, "_fields")
+    if [len(one) for one in outputs] == list(counts) and not is_of_columns and not is_named:
+        return type(first)(item for one in outputs for item in one)
+    joined = [join_parts(items, counts, is_strict=is_strict) for items in zip(*outputs, strict=True)]
+    return type(first)(*joined) if is_named else type(first)(joined)
+
+
+def _is_same(first: Any, other: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(other, Tensor):
+        return first.shape == other.shape and torch.equal(first, other)
+    return other is first or (isinstance(other, (int, float, str, bytes)) and bool(other == first))
 
 
 def weighted_mean(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:

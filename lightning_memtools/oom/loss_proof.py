@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_memtools._torch import AnyDropout, StatisticsNorm
+from lightning_memtools.null_cuda.launch import is_on_null_device
 from lightning_memtools.oom.batch_parts import CannotSplitError, samples_that_differ
 from lightning_memtools.oom.gradient_exchange import no_collectives
 from lightning_memtools.oom.step_start import BatchStep, has_node
+from lightning_memtools.state.random_state import RandomState
 
 LossKind = Literal["mean", "sum"]
 
@@ -85,26 +86,27 @@ class LossProof:
         """
         few, many, both = samples_that_differ(step.batch, most, self._split)
         weights = self.weights_of([few, many])
-        reasons = []
         # Dropout that is no module is switched off with the modules around it, which may change what the step does.
         for is_all in (True,) if self._is_all_quiet else (False, True):
             with _without_randomness(self._model, is_all=is_all), no_collectives():
+                before = RandomState.now(device=self._parameters[0].device)
                 kind, reason = self._compare(step, (few, many, both), weights)
-                reason = reason and (_why_random(step, few) or reason)
+                draws = RandomState.now(device=self._parameters[0].device) != before
+                reason = reason and ((_why_random(step, few) if is_all else "") or reason)
             if not reason:
                 self._is_all_quiet = is_all
                 return kind
-            reasons.append(reason)
-            if not any(module.training for module in self._model.modules()):
+            # Only what is random is asked again without it: other losses may be left out then, too.
+            if not draws:
                 break
-        raise CannotSplitError(reasons[-1] if reasons[-1].startswith(_RANDOM) else reasons[0])
+        raise CannotSplitError(reason)
 
     def _compare(
         self, step: BatchStep, samples: Sequence[tuple[Any, int]], weights: Sequence[float]
     ) -> tuple[LossKind, str]:
         (few, n_few), (many, n_many), (both, _) = samples
-        with torch.no_grad():
-            one, other, whole = (float(_loss_of(step, part)) for part in (few, many, both))
+        # With a graph: a step may take gradients itself, as of an energy.
+        one, other, whole = (float(_loss_of(step, part).detach()) for part in (few, many, both))
         shares = [weight / sum(weights) for weight in weights]
         # A group of no weight has no mean.
         mean = sum(share * loss for share, loss in zip(shares, (one, other), strict=True) if share)
@@ -121,7 +123,9 @@ class LossProof:
                 (loss * (factor * _SCALE)).backward()  # type: ignore[no-untyped-call]
             norms.append(self._gradient_norm())
         scale = norms[0] + norms[1]
-        if not scale or norms[2] <= tolerance * scale:
+        if not scale and not is_on_null_device():  # a dry run computes zeros
+            return kind, "the gradients of its samples are 0, so that nothing can be compared"
+        if norms[2] <= tolerance * scale:
             return kind, ""
         return kind, (
             f"the losses of {n_few} and {n_many} samples are {one:.6g} and {other:.6g}, and that of both together is "
@@ -131,17 +135,19 @@ class LossProof:
         )
 
     def _gradient_norm(self) -> float:
-        gradients = [p.grad for p in self._parameters if p.grad is not None and p.grad.layout == torch.strided]
+        gradients = [
+            p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in self._parameters if p.grad is not None
+        ]
         return float(get_total_norm(gradients)) if gradients else 0.0
 
     def _is_coarse(self, loss: Tensor) -> bool:
         """Return whether something is computed in 16 bits: parameters, or copies that autocast makes."""
-        return any(p.dtype.itemsize < 4 for p in self._parameters) or has_node(loss, "ToCopyBackward0")  # noqa: PLR2004
+        is_half = any(p.dtype.itemsize < 4 for p in self._parameters if p.requires_grad)  # noqa: PLR2004, bytes of float32
+        return is_half or has_node(loss, "ToCopyBackward0")
 
 
 def _why_random(step: BatchStep, few: tuple[Any, int]) -> str:
-    with torch.no_grad():
-        one, again = (float(_loss_of(step, few[0])) for _ in range(2))
+    one, again = (float(_loss_of(step, few[0]).detach()) for _ in range(2))
     if abs(one - again) <= _TOLERANCE * abs(one) or math.isnan(one):
         return ""
     return (

@@ -11,7 +11,6 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_memtools._torch import AnyBatchNorm, StatisticsNorm, has_accumulation_hook
-from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.oom.batch_parts import CannotSplitError, join_parts, n_samples_in, split_batch, weighted_mean
@@ -74,7 +73,6 @@ class StepRecovery:
         exchange: How the ranks average gradients.
         tell: Takes the reason why batches cannot be split, if the first training batch shows one. Without it, nothing
             is looked at before memory runs out.
-        tries_first: The loss may be tried on the first batch.
 
     Attributes:
         recoveries: The numbers of what happened.
@@ -93,7 +91,6 @@ class StepRecovery:
         loss_weight: Callable[[Any], Any] | None = None,
         exchange: GradientExchange = ONE_RANK,
         tell: Callable[[str], None] | None = None,
-        tries_first: bool = True,
     ) -> None:
         self.recoveries = Recoveries()
         self._model = model
@@ -107,15 +104,13 @@ class StepRecovery:
         self._random = RandomReader(device)
         # Training and evaluation write different ones.
         self._buffers = {True: StepBuffers(model), False: StepBuffers(model)}
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = list(model.parameters())  # those that are frozen now may be trained later
         self._norms = [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
         self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
         self._split = split
         self._proof = LossProof(model, self._parameters, split=split, weight=loss_weight)
         self._n_planned = 0
         self._tell = tell
-        # Sizes that were not seen before would be compiled.
-        self._tries_first = tries_first and self._is_trying and not any(map(is_compiled, model.modules()))
         # Evaluation needs less memory than training.
         self._sizes = {True: KnownSizes(), False: KnownSizes()}
 
@@ -133,7 +128,7 @@ class StepRecovery:
         is_skipped = self.recoveries.n_skipped > n_before
         if not self._exchange.any_rank(is_skipped):
             return result
-        for parameter in self._parameters:
+        for parameter in self._parameters if step.zero_grad is not None else ():
             parameter.grad = None
         if not is_skipped:
             self.recoveries.n_skipped += 1
@@ -145,7 +140,7 @@ class StepRecovery:
         known = sizes.of(step.batch)
         n_parts = sizes.parts_to_try(known)
         before = StepStart(step, self._parameters, self._metrics, self._noted_buffers(step), self._random())
-        self._look_at_first(step, before, exchange)
+        self._look_at_first(step)
         may_try = self._is_trying and step.backward is not None
         is_to_try = may_try and n_parts > 1 and self._is_due()
         is_recovering, text = False, "Out of memory: a batch of this size did not fit before."
@@ -198,7 +193,7 @@ class StepRecovery:
         cut = split_batch(step.batch, n_parts, self._split)
         all_weights = [1.0] * len(cut) if step.backward is None else self._proof.weights_of(cut)
         # A part without any token has no mean, and adds nothing to that of the batch.
-        used = [(*part, weight) for part, weight in zip(cut, all_weights, strict=True) if weight]
+        used = [(*part, weight) for part, weight in zip(cut, all_weights, strict=True) if weight or self._kind == "sum"]
         parts, counts, weights = zip(*used, strict=True)
         before.set_gradients_aside()
         results, logged = [], []
@@ -209,20 +204,27 @@ class StepRecovery:
                 step.log.begin_part(part)
                 results.append(before.run_part(step, part, 1.0 if self._kind == "sum" else weight / sum(weights)))
                 logged.append(step.log.values())
+        if step.backward is not None and self._kind is None:
+            raise CannotSplitError(
+                'two samples together do not fit, so that the loss cannot be tried; loss="mean" or loss="sum" says '
+                "what it is"
+            )
         before.add_gradients_set_aside()
         step.log.put_mean(logged, counts if step.backward is None else weights)
         step.log.begin_part(step.batch)
         if step.backward is None:
-            return join_parts(results, counts)
+            return join_parts(results, counts, is_strict=True)
         losses = [one.closure_loss for one in results]
         whole = None
+        if any(loss is None for loss in losses) and not all(loss is None for loss in losses):
+            raise CannotSplitError("training_step returned no loss for some of its parts")
         if all(loss is not None for loss in losses):
             whole = sum(losses[1:], losses[0]) if self._kind == "sum" else weighted_mean(losses, weights)
         return replace(results[0], closure_loss=whole, extra=join_parts([one.extra for one in results], counts))
 
     def _why_not(self, step: BatchStep) -> str:
         """Return the reason why a step must not be run in parts; "" where it may."""
-        if step.backward is not None and not self._allow_batch_norm and (norm := self._norm_over_batch()):
+        if not self._allow_batch_norm and (norm := self._norm_over_batch()):
             return (
                 f"{norm} normalizes with the statistics of its batch, and those of a part differ; "
                 "allow_batch_norm=True accepts that"
@@ -252,7 +254,10 @@ class StepRecovery:
     def _norm_over_batch(self) -> str | None:
         """Return the name of the first module that normalizes with statistics of the batch now."""
         for name, module in self._norms:
-            if module.training and (isinstance(module, AnyBatchNorm) or module.track_running_stats):
+            is_batch_norm = isinstance(module, AnyBatchNorm)
+            if (module.training and (is_batch_norm or module.track_running_stats)) or (
+                is_batch_norm and module.running_mean is None
+            ):
                 return str(name)
         return None
 
@@ -287,30 +292,17 @@ class StepRecovery:
                 + (f" Its loss is a {self._kind} over them." if step.backward is not None else "")
             )
 
-    def _look_at_first(self, step: BatchStep, before: StepStart, exchange: GradientExchange) -> None:
-        """Tell from the first training batch if batches cannot be split, so that nobody learns it late."""
+    def _look_at_first(self, step: BatchStep) -> None:
+        """Tell from the first training batch if batches cannot be split, so that nobody learns it late.
+
+        The loss is tried only once memory has run out: a trial runs the step again, and not all that a step may write
+        can be restored. A run that has memory enough must not differ from one without this callback.
+        """
         if self._tell is None or step.backward is None:
             return
         tell, self._tell = self._tell, None
-        reason = self._why_not(step)
-        if not reason and self._tries_first and n_samples_in(step.batch) != 1:
-            reason = self._why_not_proved(step, before, exchange)
-        if reason:
+        if reason := self._why_not(step):
             tell(reason)
-
-    def _why_not_proved(self, step: BatchStep, before: StepStart, exchange: GradientExchange) -> str:
-        try:
-            self._try_loss(step, 1, before, exchange)
-        except CannotSplitError as error:
-            return str(error)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            forget_frames(error)
-        else:
-            return ""
-        release_cached(self._device)  # after the handler: until then the error holds the tensors of the trial
-        return ""
 
     def _is_due(self) -> bool:
         """Return whether to try the loss of a batch that is split from the beginning, because batches differ."""
@@ -339,12 +331,7 @@ class StepRecovery:
                 raise CannotSplitError(f"a trial with some of its samples raised {name}: {error}") from error
             if n_samples_in(step.batch) != n_parts:
                 raise  # as the parts themselves would
-            if self._kind is None:
-                raise CannotSplitError(
-                    'two samples together do not fit, so that the loss cannot be tried; loss="mean" or loss="sum" says '
-                    "what it is"
-                ) from error
-            forget_frames(error)  # each part is one sample, and an earlier batch has shown the kind
+            forget_frames(error)  # each part is one sample, and an earlier batch may have shown the kind
         finally:
             unrestored = before.take_back()
         if unrestored:

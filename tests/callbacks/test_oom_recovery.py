@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -379,7 +378,7 @@ def test_batch_norm_is_refused_unless_it_is_allowed(tmp_path, capsys):
     )
 
 
-def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path, capsys):
+def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
     class Sums(Watched):
         reduction = "sum"
 
@@ -399,9 +398,6 @@ def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path, capsys):
     torch.manual_seed(3)
     said = r"neither their mean nor their sum\. A loss over pairs"
     n_operators = one_step(tmp_path, Pairs(), OOMRecovery(), at=None).failing.n
-    # It is said at the first batch, whether memory runs out or not.
-    out = " ".join(capsys.readouterr().out.split())
-    assert re.search(said, out), out
     with pytest.raises(torch.OutOfMemoryError, match=said):
         one_step(tmp_path, Pairs(), OOMRecovery(), at=n_operators - 10)
     torch.manual_seed(3)

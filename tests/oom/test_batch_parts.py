@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 import torch
 from transformers import BatchEncoding
 
-from lightning_memtools.oom.batch_parts import n_samples_in, samples_that_differ, split_batch
+from lightning_memtools.oom.batch_parts import (
+    CannotSplitError,
+    join_parts,
+    n_samples_in,
+    samples_that_differ,
+    split_batch,
+)
 
 
 class Graphs:
@@ -75,3 +83,16 @@ def test_the_samples_with_least_and_most_padding_are_found():
     graphs = Graphs.from_data_list([torch.full((n, 2), float(n)) for n in (3, 1, 5, 2, 4)])
     few, many, _ = samples_that_differ(graphs, 2)
     assert (len(few[0].x), len(many[0].x)) == (5, 1)
+
+
+def test_what_an_evaluation_step_returned_is_joined_or_refused_but_never_cut_short():
+    counts = [2, 2]
+    rows = np.arange(4)
+    assert join_parts([rows[:2], rows[2:]], counts, is_strict=True).tolist() == [0, 1, 2, 3]
+    columns = [(torch.zeros(2), torch.ones(2)), (torch.ones(2), torch.zeros(2))]
+    predicted, targets = join_parts(columns, counts, is_strict=True)
+    assert predicted.tolist() == [0, 0, 1, 1]
+    assert targets.tolist() == [1, 1, 0, 0]
+    assert join_parts([{"n": 2}, {"n": 2}], counts, is_strict=True) == {"n": 4}
+    with pytest.raises(CannotSplitError, match="values of Tensor that differ and cannot be joined"):
+        join_parts([{"correct": torch.tensor(1)}, {"correct": torch.tensor(2)}], counts, is_strict=True)
