@@ -19,6 +19,7 @@ def test_a_report_takes_less_than_ten_seconds(case):
 
 def test_training_and_validation_of_large_models_were_measured():
     assert {case.partition(",")[2].strip() for case in MEASURED} == {"training", "validation"}
+    assert {"GPT-2 small", "ResNet-50", "ConvNeXt-T"} <= {case.partition(",")[0] for case in MEASURED}
     # A smaller batch, a larger GPU, and in training checkpointing.
     for case in MEASURED:
         assert min(MEASURED[case]["actions"]) >= (3 if case.endswith("training") else 2)
