@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks, release_failed_step
+from lightning_memtools._torch import clear_cublas_workspaces
 from tests.lightning_models import trainer
 
 WIDTH = 64
@@ -567,6 +568,7 @@ class OnCuda(Sequences):
 @pytest.mark.parametrize(("precision", "n_parts"), [("32-true", 4), ("bf16-mixed", 2), ("16-mixed", 2)])
 def test_on_pytorchs_cuda_allocator(precision, n_parts, tmp_path):
     gc.collect()
+    clear_cublas_workspaces()  # of other tests; a recovery frees them too
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     taken = torch.empty(free - 2**30, dtype=torch.uint8, device="cuda")  # leaves 1 GiB
