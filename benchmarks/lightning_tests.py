@@ -72,6 +72,9 @@ pl.Trainer.__init__ = with_ours
 """
 
 INHERENT = {
+    "names this library: may be its own failure, to be looked into": (
+        r"memtools|MemoryMonitor|LossCurves|EmptyCache|OOMReport|HaltOnNaN|TrainingDoctor"
+    ),
     "counts, lists or compares the Trainer's callbacks": r"callbacks|Callback",
     "counts or lists what a logger gets": r"log_metrics|logged|metrics|logger|add_scalar",
     "counts or lists files": r"\.ckpt|listdir|PosixPath|\.csv|events",
@@ -94,6 +97,7 @@ def outcomes(sources: Path, file: str, *, ours: bool, only: Sequence[str] = ()) 
     (sources / "memtools_everywhere.py").write_text(PLUGIN)
     (sources / "memtools_rules.py").write_text(RULES)
     report.unlink(missing_ok=True)
+    (sources / "left_out.json").unlink(missing_ok=True)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(sources / "tests"), str(sources)]),
         "MASTER_ADDR": "127.0.0.1",
@@ -134,7 +138,8 @@ def outcomes(sources: Path, file: str, *, ours: bool, only: Sequence[str] = ()) 
 
 def compared(sources: Path, file: str) -> dict[str, Any]:
     ours = outcomes(sources, file, ours=True)
-    left_out = json.loads((sources / "left_out.json").read_text())
+    noted = sources / "left_out.json"  # missing where a file ends before its tests are collected
+    left_out = json.loads(noted.read_text()) if noted.exists() else []
     failed = [name for name, said in ours.items() if said]
     is_whole = WHOLE in failed
     without = outcomes(sources, file, ours=False, only=() if is_whole else failed) if failed else {}

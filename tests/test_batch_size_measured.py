@@ -26,7 +26,7 @@ def test_the_measurements_cover_what_they_should():
 def test_never_over_the_true_maximum_and_never_far_below():
     shares = [row["BatchSizeTuner"]["size"] / row["true_maximum"] for row in ROWS]
     assert max(shares) <= 1
-    assert min(shares) >= 0.97
+    assert min(shares) >= 0.98
 
 
 def test_in_three_trials_nearly_always():

@@ -67,5 +67,5 @@ def test_the_committed_faults_end_as_without_our_callbacks():
     assert {fault for fault, seen in committed.items() if "every" in seen} >= set(EVERY_IN_CI)
     for seen in committed.values():
         for kind in seen.keys() - {"without"}:
-            assert ended_alike(seen[kind]["exit"], seen["without"]["exit"]), seen
+            assert seen[kind]["exit"] == seen["without"]["exit"], seen
             assert max(seen[kind]["seconds"]) < max(seen["without"]["seconds"]) + LATER_S[kind], seen
