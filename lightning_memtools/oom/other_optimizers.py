@@ -41,7 +41,9 @@ class OtherOptimizer:
 def fused_form(optimizer: Optimizer) -> OtherOptimizer | None:
     """Return the fused form of an optimizer, which computes the same without intermediate results; None without one."""
     name = type(optimizer).__name__
-    if type(optimizer) not in _FUSED or any(group.get("fused") for group in optimizer.param_groups):
+    if type(optimizer) not in _FUSED or any(
+        group.get("fused") or group.get("differentiable") for group in optimizer.param_groups
+    ):
         return None
 
     accepted = signature(type(optimizer)).parameters

@@ -46,6 +46,8 @@ class HostValues:
     """The values that small tensors of whole numbers and flags had on the host, for as long as the tensors live."""
 
     def __init__(self) -> None:
+        # A module that was imported meanwhile may have kept the functions that answer from it.
+        self.done = False
         # By the storage: the tensor that was noted, its values, and where in the storage it begins.
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor, int]] = {}
 
@@ -94,7 +96,7 @@ def masks_by_their_values() -> Iterator[None]:
     if _VALUES.get() is not None:
         yield  # as around it
         return
-    token = _VALUES.set(HostValues())
+    token = _VALUES.set(values := HostValues())
     restored: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for name in _MODULES:
@@ -104,6 +106,7 @@ def masks_by_their_values() -> Iterator[None]:
     finally:
         for names, name, before in restored:
             names[name] = before
+        values.done = True
         _VALUES.reset(token)
 
 
@@ -156,7 +159,7 @@ def _whatever_the_tensor(is_tracing: Callable[..., bool]) -> Callable[..., bool]
 def _answered(function: Callable[..., Any], values: HostValues) -> Callable[..., Any]:
     @functools.wraps(function)
     def answered(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if values.done or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         with _Following(values):
             return function(*args, **kwargs)
@@ -175,6 +178,8 @@ class _Following(OperatorMode):  # type: ignore[no-untyped-call]
         del types
         if func is LOCAL_SCALAR:
             known = self._values.of(args[0])
+            if known is None and has_readable_values(args[0]) and not computes_nothing(args[0].device):
+                known = args[0]  # on the host: what is read of it is so
             with without_dispatch_modes():
                 return True if known is None else known.item()
         kwargs = kwargs or {}

@@ -93,3 +93,15 @@ def test_all_modules_that_ask_are_as_before():
             pass
         assert masking.find_packed_sequence_indices is not before[1]
     assert [getattr(masking, name) for name in names] == before
+
+
+def test_masks_on_the_host_are_read_as_ever_and_functions_kept_by_others_answer_no_more_afterwards():
+    def is_left_out():
+        return masking._ignore_causal_mask_sdpa(PADDED[1:].bool(), 5, 5, 0, 0)
+
+    with masks_by_their_values():
+        kept = masking._ignore_causal_mask_sdpa
+        assert not is_left_out()
+    assert kept is not masking._ignore_causal_mask_sdpa
+    assert not kept(PADDED[1:].bool(), 5, 5, 0, 0)
+    assert not is_left_out()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memtools._torch import FakeTensor
 from lightning_memtools.memory.cuda_ops.attention import attention
@@ -59,9 +60,9 @@ def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) 
                 return original(query, key, value, attn_mask=attn_mask, **options)
             if torch.is_autocast_enabled("cpu"):
                 dtype = torch.get_autocast_dtype("cpu")
-                query, key, value = (one.to(dtype) for one in (query, key, value))
-                if attn_mask is not None and attn_mask.is_floating_point():
-                    attn_mask = attn_mask.to(dtype)
+                query, key, value = (_cast(one, dtype) for one in (query, key, value))
+                if attn_mask is not None:
+                    attn_mask = _cast(attn_mask, dtype)
             backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
             if backend == "math":
                 return original(query, key, value, attn_mask=attn_mask, **options)
@@ -89,7 +90,8 @@ class FusedAttention(torch.autograd.Function):
         learns = any(ctx.needs_input_grad)
 
         def compute() -> tuple[Tensor, Tensor]:
-            with torch.set_grad_enabled(learns):
+            # Not the hooks of the program (a checkpoint's, say): they are for what a kernel saves.
+            with torch.set_grad_enabled(learns), saved_tensors_hooks(_as_it_is, _as_it_is):
                 # Copies: the graph of the parts lives longer than what a kernel keeps, which would stay on the device.
                 ctx.leaves = [
                     one.detach().clone().requires_grad_(learns) for one in (query, key, value) if one is not None
@@ -97,7 +99,7 @@ class FusedAttention(torch.autograd.Function):
                 ctx.graph = original(*ctx.leaves, attn_mask=None if mask is None else mask.clone(), **options)
             # As a fused kernel lays it out: merging the heads, which comes next, needs no copy.
             out = torch.empty_like(ctx.graph.detach().transpose(1, 2), memory_format=torch.contiguous_format)
-            return out.transpose(1, 2).copy_(ctx.graph.detach()), torch.empty(query.shape[:3])
+            return out.transpose(1, 2).copy_(ctx.graph.detach()), torch.zeros(query.shape[:3])
 
         ctx.mode, ctx.scale = mode, options["scale"]
         ctx.rest = options["dropout_p"], options["is_causal"]
@@ -122,3 +124,12 @@ class FusedAttention(torch.autograd.Function):
             ATTENTION_OF_CPU_BACKWARD, compute, (gradient, *saved, *ctx.rest), {"attn_mask": mask, "scale": ctx.scale}
         )
         return (None, None, None, *found, None)
+
+
+def _as_it_is(one: Tensor) -> Tensor:
+    return one
+
+
+def _cast(one: Tensor, dtype: torch.dtype) -> Tensor:
+    # As autocast does, which leaves float64 alone.
+    return one.to(dtype) if one.is_floating_point() and one.dtype is not torch.float64 else one
