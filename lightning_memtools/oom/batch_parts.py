@@ -154,23 +154,28 @@ def join_parts(outputs: Sequence[Any], counts: Sequence[int], *, is_strict: bool
         CannotSplitError: The parts gave something else that differs, if ``is_strict``.
     """
     first = outputs[0]
+    if (joined := _join_rows(outputs, counts)) is not None:
+        return joined
     if isinstance(first, Tensor):
-        if all(isinstance(one, Tensor) and one.dim() and len(one) == n for one, n in zip(outputs, counts, strict=True)):
-            return torch.cat(list(outputs))
         if first.is_floating_point() and all(isinstance(one, Tensor) and one.shape == first.shape for one in outputs):
             return weighted_mean(outputs, counts)
     elif isinstance(first, Mapping) and all(isinstance(one, Mapping) and one.keys() == first.keys() for one in outputs):
         return {key: join_parts([one[key] for one in outputs], counts, is_strict=is_strict) for key in first}
     elif isinstance(first, (list, tuple)):
         return _join_sequences(outputs, counts, is_strict=is_strict)
-    elif isinstance(first, np.ndarray) and all(one.shape[:1] == (n,) for one, n in zip(outputs, counts, strict=True)):
-        first = np.concatenate(outputs)
-        is_strict = False
-    elif type(first) is int and list(outputs) == list(counts):  # the number of its samples
-        first, is_strict = sum(counts), False
     if is_strict and not all(map(partial(_is_same, first), outputs)):
         raise CannotSplitError(f"its parts returned values of {type(first).__name__} that differ and cannot be joined")
     return first
+
+
+def _join_rows(outputs: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Join tensors or arrays that have a row for each sample, or numbers of samples; None for anything else."""
+    if type(outputs[0]) is int:
+        return sum(counts) if list(outputs) == list(counts) else None
+    for kind, join in ((Tensor, torch.cat), (np.ndarray, np.concatenate)):
+        if all(isinstance(one, kind) and one.shape[:1] == (n,) for one, n in zip(outputs, counts, strict=True)):
+            return join(list(outputs))
+    return None
 
 
 def _join_sequences(outputs: Sequence[Any], counts: Sequence[int], *, is_strict: bool) -> Any:
