@@ -25,7 +25,6 @@ _TOLERANCE = 2e-3
 _COARSE_TOLERANCE = 2e-2
 # A power of two, which changes no digit: gradients that autocast keeps in float16 do not underflow.
 _SCALE = 2.0**10
-_RANDOM = "training_step draws random numbers, and not for dropout alone"
 
 
 class LossProof:
@@ -75,7 +74,7 @@ class LossProof:
     def kind(self, step: BatchStep, most: int) -> LossKind:
         """Return the kind of loss that a step's gradients show. The parameters' gradients are overwritten.
 
-        The host waits for six values.
+        The host waits for the losses and the norms of the gradients.
 
         Args:
             step: The step.
@@ -151,8 +150,8 @@ def _why_random(step: BatchStep, few: tuple[Any, int]) -> str:
     if abs(one - again) <= _TOLERANCE * abs(one) or math.isnan(one):
         return ""
     return (
-        f"{_RANDOM}: the same {few[1]} samples gave losses of {one:.6g} and {again:.6g}, so that nothing can be "
-        'compared; loss="mean" or loss="sum" says what the loss is'
+        f"training_step draws random numbers, and not for dropout alone: the same {few[1]} samples gave losses of "
+        f'{one:.6g} and {again:.6g}, so that nothing can be compared; loss="mean" or loss="sum" says what the loss is'
     )
 
 

@@ -55,8 +55,8 @@ class HostValues:
         """Keep the values of the tensor that this one was copied from."""
         if original.is_floating_point() or original.numel() > _MOST_ELEMENTS:
             return
-        values = self.of(original)
-        if values is None and has_readable_values(original) and not computes_nothing(original.device):
+        values = self.read(original)
+        if values is original:
             with without_dispatch_modes():
                 values = original.detach().to("cpu", copy=True)
         storage = storage_of(tensor)
@@ -64,6 +64,12 @@ class HostValues:
             key = storage[0]
             forget = weakref.ref(tensor, lambda _: self._known.pop(key, None))
             self._known[key] = forget, values, int(tensor.storage_offset())
+
+    def read(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of a tensor as `of` does, and itself where it holds its own; None if they are not known."""
+        known = self.of(tensor)
+        is_own = known is None and has_readable_values(tensor) and not computes_nothing(tensor.device)
+        return tensor if is_own else known
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the values of a tensor or of a part of it; None if they are not known."""
@@ -177,9 +183,7 @@ class _Following(OperatorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func is LOCAL_SCALAR:
-            known = self._values.of(args[0])
-            if known is None and has_readable_values(args[0]) and not computes_nothing(args[0].device):
-                known = args[0]  # on the host: what is read of it is so
+            known = self._values.read(args[0])
             with without_dispatch_modes():
                 return True if known is None else known.item()
         kwargs = kwargs or {}
