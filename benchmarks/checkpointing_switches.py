@@ -1,9 +1,10 @@
 """Plans beside what users have for the models they train: the models' own switches, and policies applied by hand.
 
 For each model in its usual size: the peak, FLOPs and operations of the plain step; of the plan by default, with the
-processor time of planning; of each switch; and of plans with as many operations as that switch. Everything is traced
-on fake tensors in the simulated allocator, with CUDA's operators and AdamW. On a device of the dry run, the peak of the
-second step by PyTorch's own CUDA allocator stands beside it:
+processor time of planning; of the lowest plan with at most a third more FLOPs; of each switch; and of the lowest plan
+with no more operations than that switch. Everything is traced on fake tensors in the simulated allocator, with CUDA's
+operators and AdamW. On a device of the dry run, the peak of the second step by PyTorch's own CUDA allocator stands
+beside it:
     .venv-cuda/bin/python -m lightning_memtools.null_cuda benchmarks/checkpointing_switches.py
 Writes results/checkpointing_switches.json; names on the command line measure these models only.
 """
@@ -36,7 +37,9 @@ from lightning_memtools import estimate_memory
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
+from lightning_memtools.checkpointing.key_value_caches import caches_off
+from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
+from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
 from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.null_cuda.launch import is_on_null_device
 from lightning_memtools.simulation.step_trace import StepCost, TracedStep
@@ -71,17 +74,17 @@ class Case:
 
     def step(self) -> TracedStep:
         optimizer = torch.optim.AdamW(self.model.parameters())
-        return TracedStep(self.model, self.batch, _loss, (optimizer,), device="cuda")
+        return TracedStep(self.model, self.batch, loss_of, (optimizer,), device="cuda")
 
     def allocator_peak(self) -> int | None:
         """The peak of the second step by PyTorch's own CUDA allocator, where there is a device of the dry run."""
         if not is_on_null_device():
             return None
-        settings: dict[str, Any] = {"step": _loss, "optimizer": torch.optim.AdamW, "engine": "cuda"}
+        settings: dict[str, Any] = {"step": loss_of, "optimizer": torch.optim.AdamW, "engine": "cuda"}
         return estimate_memory(self.model, self.batch, **settings).step_peaks[-1]
 
 
-def _loss(model: Any, batch: Any) -> Any:
+def loss_of(model: Any, batch: Any) -> Any:
     if isinstance(batch, dict):
         return model(batch)
     out = model(batch)
@@ -135,26 +138,36 @@ def selective() -> Any:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def switched(turn_on: Switch, turn_off: Switch) -> Iterator[None]:
+    """A model's own switch is on."""
+    turn_on()
+    try:
+        yield
+    finally:
+        turn_off()
+
+
 def switches(case: Case) -> Iterator[tuple[str, Any]]:
-    """What each switch or policy costs, or why it does not run, with the peak by PyTorch's allocator."""
+    """What each switch or policy costs, or why it does not run, with the peak by PyTorch's allocator.
 
-    def cost() -> Any:
-        return _or_why(lambda: predict(case.step(), ())), _or_why(case.allocator_peak)
-
-    with checkpointed(case.blocks):
-        yield "every block", cost()
-    with checkpointed(case.blocks[::2]):
-        yield "every second block", cost()
-    with checkpointed(case.blocks, selective):
-        yield "every block, selective by operator", cost()
-    with in_segments(case) as applies:
-        if applies:
-            yield "checkpoint_sequential", cost()
+    Caches of keys and values are off, as transformers' own switch turns them off: blocks that run twice add to them.
+    """
+    ways = {
+        "every block": checkpointed(case.blocks),
+        "every second block": checkpointed(case.blocks[::2]),
+        "every block, selective by operator": checkpointed(case.blocks, selective),
+        "checkpoint_sequential": in_segments(case),
+    }
     if case.switch is not None:
         name, turn_on, turn_off = case.switch
-        turn_on()
-        yield name, cost()
-        turn_off()
+        ways[name] = switched(turn_on, turn_off)
+    for name, way in ways.items():
+        with caches_off(case.model), way as applies:
+            if applies is False:
+                continue
+            found = _or_why(lambda: predict(case.step(), ())), _or_why(case.allocator_peak)
+        yield name, found  # outside of it, so that plans beside it are made of the plain model
 
 
 def _or_why(run: Callable[[], Any]) -> Any:
@@ -174,33 +187,40 @@ def figures(cost: StepCost) -> dict[str, int]:
 
 
 def measured(name: str) -> dict[str, Any]:
-    torch.manual_seed(0)
-    case = MODELS[name]()
-    options = CheckpointOptions.parse(bn_dropout="recompute")
-    begin = time.process_time()
-    planner = StepPlanner(case.step())
-    default = planner.plan(options)
-    seconds = time.process_time() - begin
+    case, planner, default, seconds = planned(name)
     assert default.plain is not None
-    assert default.planned is not None
     plain = default.plain
     found: dict[str, Any] = {
         "plain": {**figures(plain), "allocator_peak_bytes": case.allocator_peak()},
-        "default": {**with_plan(case, default), "processor_seconds": round(seconds, 2)},
-        "activations_divided_by": plain.activation_bytes / default.planned.activation_bytes,
-        "flops_ratio": default.planned.flops / plain.flops,
+        "default": {**with_plan(case, default), "processor_seconds": seconds},
         "switches": {},
         "failed": {},
     }
+    lowest = lowest_within(planner, plain.peak_bytes, lambda cost: cost.flops <= MOST_OPERATIONS * plain.flops, default)
+    assert lowest is not None
+    found["a third more flops"] = with_plan(case, lowest)
+    head = step_with_chunked_loss(case.step(), lowest.chains)
+    if head is not None:
+        found["a third more flops"]["with linear_cross_entropy"] = figures(head.cost)
     for other, (cost, allocated) in switches(case):
         print(" ", other, cost, allocated, flush=True)
         if isinstance(cost, StepCost):
-            best = ours_beside(planner, cost, default)
+            best = lowest_within(planner, cost.peak_bytes, partial(_needs_no_more, cost), default)
             ours = None if best is None else with_plan(case, best)
             found["switches"][other] = {**figures(cost), "allocator_peak_bytes": allocated, "ours": ours}
         else:
             found["failed"][other] = {"why": cost, "allocator_peak_bytes": allocated}
     return found
+
+
+def planned(name: str) -> tuple[Case, StepPlanner, CheckpointPlan, float]:
+    """A case, its planner, the plan by default, and the processor's seconds that it took."""
+    torch.manual_seed(0)
+    case = MODELS[name]()
+    begin = time.process_time()
+    planner = StepPlanner(case.step())
+    default = planner.plan(CheckpointOptions.parse(bn_dropout="recompute"))
+    return case, planner, default, round(time.process_time() - begin, 2)
 
 
 def with_plan(case: Case, plan: CheckpointPlan) -> dict[str, Any]:
@@ -209,28 +229,31 @@ def with_plan(case: Case, plan: CheckpointPlan) -> dict[str, Any]:
         return {**figures(plan.planned), "allocator_peak_bytes": case.allocator_peak()}
 
 
-def ours_beside(planner: StepPlanner, other: StepCost, default: CheckpointPlan) -> CheckpointPlan | None:
-    """The lowest plan that was found with no more operations than another one, at the limits tried; None for none."""
+def _needs_no_more(other: StepCost, cost: StepCost) -> bool:
+    return cost.operations <= other.operations
 
-    def peak(plan: CheckpointPlan) -> int:
-        return plan.planned.peak_bytes if plan.planned is not None else 0
 
+def lowest_within(
+    planner: StepPlanner, peak: int, accepted: Callable[[StepCost], bool], default: CheckpointPlan
+) -> CheckpointPlan | None:
+    """The lowest accepted plan that was found, at a peak, then by halving between 0.2 and 1.1 of it, to 1%."""
     assert default.planned is not None
-    best = default if default.planned.operations <= other.operations else None
-    share = 1.0
-    while share > 0.3:
-        limit = int(share * other.peak_bytes)
-        share -= 0.05
-        if best is not None and peak(best) <= limit:
-            continue
+    best = default if accepted(default.planned) else None
+    low, high, limit = 0.2 * peak, 1.1 * peak, float(peak)
+    while high - low > 0.01 * high:
         try:
-            plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", memory_budget=f"{limit}B"))
-        except BudgetTooSmallError:
-            break
-        if plan.planned is None or plan.planned.operations > other.operations:
-            break
-        if best is None or peak(plan) < peak(best):
-            best = plan
+            plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", memory_budget=f"{int(limit)}B"))
+        except BudgetTooSmallError as error:
+            low = max(limit, error.reachable_bytes)
+        else:
+            assert plan.planned is not None
+            if not accepted(plan.planned):
+                low = limit
+            else:
+                high = min(limit, plan.planned.peak_bytes)
+                if best is None or best.planned is None or plan.planned.peak_bytes < best.planned.peak_bytes:
+                    best = plan
+        limit = (low + high) / 2
     return best
 
 
@@ -377,12 +400,16 @@ MODELS: dict[str, Callable[[], Case]] = {
 
 def main() -> None:
     """Measure the models named on the command line, or all; the others keep what the file has of them."""
-    file = RESULTS / "checkpointing_switches.json"
     for name in sys.argv[1:] or MODELS:
         print(name, flush=True)
-        one = measured(name)
-        known = json.loads(file.read_text())["models"] if file.exists() else {}
-        save("checkpointing_switches", {"models": known | {name: one}})
+        add(name, measured(name))
+
+
+def add(name: str, found: dict[str, Any]) -> None:
+    """Write what was found of a model beside what the file has of it and of the others."""
+    file = RESULTS / "checkpointing_switches.json"
+    known = json.loads(file.read_text())["models"] if file.exists() else {}
+    save("checkpointing_switches", {"models": known | {name: known.get(name, {}) | found}})
 
 
 if __name__ == "__main__":

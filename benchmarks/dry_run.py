@@ -6,6 +6,7 @@ Needs a CUDA build of PyTorch and no GPU (docs/dry-run.md):
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -15,12 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import save
+import torch
+from machine import RESULTS, save
 
-from lightning_memtools import dry_run
+from lightning_memtools import dry_run, estimate_memory
 
 # Llama 2 7B: the sizes of transformers.LlamaConfig() are its own.
-SCRIPT = """
+MODEL = """
     import lightning as L
     import torch
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -42,7 +44,8 @@ SCRIPT = """
             return self.model(input_ids=batch, labels=batch).loss
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
+"""
+TRAINING = """
     ranks = torch.cuda.device_count()
     trainer = L.Trainer(
         devices=ranks, strategy=ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
@@ -78,17 +81,41 @@ def measured(script: Path, gpu: str, ranks: int) -> dict[str, Any]:
     }
 
 
+def estimated(ranks: int) -> dict[str, Any]:
+    """One rank of the same model by `estimate_memory`, without a script or a Trainer, and what that took."""
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(MODEL), names)  # noqa: S102, the text above
+    start, cpu_before = time.perf_counter(), time.process_time()
+    batch = torch.zeros(1, 1024, dtype=torch.int64)
+    found = estimate_memory(names["Llama"](), batch, strategy="fsdp2", devices=ranks)
+    return {
+        "peak_allocated": found.peak_allocated,
+        "peak_reserved": found.peak_reserved,
+        "notes": found.notes,
+        "seconds": round(time.perf_counter() - start, 1),
+        "cpu_seconds": round(time.process_time() - cpu_before, 1),
+        "host_bytes_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
 def main() -> None:
-    """Measure, print and write results/dry_run.json."""
+    """Measure, print and write results/dry_run.json; `estimate` measures that part alone and keeps the rest."""
+    file = RESULTS / "dry_run.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known.pop("machine", None)
+    known["estimates"] = {"Llama 2 7B, FSDP 2, 8 ranks": estimated(8)}
+    if sys.argv[1:] == ["estimate"]:
+        save("dry_run", known)
+        return
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "llama.py")
-        script.write_text(textwrap.dedent(SCRIPT))
+        script.write_text(textwrap.dedent(MODEL + TRAINING))
         load = os.getloadavg()[0]
         cases = {
             f"Llama 2 7B, FSDP 2, {ranks} ranks of {gpu}": measured(script, gpu, ranks)
             for gpu, ranks in (("RTX 4090", 8), ("RTX 3060", 4))
         }
-    save("dry_run", {"load_average_at_start": load, "cases": cases})
+    save("dry_run", known | {"load_average_at_start": load, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ def test_the_figures_are_those_of_the_results():
     on_cpu = RESULTS["truth_virtual_device"]["summary"]
     engines = [one["ratio"] for one in RESULTS["estimate_engines"]["processor_time"].values()]
     llama = RESULTS["dry_run"]["cases"]["Llama 2 7B, FSDP 2, 8 ranks of RTX 4090"]
+    alone = RESULTS["dry_run"]["estimates"]["Llama 2 7B, FSDP 2, 8 ranks"]
+    assert alone["peak_reserved"] == llama["peak_reserved"]["train"]
     small = RESULTS["halt_on_nan"]["small network, AdamW: a step over a bare one"]["HaltOnNaN"]
     right = RESULTS["nan_cause"]["totals"]
     sizes, tab, start = RESULTS["batch_size"], RESULTS["memory_tab_load"], RESULTS["tensorboard_start"]
@@ -37,6 +39,7 @@ def test_the_figures_are_those_of_the_results():
         f"to the byte in {on_cpu['allocated']['equal_pct']}% of {on_cpu['compared']} cases, reserved",
         f"takes {min(engines)} to {max(engines)} times less",
         f"8 ranks: {llama['seconds']:.0f} s, {llama['host_bytes_peak'] / 1e9:.1f} GB",
+        f"without a script: {alone['seconds']:.0f} s, {alone['host_bytes_peak'] / 1e9:.1f} GB, the same reserved",
         f"{calls['MemoryMonitor_logged_over_bare']['median']:.1f} times bare logging",
         f"`DeviceStatsMonitor` {theirs:.0f} times",
         f"a step of 3 ms takes {small['median']:.2f} times",

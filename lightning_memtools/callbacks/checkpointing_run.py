@@ -190,10 +190,10 @@ class CheckpointingRun:
 
     def _show(self, plan: CheckpointPlan) -> None:
         self._write(plan.table())
-        print_on_console(console_table(plan.rows()))
         if plan.refused is not None:
             print_on_console(f"GradientCheckpointing recomputes nothing. {plan.refused}")
         else:
+            print_on_console(console_table(plan.rows()))
             print_on_console("GradientCheckpointing: " + "; ".join(plan.figures()))
 
     def _write(self, text: str) -> None:

@@ -114,7 +114,7 @@ class _PlannedChain:
 
     def _repeats(self, one: Range, value: Any) -> bool:
         def run(note: Any) -> None:
-            passed = value
+            passed = _with_own_containers(value)
             for layer in layers:
                 passed = layer(passed)
                 note(passed)
@@ -174,7 +174,8 @@ class _PlannedModule:
 
     def _repeats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         def run(note: Any) -> None:
-            note(self._plainly(*args, **kwargs))
+            own_args, own_kwargs = _with_own_containers((args, kwargs))
+            note(self._plainly(*own_args, **own_kwargs))
 
         return self._proofs.repeats(
             (self._name, 0),
@@ -217,6 +218,11 @@ def _passes_through(module: nn.Module, *, trained: bool) -> bool:
     )
 
 
+def _with_own_containers(value: Any) -> Any:
+    """Returns the same tensors in other lists and dictionaries, which a run may change without anybody noticing."""
+    return tree_unflatten(*tree_flatten(value))
+
+
 def _recomputed(
     run: Any,
     names: list[str],
@@ -234,9 +240,11 @@ def _recomputed(
     different = {id(one): one for one in flat}
     order = {each: at for at, each in enumerate(different)}
     places = [order[id(one)] for one in flat]
+    # The first run takes what was given itself: the code around sees what a module replaces in a list of its arguments.
+    first = [given]
 
     def run_flat(*different: Any) -> Any:
-        args, kwargs = tree_unflatten([different[at] for at in places], structure)
+        args, kwargs = first.pop() if first else tree_unflatten([different[at] for at in places], structure)
         log.begin()
         return run(log, *args, **kwargs)
 

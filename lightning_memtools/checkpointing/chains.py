@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def candidates(model: nn.Module) -> list[str]:
 def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
     """Returns what was looked for, and which patterns would match something."""
     looked_for = (
-        "nn.Sequential modules with Sequential's own forward"
+        "nn.Sequential modules with Sequential's own forward, and other modules worth running twice"
         if options.include is None
         else f"modules that match include={list(options.include)}"
     )
@@ -194,9 +195,8 @@ def _module_at(modules: dict[str, nn.Module], path: str) -> nn.Module:
 def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
     names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
     if not names:
-        close = [name for name in modules if name and pattern.split("*", maxsplit=1)[0].rstrip(".") in name][:5] or [
-            *modules
-        ][1:6]
+        within = [name for name in modules if name and pattern.split("*", maxsplit=1)[0].rstrip(".") in name][:5]
+        close = within or difflib.get_close_matches(pattern, modules, n=5) or [*modules][1:6]
         raise ValueError(
             f"{option}: the pattern {pattern!r} matches no module of {type(modules['']).__name__}. Examples of its "
             f"names: {', '.join(map(repr, close))}; '*' stands for any characters."

@@ -81,11 +81,6 @@ class CheckpointPlan:
     def rows(self) -> Table:
         """Returns a row per chain and per kind of module: what is recomputed or left out and why, bytes and cost."""
         operations = self.plain.operations if self.plain is not None and self.plain.operations else 1
-        alike: dict[tuple[str, ...], list[ChainPlan]] = {}
-        for chain in self.chains:
-            name = _NUMBER.sub("*", chain.name) if chain.is_module else chain.name or "(the model)"
-            key = name, str(len(chain.layers)), _recomputed(chain), _left_out(chain)
-            alike.setdefault(key, []).append(chain)
         return Table(
             _HEADS,
             [
@@ -96,10 +91,31 @@ class CheckpointPlan:
                     format_size(sum(chain.kept_bytes for chain in chains)),
                     f"{sum(chain.extra_operations for chain in chains) / operations:.1%}",
                 )
-                for key, chains in alike.items()
+                for key, chains in self._alike().items()
             ],
             align="lrllrrr",
         )
+
+    def recomputed(self) -> str:
+        """Returns in a few words which modules are recomputed, those that take most of the operations first."""
+        found = [
+            (
+                sum(one.extra_operations for one in chains),
+                f"{len(chains)} x {key[0]}" if len(chains) > 1 else chains[0].name or key[0],
+            )
+            for key, chains in self._alike().items()
+            if chains[0].ranges
+        ]
+        return first_of([name for _, name in sorted(found, reverse=True)]) or "nothing"
+
+    def _alike(self) -> dict[tuple[str, ...], list[ChainPlan]]:
+        """Returns the chains that are treated alike, by the first columns of their row."""
+        found: dict[tuple[str, ...], list[ChainPlan]] = {}
+        for chain in self.chains:
+            name = _NUMBER.sub("*", chain.name) if chain.is_module else chain.name or "(the model)"
+            key = name, str(len(chain.layers)), _recomputed(chain), _left_out(chain)
+            found.setdefault(key, []).append(chain)
+        return found
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:
         """Returns a line each on what the plan saves and costs, the last one on the measured peak if it is given."""

@@ -363,17 +363,19 @@ class _GroupPlan:
         smallest = self._traced(optimal.best(frontier[-1][0]) or ()) if frontier else None
         if smallest is not None and smallest.planned is not None and smallest.planned.peak_bytes <= limit:
             return smallest
-        raise self._too_small(limit, None if smallest is None else smallest.planned)
+        raise self._too_small(limit, smallest)
 
-    def _too_small(self, limit: int, reachable: StepCost | None) -> BudgetTooSmallError:
+    def _too_small(self, limit: int, smallest: CheckpointPlan | None) -> BudgetTooSmallError:
         options = self._options
+        reachable = None if smallest is None else smallest.planned
         budget = options.budget_share if options.budget_bytes is None else format_size(limit)
         message = f"No plan fits memory_budget={budget} (a peak of {format_size(limit)}). "
-        if reachable is not None:
+        if smallest is not None and reachable is not None:
             share = reachable.activation_bytes / max(self._plain.activation_bytes, 1)
             message += (
                 f"The smallest reachable peak is {format_size(reachable.peak_bytes)}, {share:.3g} of the plain step's "
-                "activations. "
+                f"activations, by recomputing {smallest.recomputed()} ({smallest.extra_operations:.0%} more "
+                "operations). "
             )
         # A share of the activations does not become easier to reach with a smaller batch.
         smaller = ", make the batch smaller," if options.budget_share is None else ""

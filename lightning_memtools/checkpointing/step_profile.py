@@ -17,7 +17,7 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
 from lightning_memtools.checkpointing.kept_products import is_product
-from lightning_memtools.checkpointing.key_value_caches import caches_off
+from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Product, Unit
 from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import tensors_in
@@ -89,14 +89,17 @@ def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
     Raises:
         Exception: Whatever the step raises on fake tensors, for instance when it reads values.
     """
-    with tracing(step) as trace, caches_off(trace.model):
-        recorder = _Recorder(trace, chains)
-        for index, chain in enumerate(chains):
-            _watch(trace.model, index, chain, recorder)
-        plain = trace.run(recorder.around_forward, recorder.begin_backward)
-        recorder.finish()
-        outside = _what_changed(trace.model, chains, recorder, _run_again(trace, recorder))
-        return _profile_of(recorder, chains, plain, outside)
+    with tracing(step) as trace:
+        # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
+        filling = trace.run() if configs_with_caches(trace.model) else None
+        with caches_off(trace.model):
+            recorder = _Recorder(trace, chains)
+            for index, chain in enumerate(chains):
+                _watch(trace.model, index, chain, recorder)
+            measured = trace.run(recorder.around_forward, recorder.begin_backward)
+            recorder.finish()
+            outside = _what_changed(trace.model, chains, recorder, _run_again(trace, recorder))
+            return _profile_of(recorder, chains, filling or measured, outside)
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan]) -> StepCost:

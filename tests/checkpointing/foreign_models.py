@@ -290,14 +290,14 @@ class _OfLightning(L.LightningModule):
 
 
 def three_steps_of_lightning(
-    model: LossOf, batch: dict[str, Tensor], callback: GradientCheckpointing | None = None, *, bf16: bool
+    model: LossOf, batch: dict[str, Tensor], *callbacks: L.Callback, bf16: bool
 ) -> dict[str, Tensor]:
-    """The same with a Lightning Trainer, which plans by itself if the callback is given."""
+    """The same with a Lightning Trainer, which plans by itself if GradientCheckpointing is among the callbacks."""
     torch.manual_seed(5)
     module = _OfLightning(model)
     trainer = L.Trainer(
         max_steps=3, accelerator="cpu", devices=1, precision="bf16-mixed" if bf16 else "32-true", gradient_clip_val=1.0,
-        callbacks=[] if callback is None else [callback], logger=False, barebones=False, enable_checkpointing=False,
+        callbacks=list(callbacks), logger=False, barebones=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     batches: Any = [batch] * 3

@@ -12,6 +12,7 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.step_profile import predict, profile_step
+from tests.checkpointing_docs import PAGE, models, shown, text
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = json.loads((BENCHMARKS / "results" / "checkpointing.json").read_text())
@@ -112,3 +113,7 @@ def test_the_committed_figures_are_what_the_code_gives(monkeypatch):
     ours = predict(step, chain_plans(measured, chains, ranges))
     assert ours.peak_bytes <= least["peak_bytes"]
     assert ours.operations < least["operations"]
+
+
+def test_the_page_shows_what_models_own_switches_and_plans_take():
+    assert shown(PAGE.read_text("utf-8")) == text(models())

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.exact_recomputation import is_special
 from lightning_memtools.checkpointing.memory_model import runs_again
+from lightning_memtools.checkpointing.planning import plan_checkpoints
 from tests.checkpointing.models import SMALL, ZOO, harshest, same_seed
 
 MODES = ("skip", "recompute", "avoid")
@@ -166,3 +167,109 @@ def test_layers_may_pass_tuples_to_each_other():
             (first * second).sum().backward()
         ends.append({name: one.grad for name, one in model.named_parameters()} | {"x": x[1].grad})
     assert_same_bits(*ends)
+
+
+class UNet(nn.Module):
+    """Three levels down and up again: what each level gives is taken twice, by the next one and across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([self._level(a, b) for a, b in ((3, 16), (16, 32), (32, 64))])
+        self.up = nn.ModuleList([self._level(32 + 64, 32), self._level(16 + 32, 16)])
+        self.head = nn.Conv2d(16, 2, 1)
+
+    def forward(self, x):
+        levels = [x := level(x if at == 0 else nn.functional.max_pool2d(x, 2)) for at, level in enumerate(self.down)]
+        for level, across in zip(self.up, levels[1::-1], strict=True):
+            x = level(torch.cat([across, nn.functional.interpolate(x, scale_factor=2.0)], dim=1))
+        return self.head(x)
+
+    @staticmethod
+    def _level(before: int, after: int) -> nn.Sequential:
+        layers: list[nn.Module] = []
+        for width in (before, after):
+            layers += [nn.Conv2d(width, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+        return nn.Sequential(*layers)
+
+
+class HandsOnViews(nn.Module):
+    """Blocks whose outputs share a storage, which the code between them writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)]
+        )
+        for block in self.blocks:
+            block.register_forward_hook(lambda _module, _inputs, out: (out[..., :32], out))
+
+    def forward(self, x):
+        for block in self.blocks:
+            half, both = block(x)
+            half.mul_(0.5)
+            x = x + torch.relu_(half) + both[..., 32:]
+        return x
+
+
+class CalledByName(nn.Module):
+    """Blocks that are called by name: with a mask in a dictionary, positions, and a cache that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Named() for _ in range(4)])
+
+    def forward(self, x):
+        where = {"mask": (x > 0).float(), "positions": torch.arange(x.shape[-1]) / x.shape[-1]}
+        for block in self.blocks:
+            x = block(hidden=x, where=where, cache=None)
+        return x
+
+
+class _Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow, self.shrink = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, *, hidden, where, cache):
+        assert cache is None
+        inner = nn.functional.dropout(torch.tanh(self.grow(hidden + where["positions"])), 0.1)
+        return hidden + self.shrink(inner) * where["mask"]
+
+
+class SharesAList(nn.Module):
+    """Blocks that replace an element of the list that they are given, as HRNet's do; the code around them reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Replaces() for _ in range(4)])
+
+    def forward(self, x):
+        pair = [x, x]
+        for block in self.blocks:
+            pair[1] = block(pair)
+        return pair[0] + pair[1]
+
+
+class _Replaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow, self.shrink = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, pair):
+        pair[0] = self.shrink(torch.tanh(self.grow(pair[0])))
+        return pair[0] * pair[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(SharesAList, (64, 32)), (UNet, (4, 3, 32, 32)), (HandsOnViews, (64, 32)), (CalledByName, (64, 32))],
+)
+def test_own_forwards_with_skips_shared_storages_lists_and_arguments_by_name(make, shape):
+    model = same_seed(make)
+    plan = plan_checkpoints(model, torch.empty(shape), bn_dropout="recompute")
+    assert plan.refused is None
+    assert sum(len(list(runs_again(chain.ranges))) for chain in plan.chains) >= 2
+    plain = train(same_seed(make), shape, 3)
+    with plan.apply(model) as applied:
+        assert_same_bits(plain, train(model, shape, 3))
+    assert applied.differing == {}

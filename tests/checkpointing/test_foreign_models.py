@@ -5,13 +5,27 @@ The same is measured for more of them by benchmarks/checkpointing_bitwise.py, wh
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 
+import lightning as L
 import pytest
+import torch
 
-from lightning_memtools.checkpointing.planning import plan_checkpoints
-from tests.checkpointing.foreign_models import FOREIGN, MORE, made, measured_peak, trains_the_same
+from lightning_memtools import GradientCheckpointing
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.planning import BudgetTooSmallError, plan_checkpoints
+from lightning_memtools.memory.sizes import format_size
+from tests.checkpointing.foreign_models import (
+    FOREIGN,
+    MORE,
+    made,
+    measured_peak,
+    three_steps_of_lightning,
+    trains_the_same,
+)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "checkpointing_bitwise.json"
 
@@ -23,8 +37,62 @@ def test_training_is_bitwise_the_same_and_the_peak_is_the_predicted_one(name):
     assert plan.refused is None
     assert plan.peak_bytes < 0.99 * plan.plain_peak_bytes
     assert measured_peak(model, batch, plan) == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert measured_peak(model, batch, CheckpointPlan((), None, None)) == pytest.approx(plan.plain_peak_bytes, rel=0.01)
     for bf16 in (False, True):
         assert trains_the_same(name, plan, bf16=bf16) == {}
+
+
+def test_where_nothing_is_gained_one_line_says_so_and_nothing_changes(capsys):
+    class Seen(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            forwards.update(name for name, part in pl_module.named_modules() if "forward" in vars(part))
+
+    forwards = set()
+    model, batch = made("bert")
+    batch = {name: one[:1, :2] for name, one in batch.items()}
+    plain = three_steps_of_lightning(copy.deepcopy(model), batch, bf16=False)
+    capsys.readouterr()
+    callback = GradientCheckpointing()
+    found = three_steps_of_lightning(model, batch, callback, Seen(), bf16=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"GradientCheckpointing recomputes nothing\. The plan does not lower the peak: .* MiB with it\.", said
+    )
+    assert "left out" not in said, "the table is in the report only"
+    assert callback.plan.refused is not None
+    assert forwards == set()
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(one, found[key]) for key, one in plain.items())
+
+
+def test_a_budget_out_of_reach_names_the_smallest_peak_and_its_plan():
+    model, batch = made("bert")
+    with pytest.raises(BudgetTooSmallError) as caught:
+        plan_checkpoints(model, batch, bn_dropout="recompute", memory_budget=0.01)
+    smallest = re.search(
+        r"The smallest reachable peak is ([\d.]+ [KM]iB), 0\.\d+ of the plain step's activations, by recomputing "
+        r"[^(]*bert\.encoder\.layer\.[^(]* \(\d+% more operations\)\.",
+        str(caught.value),
+    )
+    plan = plan_checkpoints(model, batch, bn_dropout="recompute", memory_budget=f"{caught.value.reachable_bytes}B")
+    assert smallest is not None, str(caught.value)
+    assert format_size(plan.peak_bytes) == smallest[1]
+
+
+def test_a_pattern_that_matches_nothing_names_near_ones():
+    model, batch = made("gpt2")
+    with pytest.raises(ValueError, match=r"matches no module of LossOf.* names: .*'model\.transformer\.h\.0'"):
+        plan_checkpoints(model, batch, include=["model.transformers.h.*"])
+
+
+def test_caches_are_off_where_blocks_run_twice_and_on_elsewhere():
+    model, batch = made("gpt2")
+    plan = plan_checkpoints(model, batch, bn_dropout="recompute")
+    assert plan.notes == ("use_cache of GPT2LMHeadModel is off in training, where blocks run twice",)
+    with plan.apply(model):
+        assert model.model(**batch).past_key_values is None
+        assert model.model.config.use_cache
+        assert model.eval().model(**batch).past_key_values.get_seq_length() == batch["input_ids"].shape[1]
 
 
 def test_thirty_models_were_trained_bit_for_bit_the_same():

@@ -243,5 +243,11 @@ def test_the_measured_run_of_a_7b_model_keeps_its_limits():
     assert one["status"] == 0
     assert one["seconds"] < 60
     assert one["host_bytes_peak"] < 4 * 2**30
+    results = json.loads((ROOT / "benchmarks" / "results" / "dry_run.json").read_text())
+    estimated = results["estimates"]["Llama 2 7B, FSDP 2, 8 ranks"]
+    assert estimated["peak_allocated"] == pytest.approx(one["peak_allocated"]["train"], rel=0.01)
+    assert estimated["peak_reserved"] == pytest.approx(one["peak_reserved"]["train"], rel=0.01)
+    assert estimated["seconds"] < 60
+    assert estimated["host_bytes_peak"] < 4 * 2**30
     too_small = found["Llama 2 7B, FSDP 2, 4 ranks of RTX 3060"]
     assert (too_small["status"], too_small["has_report"]) == (3, True)
