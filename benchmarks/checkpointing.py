@@ -158,7 +158,7 @@ PLANNED: dict[str, Callable[[], TracedStep]] = {
     "ResNet-152": lambda: step_of(torchvision_models().resnet152(), (16, 3, 224, 224)),
     **{
         name: lambda name=name: MODELS[name]().step()  # type: ignore[misc]
-        for name in ("GPT-2 small", "ViT-B/16 (timm)", "Swin-T (timm)")
+        for name in ("GPT-2 small", "ViT-B/16 (timm)", "Swin-T (timm)", "HRNet-W48 (timm)")
     },
 }
 
