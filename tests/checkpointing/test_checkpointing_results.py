@@ -12,7 +12,7 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.step_profile import predict, profile_step
-from tests.checkpointing_docs import PAGE, models, shown, text
+from tests.checkpointing_docs import PAGE, sentences, shown, texts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = json.loads((BENCHMARKS / "results" / "checkpointing.json").read_text())
@@ -117,5 +117,8 @@ def test_the_committed_figures_are_what_the_code_gives(monkeypatch):
     assert ours.operations < least["operations"]
 
 
-def test_the_page_shows_what_models_own_switches_and_plans_take():
-    assert shown(PAGE.read_text("utf-8")) == text(models())
+def test_the_page_shows_what_was_measured_beside_switches_and_bit_for_bit():
+    assert shown(PAGE.read_text("utf-8")) == texts()
+    for name, said in sentences().items():
+        page = " ".join((PAGE.parent / f"{name}.md").read_text("utf-8").split())
+        assert [one for one in said if one not in page] == []
