@@ -60,12 +60,10 @@ def test_the_lowest_peak_at_the_same_operations_is_lower_on_most_models():
     assert all(FRONTIER[name]["strictly_lower"] >= FRONTIER[name]["baselines"] // 3 for name in EIGHT)
 
 
-def test_planning_takes_less_than_five_seconds_and_ten_for_hrnet():
-    found = dict(RESULTS["planning_seconds"])
-    largest = found.pop("HRNet-W48 (timm)")
+def test_planning_takes_less_than_five_seconds():
+    found = RESULTS["planning_seconds"]
     assert set(found) == {"chain of 100 layers", "ResNet-152", "GPT-2 small", "ViT-B/16 (timm)", "Swin-T (timm)"}
     assert all(one["processor"] < 5 for one in found.values())
-    assert largest["processor"] < 10
 
 
 def test_the_time_of_planning_grows_no_faster_than_the_number_of_layers():
