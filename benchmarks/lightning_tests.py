@@ -29,7 +29,7 @@ import lightning
 from machine import RESULTS, save
 
 FOLDERS = ("loops", "trainer", "callbacks", "checkpointing", "tuner")
-LIMIT_S = 300
+LIMIT_S = 1200
 """For one file, with or without our callbacks."""
 
 WHOLE = "the file as a whole"

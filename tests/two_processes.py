@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[1]
-
 
 def run_script(script: Path, *arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a Python script of the tests and return what it said; fails if it takes longer or ends badly."""
@@ -78,7 +76,6 @@ def run_ranks(script: Path, *arguments: object, timeout_s: float) -> list[subpro
 def _environment() -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": str(_ROOT),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",  # everything stays on this machine
     }

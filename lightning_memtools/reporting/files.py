@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from fsspec.utils import get_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
@@ -51,7 +52,13 @@ def report_directory(trainer: Trainer, directory: str | None = None) -> Path | N
     if getattr(trainer, "fast_dev_run", False):
         return NotWritten("not written: this run keeps no files (fast_dev_run)")
     mine = _run_directory(trainer) if trainer.is_global_zero else ""  # rank 0 knows the version of the run
-    return Path(trainer.strategy.broadcast(mine)) / "memtools"
+    folder = trainer.strategy.broadcast(mine)
+    if get_protocol(folder) != "file":
+        return NotWritten(
+            f"not written: this run keeps its files at {folder}, and reports need a local folder, which the argument "
+            "directory= of the callback names"
+        )
+    return Path(folder) / "memtools"
 
 
 # A Trainer whose logger gives its runs no version: the name of its folder, the same for fit and test.
@@ -61,11 +68,16 @@ _NAMES: weakref.WeakKeyDictionary[Trainer, str] = weakref.WeakKeyDictionary()
 def _run_directory(trainer: Trainer) -> str:
     for logger in trainer.loggers:
         log_dir = getattr(logger, "log_dir", None)  # TensorBoardLogger, CSVLogger: a folder for each run
-        if log_dir is not None:
+        if _is_path(log_dir):
             return str(log_dir)
-        if logger.save_dir is not None:  # one for all runs
-            return str(Path(logger.save_dir) / _run_of(trainer, logger))
-    return str(Path(trainer.default_root_dir) / _run_of(trainer, trainer.loggers[0]))
+        if _is_path(logger.save_dir):  # one for all runs
+            return os.path.join(str(logger.save_dir), _run_of(trainer, logger))  # noqa: PTH118, may be a URL
+    return os.path.join(trainer.default_root_dir, _run_of(trainer, trainer.loggers[0]))  # noqa: PTH118
+
+
+def _is_path(given: object) -> bool:
+    """Return whether a logger's directory is one: some have None, and stand-ins for loggers have anything."""
+    return isinstance(given, (str, os.PathLike))
 
 
 def _run_of(trainer: Trainer, logger: Logger) -> Path:

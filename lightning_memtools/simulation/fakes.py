@@ -2,8 +2,9 @@
 
 Nothing is copied. The references that a module, its submodules and the plain objects and containers in them hold are
 saved, and tensors among them are exchanged for fake ones of the same size. Putting the saved references back undoes
-everything that a step did to those attributes. The variables that hooks of modules can reach count among them, so that
-what hooks note of a traced step is forgotten.
+everything that a step did to those attributes. Two kinds of variables outside of the objects count among them: lists
+and other containers that a module's class holds, and those that hooks of modules can reach, so that what hooks note of
+a traced step is forgotten.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _OPAQUE = (
     *(str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, torch.Generator),
     *(ModuleType, FunctionType, MethodType, BuiltinFunctionType, threading.Thread, partial),
 )
+_CONTAINERS = (dict, list, deque, set)
+_LIBRARIES = {"builtins", "torch", "lightning", "pytorch_lightning"}
 _MAX_OBJECTS = 1_000_000
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -192,6 +195,7 @@ def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tu
             continue
         seen.add(id(thing))
         if isinstance(thing, nn.Module):
+            queue.extend(_containers_of_class(type(thing)))
             queue.extend(_exchange_of_hooks(thing, exchange, noted))
         container = _container(thing)
         if container is None:
@@ -219,9 +223,16 @@ def _exchange_of_hooks(module: nn.Module, exchange: TensorExchange, noted: list[
         yield value
 
 
+def _containers_of_class(kind: type) -> list[Any]:
+    """Return the lists and the like that a module's class holds for all instances, without those of torch's classes."""
+    mine = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
+    values = [value for base in mine for name, value in vars(base).items() if not name.startswith("__")]
+    return [value for value in values if isinstance(value, _CONTAINERS)]
+
+
 def _container(thing: Any) -> Any:
     """Return the container of an object's references: its attributes, or itself if it is a container; else None."""
-    if isinstance(thing, (dict, list, deque, set)):
+    if isinstance(thing, _CONTAINERS):
         return thing
     if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)) or _is_around_the_model(
         type(thing)  # type: ignore[arg-type]  # mypy: type[Any] is not Hashable

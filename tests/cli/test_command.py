@@ -15,7 +15,7 @@ from lightning_memtools.cli import estimate
 from lightning_memtools.cli.targets import print_error
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
 
 
 def memtools(*arguments):

@@ -87,7 +87,7 @@ def test_only_the_gpus_around_the_boundary_are_listed():
 
 def command(root, *arguments):
     """The command in a process of its own, as a console starts it."""
-    here = {"PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    here = {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "lightning_memtools.cli.main", "estimate", *arguments]
     return subprocess.run(line, cwd=root, env=os.environ | here, capture_output=True, text=True, check=False)
 

@@ -161,7 +161,7 @@ class Terminal:
 def started(folder: Path, *command: str) -> Iterator[tuple[subprocess.Popen[str], Terminal]]:
     """Start `memtools` with its errors on a terminal; it does not outlive the block."""
     terminal = Terminal()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
     process = subprocess.Popen(
         [sys.executable, "-m", "lightning_memtools", *command],

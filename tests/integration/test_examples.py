@@ -24,7 +24,7 @@ def test_every_script_is_on_the_page_and_short():
 
 @pytest.mark.parametrize("name", sorted(SHOWN.keys() - {"digits.py"}))  # test_tensorboard.py runs that one
 def test_an_example_prints_what_the_page_shows(name, tmp_path):
-    here = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    here = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     line = [sys.executable, str(ROOT / "examples" / name)]
     done = subprocess.run(line, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -38,8 +38,7 @@ def test_an_example_prints_what_the_page_shows(name, tmp_path):
         assert all("TensorBoard" in scene for scene in scenes[:4])
 
 
-def test_the_notebook_runs_and_gets_its_memory_back(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_the_notebook_runs_and_gets_its_memory_back(tmp_path):
     notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path))
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]

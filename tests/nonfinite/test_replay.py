@@ -46,7 +46,7 @@ for path in sys.argv[1:]:
 
 
 def fresh_process(*arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(
         [sys.executable, *arguments],
         env=environment,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from lightning_memtools import MemoryMonitor
@@ -36,6 +39,26 @@ def test_a_run_without_a_logger_keeps_files_only_where_the_callback_says(tmp_pat
     run = trainer(tmp_path, logger=False)
     assert report_directory(run) == NotWritten("not written: this run keeps no files (logger=False)")
     assert report_directory(run, "here") == Path("here")
+
+
+def test_a_run_that_keeps_its_files_elsewhere_than_in_a_folder_says_how_to_get_reports(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a local folder of the address's name would appear
+    run = Trainer(default_root_dir="memory://runs", logger=Database())
+    address = os.path.join("memory://runs", "experiment", "run7")  # noqa: PTH118
+    none = report_directory(run)
+    assert none == NotWritten(
+        f"not written: this run keeps its files at {address}, and reports need a local folder, which the argument "
+        "directory= of the callback names"
+    )
+    assert write_report(none, "a.md", "text") == none
+    assert report_directory(run, str(tmp_path / "mine")) == tmp_path / "mine"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stand_in_for_a_logger_whose_directory_is_no_path_counts_as_one_without(tmp_path):
+    stand_in = Mock(spec=CSVLogger, version="run7")
+    stand_in.name = "experiment"
+    assert report_directory(trainer(tmp_path, logger=stand_in)) == tmp_path / "experiment" / "run7" / "memtools"
 
 
 def test_a_report_is_written_into_a_new_directory(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ from tests.estimate.networks import Classifier, mlp, total
 
 class Keeps(nn.Module):
     """Changes itself at every call, in every way that a user might."""
+
+    of_all: ClassVar[list[torch.Tensor]] = [torch.ones(2)]
+    latest: ClassVar[dict[str, torch.Tensor]] = {}
 
     def __init__(self):
         super().__init__()
@@ -42,6 +46,8 @@ class Keeps(nn.Module):
         self.queue.append(hidden)
         self.pair = (hidden, "other")
         self.names.add("b")
+        self.of_all.append(hidden)
+        self.latest["hidden"] = hidden
         self.helper.count += 1
         self.helper.total = self.helper.total + hidden.sum().detach()
         self.metric.update(hidden.detach().mean())
@@ -79,6 +85,9 @@ def test_the_module_is_left_exactly_as_it_was():
     streams = RandomState.now()
     estimate_memory(model, rows, step=total, optimizer=torch.optim.Adam, precision="bf16-mixed")
     assert everything(model) == before
+    assert len(Keeps.of_all) == 1
+    assert type(Keeps.of_all[0]) is torch.Tensor
+    assert Keeps.latest == {}
     assert model.gone == "still here"
     assert model.helper.count == 0
     assert model.by_name["deep"] == [{"er": 1}]

@@ -26,10 +26,7 @@ def _plugin_is_installed(tmp_path_factory):
     points = project["entry-points"]["tensorboard_plugins"]
     lines = "\n".join(f"{name} = {value}" for name, value in points.items())
     (info / "entry_points.txt").write_text(f"[tensorboard_plugins]\n{lines}\n")
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(ROOT), str(folder))))
+    before = os.environ["PYTHONPATH"]
+    os.environ["PYTHONPATH"] = os.pathsep.join([before, str(folder)])
     yield
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    os.environ["PYTHONPATH"] = before
