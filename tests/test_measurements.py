@@ -30,8 +30,9 @@ def test_the_figures_are_those_of_the_results():
     logged = {name: one["median"] for name, one in calls["logged_step_us"].items()}
     theirs = logged["DeviceStatsMonitor"] / logged["both readings and bare logging of as many scalars"]
     files = RESULTS["lightning_tests"]["files"].values()
-    whole = [one for one in files if not (one["tests"] == one["fail_without"] == 1)]  # else the file did not end
-    assert not any(one["newly_fail"] for one in whole)
+    assert not [one for one in files if one["tests"] == one["fail_without"] == 1]  # a file that did not end
+    newly = [one["why"] for file in files for one in file["newly_fail"].values()]
+    assert not [why for why in newly if why == "not sorted" or why.startswith("names this library")]
     slow, fast = (start[f"load_fast={how}"]["ratio until it listens"] for how in ("false", "true"))
     rows = (
         f"to the byte in {truth['allocated']['equal_pct']}% of {truth['compared']} cases",
@@ -49,7 +50,7 @@ def test_the_figures_are_those_of_the_results():
         f"at least {100 * sizes['least_share']:.1f}% of it in {sizes['runs']} searches",
         f"{RESULTS['checkpointing']['headline'][0]['memory_ratio']:.1f} times less activation memory",
         f"a watched step takes {RESULTS['doctor']['watched']['ratio_of_medians']:.2f} times",
-        f"in the {len(whole)} of 83 files that were run to their end ({sum(one['tests'] for one in whole)} tests)",
+        f"of {sum(one['tests'] for one in files):,} in {len(files)} files, {len(newly)} fail that pass without",
         f"in {tab['seconds']['memory tab']['median']:.1f} s, {tab['ratio to an empty memory tab']:.2f} times an empty",
         f"{fast:.2f} times with the fast loader, {slow:.2f} times without",
     )

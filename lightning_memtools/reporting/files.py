@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fsspec.utils import get_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
@@ -53,7 +52,7 @@ def report_directory(trainer: Trainer, directory: str | None = None) -> Path | N
         return NotWritten("not written: this run keeps no files (fast_dev_run)")
     mine = _run_directory(trainer) if trainer.is_global_zero else ""  # rank 0 knows the version of the run
     folder = trainer.strategy.broadcast(mine)
-    if get_protocol(folder) != "file":
+    if "://" in folder:
         return NotWritten(
             f"not written: this run keeps its files at {folder}, and reports need a local folder, which the argument "
             "directory= of the callback names"

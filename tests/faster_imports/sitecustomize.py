@@ -6,6 +6,7 @@ that is 40% of the time that `import lightning` takes. It is told that they are 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType
+from typing import Any
 
 _HIDDEN = ("scipy", "transformers")
 
@@ -41,14 +43,14 @@ class _TorchmetricsFinder(MetaPathFinder):
 
 @contextmanager
 def _hidden() -> Iterator[None]:
-    from lightning_utilities.core import imports  # noqa: PLC0415, processes without torchmetrics need not import it
+    imports: Any = importlib.import_module("lightning_utilities.core.imports")
 
     version = imports._version
 
     def version_unless_hidden(package: str) -> str:
         if package in _HIDDEN:
             raise PackageNotFoundError(package)
-        return version(package)
+        return str(version(package))
 
     names = [name for name in _HIDDEN if name not in sys.modules]
     imports._version = version_unless_hidden
