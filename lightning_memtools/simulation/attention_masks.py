@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from lightning_memtools._torch import (
     LOCAL_SCALAR,
     OperatorMode,
     has_readable_values,
+    in_backward,
     tree_leaves,
     tree_map_only,
     without_dispatch_modes,
@@ -46,8 +48,6 @@ class HostValues:
     """The values that small tensors of whole numbers and flags had on the host, for as long as the tensors live."""
 
     def __init__(self) -> None:
-        # A module that was imported meanwhile may have kept the functions that answer from it.
-        self.done = False
         # By the storage: the tensor that was noted, its values, and where in the storage it begins.
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor, int]] = {}
 
@@ -89,6 +89,35 @@ class HostValues:
 _VALUES: ContextVar[HostValues | None] = ContextVar("values of the batch", default=None)
 
 
+class _Answers:
+    """Functions of transformers that are replaced for all threads: the first one replaces, the last one restores.
+
+    Attributes:
+        lock: Held while functions are replaced or restored.
+        askers: The values of each thread that is within.
+        replaced: The variables of a module and the name of one, with its value before.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.askers: list[HostValues] = []
+        self.replaced: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+
+    def values(self) -> HostValues | None:
+        """Return the values that this thread knows; in backward, which may have a thread of its own, another's."""
+        own = _VALUES.get()
+        return self.askers[-1] if own is None and self.askers and in_backward() else own
+
+    def restore(self) -> None:
+        """Restore everything."""
+        for (_, name), (names, before) in self.replaced.items():
+            names[name] = before
+        self.replaced.clear()
+
+
+_ANSWERS = _Answers()
+
+
 def note_values(tensor: Tensor, original: Tensor) -> None:
     """Keep the values of the tensor that this one was copied from, within `masks_by_their_values`."""
     values = _VALUES.get()
@@ -103,42 +132,40 @@ def masks_by_their_values() -> Iterator[None]:
         yield  # as around it
         return
     token = _VALUES.set(values := HostValues())
-    restored: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for name in _MODULES:
-            if name in sys.modules:
-                restored += answer(sys.modules[name])
+        with _ANSWERS.lock:
+            _ANSWERS.askers.append(values)
+            for name in _MODULES:
+                if name in sys.modules:
+                    answer(sys.modules[name])
         yield
     finally:
-        for names, name, before in restored:
-            names[name] = before
-        values.done = True
+        with _ANSWERS.lock:
+            _ANSWERS.askers.remove(values)
+            if not _ANSWERS.askers:
+                _ANSWERS.restore()
         _VALUES.reset(token)
 
 
-def answer(asking: ModuleType) -> list[tuple[dict[str, Any], str, Any]]:
-    """Answer the questions of one of transformers' modules by the values known within `masks_by_their_values`.
-
-    Returns:
-        What was replaced: the variables of a module, the name of one, and its value before.
-    """
-    values = _VALUES.get()
-    assert values is not None
+def answer(asking: ModuleType) -> None:
+    """Answer the questions of one of transformers' modules by known values, while a thread is within."""
     before = vars(asking)
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    if _IS_TRACING in before:
-        replaced.append((before, _IS_TRACING, before[_IS_TRACING]))
     functions = {
         name: one
         for name, one in before.items()
         if isinstance(one, FunctionType) and (name == _PREPARES or not _ASKED.isdisjoint(one.__code__.co_names))
     }
-    # Models import some of them by name.
-    users = [vars(one) for name, one in list(sys.modules.items()) if name.startswith("transformers.") and one]
-    replaced += [(names, name, one) for name, one in functions.items() for names in users if names.get(name) is one]
-    for names, name, one in replaced:
-        names[name] = _whatever_the_tensor(one) if name == _IS_TRACING else _answered(one, values)
-    return replaced
+    if _IS_TRACING in before:
+        functions[_IS_TRACING] = before[_IS_TRACING]
+    with _ANSWERS.lock:
+        # Models import some of them by name; what asks about tracing is another's own.
+        users = [vars(one) for name, one in list(sys.modules.items()) if name.startswith("transformers.") and one]
+        for name, one in functions.items():
+            make = _whatever_the_tensor if name == _IS_TRACING else _answered
+            for names in [before] if name == _IS_TRACING else users:
+                if _ANSWERS.askers and names.get(name) is one and (id(names), name) not in _ANSWERS.replaced:
+                    _ANSWERS.replaced[id(names), name] = names, one
+                    names[name] = make(one)
 
 
 def note_copies_to_devices() -> None:
@@ -159,13 +186,14 @@ def _noted(copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _whatever_the_tensor(is_tracing: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda _tensor=None: is_tracing()
+    return lambda tensor=None: is_tracing(tensor if _ANSWERS.values() is None else None)
 
 
-def _answered(function: Callable[..., Any], values: HostValues) -> Callable[..., Any]:
+def _answered(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def answered(*args: Any, **kwargs: Any) -> Any:
-        if values.done or torch.compiler.is_compiling():
+        values = None if torch.compiler.is_compiling() else _ANSWERS.values()
+        if values is None:
             return function(*args, **kwargs)
         with _Following(values):
             return function(*args, **kwargs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -105,3 +108,34 @@ def test_masks_on_the_host_are_read_as_ever_and_functions_kept_by_others_answer_
     assert kept is not masking._ignore_causal_mask_sdpa
     assert not kept(PADDED[1:].bool(), 5, 5, 0, 0)
     assert not is_left_out()
+
+
+def test_threads_that_overlap_leave_all_as_before_and_each_answers_from_its_own_values():
+    """The first thread leaves while the second is still within, and a third never was."""
+    before = {name: vars(masking)[name] for name in ("is_tracing", "find_packed_sequence_indices")}
+    positions = torch.arange(4).repeat(2, 1)
+    second_is_within, first_has_left = threading.Event(), threading.Event()
+
+    def knows_that_nothing_is_packed():
+        with fake_mode():
+            return masking.find_packed_sequence_indices(TensorExchange()(positions)) is None
+
+    def first():
+        with masks_by_their_values():
+            second_is_within.wait(60)
+            return knows_that_nothing_is_packed()
+
+    def second():
+        with masks_by_their_values():
+            second_is_within.set()
+            first_has_left.wait(60)
+            return knows_that_nothing_is_packed()
+
+    with ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(one) for one in (first, second)]
+        assert results[0].result(60)
+        assert masking.is_tracing is not before["is_tracing"]
+        assert not knows_that_nothing_is_packed()  # this thread is not within
+        first_has_left.set()
+        assert results[1].result(60)
+    assert {name: vars(masking)[name] for name in before} == before
