@@ -415,10 +415,13 @@ REASONS = {
     "sort": "the indices of a segmented sort, 32 KB, are not simulated",
     "rfft": "PyTorch has no Fourier transform in bfloat16; in float32 its parts are not seen on fake tensors",
     "pvt_v2_b0": "in backward one gradient has other strides on fake tensors, and is copied twice more",
+    "deberta_v2": "numbers that the step makes on the host, such as torch.tensor(0.5), count as on the device",
     "gmlp_s16_224": "the padding of one gradient is freed a moment earlier",
 }
 # The same for a VirtualDevice, where functions are made of other operators on the CPU than on CUDA.
 REASONS_ON_CPU = {
+    "rms norm": "RMS norm is several operators on the CPU, and one on CUDA",
+    "lambda_resnet26t": "cuDNN's batch norm keeps a copy of a strided input, which the CPU needs not",
     "binary cross entropy": "with logits it is several operators on the CPU, and two on CUDA",
 }
 
@@ -431,10 +434,12 @@ def reason_of(key: str, one: dict[str, Any], *, virtual: bool) -> str | None:
     made = " ".join(one.get("causes", []))
     if "_safe_softmax" in made:
         return "the CPU has no fused kernel for attention with dropout, or with a mask that has a gradient"
+    if "_scaled_dot_product_flash_attention_for_cpu" in made:
+        return "the CPU's fused kernel takes grouped queries in float32, which CUDA computes in parts"
+    if "_flash_attention_forward" in made and "constant_pad_nd" in made:
+        return "CUDA's flash attention takes heads whose sizes are multiples of 8, and pads others"
     if name in {"lstm", "gru"}:
         return "the CPU runs recurrent layers step by step"
-    if "mixed" in key:
-        return "autocast on the CPU has other lists of operators than on CUDA"
     return REASONS_ON_CPU.get(name) or REASONS.get(name) or "not looked into; the result lists the operators"
 
 

@@ -37,6 +37,15 @@ DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
 UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 
 
+def without_cache(mode: FakeTensorMode) -> FakeTensorMode:
+    """Returns a mode that no longer looks operators up, which takes as long as many of them do.
+
+    Results of equal calls are kept by `RepeatedFakes`, in a tenth of the time. There is a setting for all modes only.
+    """
+    mode.cache_enabled = False
+    return mode
+
+
 def fake_copy(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """Returns a fake tensor of the same size, strides and type, without views and autograd.
 
@@ -689,6 +698,16 @@ def operator_names() -> list[str]:
 def without_autocast_on_cpu() -> Any:
     """Returns a context without autocast for kernels of autocast, which it would call again; none is public."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def is_functorch_active() -> bool:
+    """Returns whether torch.func transforms what runs, as vmap does; torch.func has no public question for it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_dispatch_mode_active() -> bool:
+    """Returns whether operators of this thread go to a dispatch mode; the public way tells of the innermost alone."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def remove_kernels(library: Any) -> None:

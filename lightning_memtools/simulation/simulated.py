@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_memtools._torch import FAKE_TENSOR_LOGGER
-from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
 from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
@@ -30,7 +29,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         model: The module; it is put on the device.
         device: The device. A device that is active already is suspended meanwhile.
         exchange: Makes the fakes. With a `RealExchange` they are copies of the real tensors and the CPU computes with
-            them, so that autocast's lists and the functions of `CudaFunctions` are the CPU's.
+            them, so that the functions of `CudaFunctions` are the CPU's.
         cuda: Operators allocate what CUDA's kernels allocate, not what the CPU's allocate. The device is ``cuda_like``.
     """
     values = isinstance(exchange, RealExchange)
@@ -43,8 +42,6 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(_quiet())
         stack.enter_context(torch.enable_grad())
         if not values:
-            if cuda:
-                stack.enter_context(cuda_autocast())
             stack.enter_context(mode := fake_mode())
             stack.enter_context(RepeatedFakes(mode))
             stack.enter_context(masks_by_their_values())

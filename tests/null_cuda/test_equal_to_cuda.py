@@ -57,6 +57,17 @@ class Outputs(nn.Module):
         return self.layer(x)[0]
 
 
+class Applied(nn.Module):
+    """A function of the input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 def attend(x):
     return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
@@ -84,12 +95,20 @@ KERNELS = {
         lambda: Scaled(nn.BatchNorm2d(64)), images((8, 64, 56, 56)),
         {"precision": "bf16-true", "channels_last": True},
     ),
+    "strided batch norm": (lambda: Turned(nn.BatchNorm2d(16), 2, 3), images(), {}),
     "flash attention": (lambda: Scaled(attend), images((2, 4, 200, 64)), {"precision": "bf16-true"}),
     "split flash attention": (lambda: Scaled(attend), images((1, 4, 2048, 64)), {"precision": "bf16-true"}),
     "efficient attention": (lambda: Scaled(attend), images((2, 4, 200, 64)), {}),
     "wide efficient attention": (
         lambda: Scaled(lambda x: F.scaled_dot_product_attention(x, x, x, x.new_zeros(256, 256))),
         images((2, 4, 256, 128)), {"precision": "bf16-true"},
+    ),
+    "repeated indices": (
+        lambda: nn.Sequential(Applied(lambda x: x[:1].expand_as(x)), nn.Embedding(100, 128)), {"x": ((4, 64), INT)}, {}
+    ),
+    "strided gradient of an embedding": (
+        lambda: nn.Sequential(nn.Embedding(100, 128), Applied(lambda x: x.transpose(1, 2) ** 2)),
+        {"x": ((4, 64), INT)}, {},
     ),
     "bag of embeddings": (partial(nn.EmbeddingBag, 5000, 128), {"x": ((256, 32), INT)}, {}),
     "softmax": (lambda: Scaled(lambda x: x.transpose(1, 2).softmax(-1)), {"x": ((8, 64, 512), FLOAT)}, {}),

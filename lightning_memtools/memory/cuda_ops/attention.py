@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend, efficient_mask
+from lightning_memtools.memory.cuda_ops.autocast import cast
 
 aten = torch.ops.aten
 
@@ -21,13 +24,7 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Compute scaled_dot_product_attention with the kernel that CUDA takes."""
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (
-            tensor.to(dtype) if tensor.dtype is torch.float32 else tensor for tensor in (query, key, value)
-        )
-        if attn_mask is not None and attn_mask.dtype is torch.float32:
-            attn_mask = attn_mask.to(dtype)
+    query, key, value, attn_mask = cast_by_autocast(query, key, value, attn_mask)
     backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
     if backend == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
@@ -39,6 +36,13 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
     return out
+
+
+def cast_by_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Return attention's inputs in autocast's lower precision, among whose operators it is, where autocast is on."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return tuple(cast(one, torch.get_autocast_dtype("cpu")) for one in tensors)
 
 
 def _unfused_with_dropout(  # noqa: PLR0917, as torch's

@@ -13,6 +13,7 @@ import torch
 from lightning_memtools._torch import (
     INTERPOLATIONS_IN_FLOAT,
     has_kernel,
+    is_dispatch_mode_active,
     operator_names,
     remove_kernels,
     without_autocast_on_cpu,
@@ -162,7 +163,7 @@ def _cast_to(operator: Any, choose: Callable[[list[torch.Tensor]], torch.dtype])
         with without_autocast_on_cpu():
             dtype = choose([one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)])
             return operator(
-                *(_cast(one, dtype) for one in args), **{name: _cast(one, dtype) for name, one in kwargs.items()}
+                *(cast(one, dtype) for one in args), **{name: cast(one, dtype) for name, one in kwargs.items()}
             )
 
     return run
@@ -178,7 +179,7 @@ def _to_float(operator: Any) -> Callable[..., Any]:
             if isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF and not says_dtype:
                 if len(args) > 2 and args[2] is None:  # noqa: PLR2004, the dtype, where it is given by position
                     args = args[:2]
-                if fused is not None and args[0].dtype is torch.float16:
+                if fused is not None and args[0].dtype is torch.float16 and is_dispatch_mode_active():
                     return fused(args[0], args[1], True)  # noqa: FBT003, torch's half_to_float
                 kwargs["dtype"] = torch.float32
             return operator(*args, **kwargs)
@@ -187,6 +188,7 @@ def _to_float(operator: Any) -> Callable[..., Any]:
 
 
 # From float16, and from that alone, CUDA's kernels make float32 without a copy of the input (ATen/native/SoftMax.cpp).
+# The CPU's kernels refuse to, so that only a mode that counts or fakes can run them (`ON_HOST` in kernels.py).
 _FUSED: dict[Any, Any] = {
     torch.ops.aten.softmax.int: torch.ops.aten._softmax,
     torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax,
@@ -205,7 +207,8 @@ def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
     return torch.float32 if any(tensor.dtype is torch.float32 for tensor in tensors) else half
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor in another type, as autocast casts it: not if it is no tensor of floats, nor if it is float64."""
     if isinstance(value, torch.Tensor) and value.dtype in _FLOATS:
         return value.to(dtype)
     return value

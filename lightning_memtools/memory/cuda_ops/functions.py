@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_memtools._torch import without_autocast_on_cpu
+from lightning_memtools.memory.convolution_workspaces import memory_format_of
 from lightning_memtools.memory.cuda_ops.attention import attention
+from lightning_memtools.memory.cuda_ops.autocast import cast
 from lightning_memtools.memory.cuda_ops.losses import FusedBce
-from lightning_memtools.memory.cuda_ops.normalizations import FusedRmsNorm
+from lightning_memtools.memory.cuda_ops.normalizations import FusedRmsNorm, is_native_batch_norm
 from lightning_memtools.memory.cuda_ops.recurrent import RECURRENT
 from lightning_memtools.memory.virtual.patches import Patches
 
@@ -61,7 +63,7 @@ def linear(original: Any, source: Any, weight: Any, bias: Any = None) -> Any:
         return original(source, weight, bias)
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        bias, weight, source = (_cast(one, dtype) for one in (bias, weight, source))  # in this order
+        bias, weight, source = (_cast_once(one, dtype) for one in (bias, weight, source))  # in this order
     with without_autocast_on_cpu():
         return torch.matmul(source, weight.t()).add_(bias)
 
@@ -69,12 +71,12 @@ def linear(original: Any, source: Any, weight: Any, bias: Any = None) -> Any:
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast_once(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast as autocast does, which keeps the casts of parameters until it ends (cached_cast, autocast_mode.cpp)."""
     if not (tensor.requires_grad and tensor.is_leaf and torch.is_autocast_cache_enabled()):
-        return tensor.to(dtype)
+        return cast(tensor, dtype)  # type: ignore[no-any-return]
     if id(tensor) not in _casts:
-        _casts[id(tensor)] = tensor, tensor.to(dtype)
+        _casts[id(tensor)] = tensor, cast(tensor, dtype)
     return _casts[id(tensor)][1]
 
 
@@ -106,6 +108,18 @@ def _group_norm(original: Any) -> Callable[..., Any]:
     return group_norm
 
 
+def _batch_norm(original: Any, place_of_weight: int) -> Callable[..., Any]:
+    """Return a batch_norm whose input is dense before autograd keeps it, where cuDNN runs (Normalization.cpp)."""
+
+    def batch_norm(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002, torch's name
+        weight = kwargs["weight"] if "weight" in kwargs else dict(enumerate(args)).get(place_of_weight - 1)
+        if not is_native_batch_norm(input, weight):
+            input = input.contiguous(memory_format=memory_format_of(input))  # noqa: A001, torch's name
+        return original(input, *args, **kwargs)
+
+    return batch_norm
+
+
 def _bce_with_logits(original: Any) -> Callable[..., Any]:
     def bce(source: torch.Tensor, target: torch.Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
         is_plain = not args and all(one is None for one in kwargs.values()) and not target.requires_grad
@@ -132,6 +146,7 @@ def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
     **{one: _group_norm(one) for one in (F.group_norm, torch.group_norm)},
+    **{one: _batch_norm(one, place) for one, place in ((F.batch_norm, 3), (torch.batch_norm, 1))},
     F.rms_norm: _rms_norm,
     F.binary_cross_entropy_with_logits: _bce_with_logits(F.binary_cross_entropy_with_logits),
     torch.rms_norm: _rms_norm,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -189,6 +190,25 @@ def softmax_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ..
     else:
         ledger.work_with(copy_bytes(gradient), copy_bytes(output))
     return out
+
+
+def _softmax_on_host(func: Any, source: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    return func(source.float() if half_to_float else source, dim, False)  # noqa: FBT003, torch's
+
+
+def _softmax_backward_on_host(func: Any, gradient: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+    return func(gradient, output, dim, gradient.dtype).to(dtype)
+
+
+ON_HOST: dict[Any, Callable[..., Any]] = {
+    one: partial(compute, one)
+    for compute, operators in (
+        (_softmax_on_host, (aten._softmax.default, aten._log_softmax.default)),
+        (_softmax_backward_on_host, (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)),
+    )
+    for one in operators
+}
+"""Computes on the host what its kernels refuse and CUDA's do: the softmax from float16 to float32, in one operator."""
 
 
 @instead_of(aten._foreach_norm.Scalar)

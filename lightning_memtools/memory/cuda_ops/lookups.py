@@ -18,15 +18,23 @@ _FEW_INDICES = 3072
 _MEAN, _MAX = 1, 2
 
 
+@instead_of(aten.embedding.default)
+def embedding(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies strided indices (Embedding.cpp)."""
+    with ledger.workspace(copy_bytes(args[1])):
+        return run(func, *args, **kwargs)
+
+
 @instead_of(aten.embedding_dense_backward.default)
 def embedding_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """More than 3072 indices are sorted, and summed in float32 piece by piece."""
+    """More than 3072 indices are sorted, and summed in float32 piece by piece. What is strided is copied."""
     gradient, indices, n_weights = args[:3]
 
     def make() -> Any:
         return run(func, *args, **kwargs)
 
-    return make() if indices.numel() <= _FEW_INDICES else _sum_sorted(ledger, make, indices, n_weights, gradient)
+    with ledger.workspace(copy_bytes(gradient), copy_bytes(indices)):
+        return make() if indices.numel() <= _FEW_INDICES else _sum_sorted(ledger, make, indices, n_weights, gradient)
 
 
 @instead_of(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)

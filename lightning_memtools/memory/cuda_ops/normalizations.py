@@ -27,7 +27,7 @@ _MOST_BLOCKS = 32_768
 def batch_norm(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Mean and 1/deviation are float32 for half inputs too; kernels for channels last leave parts of their sums."""
     source, weight = args[:2]
-    training, native = args[5], _is_native(source, weight)
+    training, native = args[5], is_native_batch_norm(source, weight)
     if not training and not native:  # there is nothing to keep
         return run(func, *args, **kwargs)
     out = run(aten.empty_like.default, source)
@@ -46,16 +46,17 @@ def batch_norm_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any,
     *_, training, _, wanted = args
     if not training:
         return run(func, *args, **kwargs)
-    if not _is_native(source, weight):
-        with ledger.workspace(copy_bytes(gradient, memory_format_of(source))):
-            return run(func, *args, **kwargs)
+    is_native = is_native_batch_norm(source, weight)
+    if not (is_native and _has_channels_last(source)):
+        copied = 0 if is_native else copy_bytes(gradient, memory_format_of(source))
+        with ledger.workspace(copied):
+            of_source, of_weight, of_bias = (
+                run(aten.empty_like.default, like) if one else None
+                for one, like in zip(wanted, (source, weight, weight), strict=True)
+            )
+        return of_source, of_weight, of_bias
     options = {"device": torch.device("cpu")}
     n_channels = source.shape[1]
-    of_source = None
-    if not _has_channels_last(source):
-        of_source = run(aten.empty_like.default, source) if wanted[0] else None
-        of_weight, of_bias = (run(aten.empty_like.default, weight) if one else None for one in wanted[1:])
-        return of_source, of_weight, of_bias
     with ledger.workspace(4 * n_channels, 4 * n_channels):  # sums of the gradient, and of its product with the input
         dtype = torch.float32 if weight is None else weight.dtype
         of_weight, of_bias = (
@@ -67,7 +68,7 @@ def batch_norm_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any,
     return of_source, of_weight, of_bias
 
 
-def _is_native(source: torch.Tensor, weight: torch.Tensor | None) -> bool:
+def is_native_batch_norm(source: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """Return whether torch's own kernels run and not cuDNN's (_select_batch_norm_backend of Normalization.cpp)."""
     by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
     return not by_cudnn or source.dim() == 2  # noqa: PLR2004, rows

@@ -22,6 +22,7 @@ from lightning_memtools._torch import (
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
 from lightning_memtools.memory.convolution_workspaces import CONVOLUTIONS, workspaces_of
 from lightning_memtools.memory.cuda_ops.kernel_table import kernels_on
+from lightning_memtools.memory.cuda_ops.kernels import ON_HOST
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import bytes_refused_by_host
 from lightning_memtools.memory.sizes import GpuShape
@@ -283,9 +284,10 @@ class AccountingMode(OperatorMode):
         if self._ledger.listener is not None:
             self._ledger.listener.on_operator(func)
         replacement = None if self.silent else self._replacements.get(func) or self._kernels.get(func)
+        compute = ON_HOST.get(func, func) if self._cuda_like and FakeTensor not in types else func
         if replacement is None:
             # In the same tuple: sums of gradients are known by how often a tensor is referred to.
-            return self.__torch_dispatch__(func, types, args, kwargs, as_it_is=True)
+            return self.__torch_dispatch__(compute, types, args, kwargs, as_it_is=True)
         if not _ORDINARY.issuperset(types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -299,22 +301,22 @@ class AccountingMode(OperatorMode):
             n = len(operator_schema(func).returns)
             return out[:n] if n > 1 and len(out) > n else out
         if not can_be_copied(args, kwargs):
-            return run(func, *args, **kwargs)
+            return run(compute, *args, **kwargs)
 
         def kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return replacement(self._ledger, run, func, args, kwargs)
 
-        return self._run_beside(kernel, run, func, args, kwargs)
+        return self._run_beside(kernel, run, compute, args, kwargs)
 
     def _run_beside(
-        self, kernel: Callable[..., Any], run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Any
+        self, kernel: Callable[..., Any], run: Callable[..., Any], compute: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Compute an operator on the host, and allocate what CUDA's kernel does for it."""
         if self._shadows is None:
             self._shadows = Shadows(self._ledger)
         self._purpose = self.place.purpose(args, kwargs)
         try:
-            pass_on = self._ask(self._shadows.run, kernel, args, kwargs)
+            _, pass_on = self._ask(self._shadows.run, kernel, args, kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # noqa: BLE001, the operator itself says what is wrong, or knows more than the kernel
@@ -322,8 +324,8 @@ class AccountingMode(OperatorMode):
         finally:
             self._purpose = None
         if pass_on is None:
-            return run(func, *args, **kwargs)
-        out = func(*args, **kwargs)
+            return run(compute, *args, **kwargs)
+        out = compute(*args, **kwargs)
         pass_on(out)
         return out
 
@@ -347,11 +349,11 @@ class AccountingMode(OperatorMode):
         self._purpose = self.place.purpose(args, kwargs)
         try:
             with without_dispatch_modes():  # this one too: kernels call it for what counts
-                pass_on = self._ask(self._shadows.run, kernel, args, kwargs)
+                made, pass_on = self._ask(self._shadows.run, kernel, args, kwargs)
         finally:
             self._purpose = None
         with self.silence():
-            out = compute()
+            out = tuple(map(_laid_out_as, compute(), made))
         pass_on(out)
         return out
 
@@ -429,6 +431,13 @@ class AccountingMode(OperatorMode):
         self.place.leave_step()
         # Raised outside of the handler above, where the new error would keep the old one alive as its context.
         raise self._error_of(failure)
+
+
+def _laid_out_as(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the strides of another of its shape: on them depends what has to be copied later."""
+    if one.shape != other.shape or one.stride() == other.stride():
+        return one
+    return one.new_empty_strided(one.shape, other.stride()).copy_(one)
 
 
 def _storage_state(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -66,8 +66,8 @@ class VirtualDevice:
         cublas_workspace: The workspace that cuBLAS takes at the first matrix product in forward, and once more in
             backward, which runs in another thread: "32MiB" on Hopper, "8519680B" on other GPUs. Nothing by default.
         cuda_like: Behave as on CUDA where CPU tensors behave otherwise: operators allocate what CUDA's kernels do,
-            dropout keeps a mask of bools, optimizers use foreach, and Adam's step counts stay on the host. Dropout then
-            draws other random numbers.
+            dropout keeps a mask of bools, autocast follows CUDA's lists, optimizers use foreach, and Adam's step counts
+            stay on the host. Dropout then draws other random numbers.
         record: Keep a trace of all events of the allocator, in `trace`.
 
     Raises:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_memtools._torch import FakeTensor
-from lightning_memtools.memory.cuda_ops.attention import attention
+from lightning_memtools._torch import FakeTensor, is_functorch_active
+from lightning_memtools.memory.cuda_ops.attention import attention, cast_by_autocast
 from lightning_memtools.memory.cuda_ops.attention_kernels import (
     ATTENTION_OF_CPU,
     ATTENTION_OF_CPU_BACKWARD,
@@ -26,6 +26,8 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 if TYPE_CHECKING:
     from lightning_memtools.memory.virtual.accounting_mode import AccountingMode
+
+_PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 
 
 def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) -> None:
@@ -53,16 +55,13 @@ def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) 
                 "scale": scale,
                 "enable_gqa": enable_gqa,
             }
-            is_plain = {type(one) for one in tensors} <= {Tensor, torch.nn.Parameter, FakeTensor}
+            # torch.func would need a rule of its own for each of its transforms.
+            is_plain = not is_functorch_active() and _PLAIN.issuperset(map(type, tensors))
             # A mask that has a gradient would need the gradient's memory too.
             learns_mask = attn_mask is not None and attn_mask.requires_grad
             if mode is None or mode.silent or learns_mask or not (is_plain and all(one.is_cpu for one in tensors)):
                 return original(query, key, value, attn_mask=attn_mask, **options)
-            if torch.is_autocast_enabled("cpu"):
-                dtype = torch.get_autocast_dtype("cpu")
-                query, key, value = (_cast(one, dtype) for one in (query, key, value))
-                if attn_mask is not None:
-                    attn_mask = _cast(attn_mask, dtype)
+            query, key, value, attn_mask = cast_by_autocast(query, key, value, attn_mask)
             backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
             if backend == "math":
                 return original(query, key, value, attn_mask=attn_mask, **options)
@@ -97,9 +96,8 @@ class FusedAttention(torch.autograd.Function):
                     one.detach().clone().requires_grad_(learns) for one in (query, key, value) if one is not None
                 ]
                 ctx.graph = original(*ctx.leaves, attn_mask=None if mask is None else mask.clone(), **options)
-            # As a fused kernel lays it out: merging the heads, which comes next, needs no copy.
-            out = torch.empty_like(ctx.graph.detach().transpose(1, 2), memory_format=torch.contiguous_format)
-            return out.transpose(1, 2).copy_(ctx.graph.detach()), torch.zeros(query.shape[:3])
+            # A copy also where it is laid out already as a kernel does: the graph lives longer than the result.
+            return ctx.graph.detach().clone(), torch.zeros(query.shape[:3])
 
         ctx.mode, ctx.scale = mode, options["scale"]
         ctx.rest = options["dropout_p"], options["is_causal"]
@@ -128,8 +126,3 @@ class FusedAttention(torch.autograd.Function):
 
 def _as_it_is(one: Tensor) -> Tensor:
     return one
-
-
-def _cast(one: Tensor, dtype: torch.dtype) -> Tensor:
-    # As autocast does, which leaves float64 alone.
-    return one.to(dtype) if one.is_floating_point() and one.dtype is not torch.float64 else one

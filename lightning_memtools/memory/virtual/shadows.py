@@ -31,8 +31,10 @@ class Shadows:
         self._ledger = ledger
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def run(self, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None]:
-        """Call a kernel with copies, and return a function that gives the memory of its results to the real ones."""
+    def run(
+        self, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Callable[[Any], None]]:
+        """Call a kernel with copies; return its results, and a function that gives their memory to the real ones."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fake_args = self._copied(args, copies)
         fake_kwargs = {name: self._copied(value, copies) for name, value in kwargs.items()}
@@ -55,7 +57,7 @@ class Shadows:
                 if entry is not None and not is_known:
                     self._ledger.pass_on(entry, storage)
 
-        return pass_on
+        return made, pass_on
 
     # No closure: it would refer to itself, and so keep the tensors until Python collects garbage.
     def _copied(self, value: Any, copies: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindMode
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.fused_attention import fuse_attention
@@ -175,7 +177,7 @@ class DeviceHooks:
         find: Returns the accounting mode of the thread that calls it.
         seen: Called with each optimizer that takes a step.
         run_counted: Runs a new thread's work with an accounting mode.
-        cuda_like: Make dropout and optimizers behave as on CUDA.
+        cuda_like: Make dropout, autocast, attention and optimizers behave as on CUDA.
     """
 
     def __init__(
@@ -193,6 +195,7 @@ class DeviceHooks:
         self._patches = Patches()
         self._hooks: list[RemovableHandle] = []
         self._compilation = EagerCompilation()
+        self._autocast = ExitStack()
 
     def begin(self) -> None:
         """Replace the functions and add the hooks."""
@@ -208,12 +211,14 @@ class DeviceHooks:
         self._compilation.begin(patches)
         if self._cuda_like:
             behave_like_cuda(patches)
+            self._autocast.enter_context(cuda_autocast())
             fuse_attention(patches, find)
         self._hooks += watch_registrations(find)
         self._hooks += watch_optimizers(find, self._seen)
 
     def end(self) -> None:
         """Restore torch; calling this twice does no harm."""
+        self._autocast.close()
         self._patches.undo()
         self._compilation.end()
         while self._hooks:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.memory.cuda_ops.reductions import workspaces
 from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -29,7 +30,10 @@ def gradients(name: str, device: VirtualDevice | None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", WITHOUT_DROPOUT)
 def test_numbers_are_those_of_the_cpu_to_the_bit(name: str) -> None:
-    plain, cuda_like = gradients(name, None), gradients(name, VirtualDevice(cuda_like=True))
+    """Under autocast, those of the CPU that casts by CUDA's lists."""
+    with cuda_autocast() if name == "autocast" else contextlib.nullcontext():
+        plain = gradients(name, None)
+    cuda_like = gradients(name, VirtualDevice(cuda_like=True))
     assert len(plain) == len(cuda_like) > 2
     assert all(torch.equal(one, other) for one, other in zip(plain, cuda_like, strict=True))
 

@@ -148,3 +148,19 @@ def test_autocast_leaves_float64_alone():
     query = torch.randn(1, 2, 8, 8, dtype=torch.float64)
     with VirtualDevice(cuda_like=True), torch.autocast("cpu"):
         assert F.scaled_dot_product_attention(query, query, query).dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented")
+def test_functions_that_torch_func_transforms_are_left_to_the_cpu():
+    query = torch.randn(3, 2, 4, 8, 16)
+
+    def attend(one):
+        return F.scaled_dot_product_attention(one, one, one)
+
+    def slope(one):
+        return torch.func.grad(lambda given: attend(given).square().sum())(one)
+
+    expected = torch.func.vmap(attend)(query), torch.func.vmap(slope)(query)
+    with VirtualDevice(cuda_like=True):
+        found = torch.func.vmap(attend)(query), torch.func.vmap(slope)(query)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))

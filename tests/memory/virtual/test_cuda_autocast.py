@@ -1,0 +1,94 @@
+"""Autocast on a device like CUDA: CUDA's lists of operators, on real tensors that the CPU computes with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools._torch import FakeTensorMode
+from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
+from tests.memory.virtual.reading import allocated, peak
+
+
+def types_of_results(half):
+    source = torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=half):
+        product = F.linear(source, torch.randn(8, 8))
+        return product.dtype, F.layer_norm(product, [8]).dtype, product.softmax(-1).dtype, product.pow(2).dtype
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_results_have_the_types_that_they_have_on_cuda(half):
+    on_cpu = types_of_results(half)
+    with VirtualDevice(cuda_like=True) as device:
+        assert types_of_results(half) == (half, torch.float32, torch.float32, torch.float32)
+        with device.suspended():
+            assert types_of_results(half) == on_cpu
+    with VirtualDevice():
+        assert types_of_results(half) == on_cpu
+    assert types_of_results(half) == on_cpu != (half, torch.float32, torch.float32, torch.float32)
+
+
+def test_autocast_for_cuda_acts_on_the_tensors_that_stand_for_cudas():
+    before = torch.autocast.__init__
+    with VirtualDevice(cuda_like=True), torch.autocast("cuda", dtype=torch.float16):
+        assert (torch.randn(4, 4) @ torch.randn(4, 4)).dtype is torch.float16
+    assert torch.autocast.__init__ is before
+
+
+def test_what_cuda_refuses_is_refused():
+    with (
+        VirtualDevice(cuda_like=True),
+        torch.autocast("cpu"),
+        pytest.raises(RuntimeError, match="BCEWithLogitsLoss"),
+    ):
+        nn.BCELoss()(torch.rand(4), torch.rand(4))
+
+
+@pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
+def test_a_softmax_of_float16_makes_float32_without_a_copy_of_its_input(function):
+    logits = torch.randn(64, 1000).half()
+    weight = torch.randn(64, 1000)
+
+    def differentiated(given):
+        out = function(given, -1)
+        return out.detach(), *torch.autograd.grad((out * weight).sum(), given)
+
+    expected, gradient = differentiated(logits.float().requires_grad_())
+    with VirtualDevice(cuda_like=True) as device, torch.autocast("cpu", dtype=torch.float16):
+        given = logits.clone().requires_grad_()
+        before = allocated(device)
+        device.reset_peaks()
+        out = function(given, -1)
+        assert peak(device) == allocated(device) == before + 4 * 64 * 1000
+        del out
+        found, half_gradient = differentiated(given)
+        with device.host():
+            assert torch.equal(function(given, -1).detach(), expected)
+    assert torch.equal(found, expected)
+    assert half_gradient.dtype is torch.float16
+    assert torch.equal(half_gradient, gradient.half())
+
+
+def test_attention_casts_as_autocast_does_on_real_and_on_fake_tensors():
+    """Everything but float64, halves of the other kind among them (cached_cast, autocast_mode.h)."""
+    seen = []
+
+    def attend(half):
+        with torch.autocast("cpu", dtype=half):
+            for given in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+                query = torch.zeros(1, 2, 8, 8, dtype=given)
+                seen.append(F.scaled_dot_product_attention(query, query, query).dtype)
+
+    for half in (torch.float16, torch.bfloat16):
+        with VirtualDevice(cuda_like=True):
+            attend(half)
+        with FakeTensorMode(), VirtualDevice(cuda_like=True):
+            attend(half)
+        with FakeTensorMode(), VirtualDevice(cuda_like=True), CudaFunctions():
+            attend(half)
+        assert seen == 3 * [half, half, half, torch.float64]
+        seen.clear()
