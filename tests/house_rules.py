@@ -205,6 +205,15 @@ def duplicate_classes() -> Found:
     return {name: where for name, where in places.items() if len(where) > 1}
 
 
+def duplicate_files() -> Found:
+    """Return the names that more than one file of the package has."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sources():
+        if not path.name.startswith("__"):
+            places[path.name].append(name_of(path))
+    return {name: where for name, where in places.items() if len(where) > 1}
+
+
 def questioning_docstrings() -> Found:
     """Return the docstrings that begin with a question word instead of saying what the thing does or returns."""
     found = {
@@ -223,6 +232,7 @@ RULES = {
     "PRIVATE_NAMES": private_names,
     "SUPPRESSED_PRIVATE_ACCESS": suppressed_private_access,
     "DUPLICATE_CLASSES": duplicate_classes,
+    "DUPLICATE_FILES": duplicate_files,
     "QUESTIONING_DOCSTRINGS": questioning_docstrings,
 }
 

@@ -7,5 +7,6 @@ PENDING: dict[str, set[str]] = {
     "PRIVATE_NAMES": set(),
     "SUPPRESSED_PRIVATE_ACCESS": set(),
     "DUPLICATE_CLASSES": set(),
+    "DUPLICATE_FILES": set(),
     "QUESTIONING_DOCSTRINGS": set(),
 }

@@ -31,8 +31,8 @@ from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.sizes import GpuShape, context_bytes, known_gpus
-from lightning_memtools.null_cuda.convolutions import convolutions_in, growth_with_workspaces
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS
+from lightning_memtools.null_cuda.recorded_convolutions import convolutions_in, growth_with_workspaces
 from lightning_memtools.null_cuda.stubs import DryRunError
 
 _LAYERS = 20

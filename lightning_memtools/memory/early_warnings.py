@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
-from lightning_memtools.memory.allocator.replay import replay
+from lightning_memtools.memory.allocator.trace_replay import replay
 from lightning_memtools.memory.peaks import MemoryPoint
 from lightning_memtools.memory.sizes import format_size
 

@@ -32,8 +32,8 @@ from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.step_snapshot import ModuleLabels
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
-from lightning_memtools.null_cuda.convolutions import convolutions_in, workspaces_after
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, computes_nothing
+from lightning_memtools.null_cuda.recorded_convolutions import convolutions_in, workspaces_after
 from lightning_memtools.simulation.attention_masks import masks_by_their_values, note_values
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.simulation.one_rank import Placement, one_rank

@@ -13,8 +13,8 @@ from lightning_memtools.memory.allocator.memory_snapshot import (
     take_snapshot,
     write_snapshot,
 )
-from lightning_memtools.memory.allocator.replay import ReplayedTrace, replay, replay_on
 from lightning_memtools.memory.allocator.simulated_oom import SimulatedOutOfMemory
+from lightning_memtools.memory.allocator.trace_replay import ReplayedTrace, replay, replay_on
 
 __all__ = [
     "AllocationTrace",

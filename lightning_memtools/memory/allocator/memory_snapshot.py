@@ -22,7 +22,7 @@ from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
 from lightning_memtools.memory.allocator.block_rounding import ROUNDUP_INTERVALS
 from lightning_memtools.memory.allocator.blocks import ALLOCATED, FREE, UNMAPPED, WAITING, Block, FreeBlocks, Segment
 from lightning_memtools.memory.allocator.caching_allocator import CachingAllocator
-from lightning_memtools.memory.allocator.replay import replay
+from lightning_memtools.memory.allocator.trace_replay import replay
 from lightning_memtools.tensorboard_plugin.snapshot_file import live_at_start
 
 _STATES = {ALLOCATED: "active_allocated", WAITING: "active_pending_free", FREE: "inactive"}
