@@ -21,8 +21,11 @@ _POLICIES = (
     "every block, selective by operator",
     "checkpoint_sequential",
 )
-TRANSFORMERS = ("GPT-2", "BERT", "Llama", "T5", "ViT")
-"""Models whose blocks are alike and as wide as their input: the goal of 8 times less is theirs."""
+_WANTED = (
+    *("GPT-2 small", "BERT base", "Llama 0.25B", "T5 small", "ViT-B/16 (transformers)", "Swin-T (transformers)"),
+    *("ViT-B/16 (timm)", "Swin-T (timm)", "ConvNeXt-T (timm)", "EfficientNet-B0 (timm)", "RegNetY-4GF (timm)"),
+    *("DenseNet-121 (timm)", "HRNet-W48 (timm)", "ResNet-50", "DeepLabV3 (ResNet-50)", "U-Net"),
+)
 
 
 def models(name: str = "checkpointing_switches") -> dict[str, Any]:
@@ -110,9 +113,11 @@ def _of_switches(found: Mapping[str, Any]) -> str:
     lower = sum(one <= 0.85 for one in measured.values())
     failed = sum(len(model["failed"]) for model in found.values())
     names = "; ".join(f"{name}, {switch}: {one - 1:+.1%}" for (name, switch), one in above.items())
+    missing = ", ".join(name for name in _WANTED if name not in found)
     counts = (
         f"Of {len(measured)} switches and policies that ran ({failed} failed), plans are not above "
         f"{len(measured) - len(above)}, and at least 15% below {lower}. Above: {names or 'none'}."
+        f"{f' Not measured: {missing}.' if missing else ''}"
     )
     return "\n\n".join([_switches(found), counts, _division(found)]) + "\n"
 
@@ -121,7 +126,7 @@ def _switches(found: Mapping[str, Any]) -> str:
     heads = ["model", "plain, MiB", "default plan", "own switch / plan", "every block / plan", "every second / plan"]
     heads += ["selective / plan", "checkpoint_sequential / plan", "planning, s"]
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
-    for name, model in found.items():
+    for name, model in _in_order(found).items():
         own = next((one for one in _OWN if one in model["switches"] or one in model["failed"]), "")
         cells = [_beside(model, switch) for switch in (own, *_POLICIES)]
         seconds = f"{model['default']['processor_seconds']:.1f}"
@@ -135,11 +140,15 @@ def _division(found: Mapping[str, Any]) -> str:
         ["model", "FLOPs", "less activation memory", "with `linear_cross_entropy`"],
         ["---", "---:", "---:", "---:"],
     ]
-    for name, model in found.items():
+    for name, model in _in_order(found).items():
         alone, chunked = divided(model)
         flops = model["a third more flops"]["flops"] / model["plain"]["flops"]
         lines.append([name, f"{flops:.2f}x", f"{alone:.1f}x", "" if chunked is None else f"{chunked:.1f}x"])
     return _lines(lines)
+
+
+def _in_order(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in _WANTED if name in found}
 
 
 def _beside(model: Mapping[str, Any], switch: str) -> str:

@@ -12,7 +12,7 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.step_profile import predict, profile_step
-from tests.checkpointing_docs import PAGE, sentences, shown, texts
+from tests.checkpointing_docs import PAGE, divided, models, ratios, sentences, shown, texts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = json.loads((BENCHMARKS / "results" / "checkpointing.json").read_text())
@@ -120,3 +120,17 @@ def test_the_page_shows_what_was_measured_beside_switches_and_bit_for_bit():
     for name, said in sentences().items():
         page = " ".join((PAGE.parent / f"{name}.md").read_text("utf-8").split())
         assert [one for one in said if one not in page] == []
+
+
+def test_plans_are_beside_or_below_what_users_have():
+    measured = ratios(models())
+    assert max(measured.values()) < 1.02
+    assert sum(one <= 1 for one in measured.values()) >= 0.85 * len(measured)
+    assert sum(one <= 0.85 for one in measured.values()) >= 0.45 * len(measured)
+
+
+@pytest.mark.parametrize("name", ["GPT-2 small", "BERT base", "ViT-B/16 (timm)", "ViT-B/16 (transformers)"])
+def test_transformers_need_an_eighth_of_the_activations_where_logits_do_not_bound_them(name):
+    model = models()[name]
+    assert model["a third more flops"]["flops"] <= 1.33 * model["plain"]["flops"]
+    assert max(one for one in divided(model) if one is not None) >= 8
