@@ -83,6 +83,17 @@ class FakeMaker:
         vars(fake).update(attributes)
         return fake
 
+    def number(self, value: torch.Tensor) -> FakeTensor:
+        """Returns the fake of a new number, whose value stays known, as the mode makes it of `torch.tensor`'s."""
+        with without_torch_dispatch():
+            kept = value.clone()
+            fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
+        fake.constant = kept
+        converter = self._mode.fake_tensor_converter
+        converter.set_tensor_memo(kept, fake)
+        converter.add_constant_storage_mapping(fake)
+        return fake
+
 
 # --- modules
 
@@ -372,6 +383,7 @@ COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 )
 
+LIFT_FRESH = torch.ops.aten.lift_fresh.default  # the operator with which `torch.tensor` ends
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default  # the operator that `.item()` runs
 DEVICE_OF = torch.ops.prim.device.default  # torch's own code asks with it for a fake tensor's device, all the time
 

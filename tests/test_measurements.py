@@ -64,3 +64,19 @@ def test_the_table_of_growth_is_that_of_the_results():
         assert one["exponent"] <= 1
         sizes, costs = (", ".join(f"{value:g}" for value in values) for values in (one["sizes"], one["processor_ms"]))
         assert f"| {name} | {one['size']}: {sizes} | {costs} | {one['exponent']} |" in GROWTH
+
+
+def test_the_row_of_faults_counts_equal_ends_and_says_the_latest():
+    faults = RESULTS["faults"]["faults"]
+
+    def equal(kind: str) -> int:
+        return sum(seen[kind]["exit"] == seen["without"]["exit"] for seen in faults.values())
+
+    def latest_s(kind: str) -> float:
+        return float(max(max(seen[kind]["seconds"]) - max(seen["without"]["seconds"]) for seen in faults.values()))
+
+    assert (
+        f"{equal('with')} of {len(faults)} faults with the default callbacks, the latest {latest_s('with'):.0f} s"
+        in PAGE
+    )
+    assert f"{equal('every')} of {len(faults)}, the latest {latest_s('every'):.0f} s later" in PAGE

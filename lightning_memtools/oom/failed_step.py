@@ -147,7 +147,7 @@ class FailedStep:
         *,
         precision: PrecisionName | None = None,
         accumulate: int | None = None,
-        optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer] | Optimizer | None = None,
         plan: CheckpointPlan | None = None,
     ) -> MemoryEstimate:
         """Trace the failed step again, with something changed.
@@ -156,7 +156,7 @@ class FailedStep:
             size: Another batch size.
             precision: Another precision.
             accumulate: Another number of batches per optimizer step.
-            optimizer: Makes another optimizer.
+            optimizer: Another optimizer, or a function that makes it.
             plan: Another checkpoint plan.
 
         Raises:

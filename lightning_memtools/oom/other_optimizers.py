@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -13,7 +11,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-_FUSED = (Adam, AdamW, SGD, Adagrad)
+from lightning_memtools._torch import has_kernel
+from lightning_memtools.simulation.fakes import copy_optimizer
+
+# Adagrad's fused form is for the CPU alone in older versions of torch.
+_FUSED = (Adam, AdamW, SGD, *((Adagrad,) if has_kernel("aten::_fused_adagrad_", "CUDA") else ()))
 # bitsandbytes: smaller parameters keep states in float32, larger ones have one float32 for each block of them.
 _LEAST_IN_8_BIT = 4096
 _BLOCK = 256
@@ -27,14 +29,14 @@ class OtherOptimizer:
         title: The change in a few words.
         code: The code to write in the program.
         cost: What it costs: the more it changes the result of training, the higher.
-        make: Makes one for parameters.
+        make: Makes one for parameters; or the optimizer itself, over those of the failed step.
         note: A remark on how it was traced.
     """
 
     title: str
     code: str
     cost: float
-    make: Callable[[list[Parameter]], Optimizer]
+    make: Callable[[list[Parameter]], Optimizer] | Optimizer
     note: str = ""
 
 
@@ -46,10 +48,11 @@ def fused_form(optimizer: Optimizer) -> OtherOptimizer | None:
     ):
         return None
 
-    accepted = signature(type(optimizer)).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    make = partial(type(optimizer), **settings | {"fused": True, "foreach": None})
-    return OtherOptimizer(f"Use the fused form of {name}", f"torch.optim.{name}(..., fused=True)", 0.1, make)
+    # A copy keeps the settings of each group. Its constructor would read learning rates that are tensors.
+    fused = copy_optimizer(optimizer, lambda tensor: tensor, with_state=False)
+    for group in fused.param_groups:
+        group |= {"fused": True, "foreach": None}
+    return OtherOptimizer(f"Use the fused form of {name}", f"torch.optim.{name}(..., fused=True)", 0.1, fused)
 
 
 def smaller_states(optimizer: Optimizer) -> Iterator[OtherOptimizer]:
@@ -57,15 +60,15 @@ def smaller_states(optimizer: Optimizer) -> Iterator[OtherOptimizer]:
     if isinstance(optimizer, SGD):
         return
     title = f"Use an optimizer with a smaller state than {type(optimizer).__name__}'s"
-    sgd = OtherOptimizer(title, "torch.optim.SGD(parameters, momentum=0.9, ...)", 4.0, _sgd)
+    sgd = OtherOptimizer(f"{title}: SGD", "torch.optim.SGD(parameters, momentum=0.9, ...)", 4.0, _sgd)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if type(optimizer) not in {Adam, AdamW} or any(group.get("amsgrad") for group in optimizer.param_groups):
         yield sgd  # bitsandbytes refuses amsgrad
         return
 
-    name = f"bitsandbytes.optim.{type(optimizer).__name__}8bit"
+    name = f"{type(optimizer).__name__}8bit"
     note = "the bytes of its states are counted; bitsandbytes itself was not run"
-    eight = OtherOptimizer(title, f"{name}(parameters, ...)", 2.0, EightBitStates, note)
+    eight = OtherOptimizer(f"{title}: {name}", f"bitsandbytes.optim.{name}(parameters, ...)", 2.0, EightBitStates, note)
     n_sgd = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     yield from (eight, sgd) if sum(map(_n_bytes_in_8_bit, parameters)) <= n_sgd else (sgd, eight)
 

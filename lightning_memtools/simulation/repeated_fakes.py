@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import (
+    LIFT_FRESH,
+    LOCAL_SCALAR,
     FakeMaker,
     FakeTensor,
     FakeTensorMode,
@@ -62,6 +64,8 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
+        if args and not kwargs and (number := self._of_number(func, *args)) is not None:
+            return number
         if _is_view(func) and _note(args[0], []):
             return self._view(func, args, kwargs)
         if func is _LAYER_NORM_BACKWARD:
@@ -79,11 +83,31 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
             return out
         if known is None:
             return func(*args, **kwargs)
-        if known == "the first argument":
-            return args[0]
-        is_one, made = known
+        return args[0] if known == "the first argument" else self._made(*known)
+
+    def _made(self, is_one: bool, made: list[Made | None]) -> Any:
         found = [None if one is None else self._make(*one) for one in made]
         return found[0] if is_one else tuple(found)
+
+    def _of_number(self, func: Any, first: Any, *others: Any) -> Any:
+        """Returns the result of an operator on one number whose value is known; None for any other operator.
+
+        Optimizers count their steps in such numbers, one for each parameter: in many a step these would take more time
+        than all the rest.
+        """
+        if func is LIFT_FRESH:
+            is_number = type(first) is Tensor and first.shape == () and first.is_cpu and not first.requires_grad
+            return self._fake.number(first) if is_number else None
+        if type(first) is not FakeTensor or first.constant is None:
+            return None
+        if func is LOCAL_SCALAR:
+            with without_torch_dispatch():
+                return first.constant.item()
+        if _is_repeatable(func) and operator_schema(func).is_mutable and {int, float}.issuperset(map(type, others)):
+            with without_torch_dispatch():
+                func(first.constant, *others)
+            return first
+        return None
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A fake is a meta tensor underneath, whose kernels for views take a few microseconds.

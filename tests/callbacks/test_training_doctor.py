@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +133,17 @@ def test_after_its_steps_it_holds_nothing_and_does_nothing(tmp_path):
     class Looks(L.Callback):
         def __init__(self, doctor: TrainingDoctor) -> None:
             self.doctor = doctor
-            self.seen: list[tuple[bool, int, float]] = []
+            self.seen: list[tuple[bool, int, list[str]]] = []
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            began = time.perf_counter()
-            for _ in range(100):
-                self.doctor.on_before_backward(trainer, module, torch.zeros(()))
-            self.seen.append((self.doctor._examination is None, hooks_of(module), time.perf_counter() - began))
+            calls: list[str] = []
+            loss = torch.zeros(())
+            sys.setprofile(lambda _, event, __: calls.append(event) if event.endswith("call") else None)
+            try:
+                self.doctor.on_before_backward(trainer, module, loss)
+            finally:
+                sys.setprofile(None)
+            self.seen.append((self.doctor._examination is None, hooks_of(module), calls))
 
     doctor = TrainingDoctor(steps=3)
     looks = Looks(doctor)
@@ -147,7 +151,9 @@ def test_after_its_steps_it_holds_nothing_and_does_nothing(tmp_path):
     run.fit(Regression(), loader(64), loader(16))
     assert [gone for gone, _, _ in looks.seen] == [False] * 2 + [True] * 6
     assert {hooks for _, hooks, _ in looks.seen} == {0}
-    assert min(took for _, _, took in looks.seen[3:]) < 0.005
+    # A few calls of Python: the hook, what Lightning or torch wraps it in, and setprofile itself.
+    assert max(len(calls) for _, _, calls in looks.seen[3:]) <= 4
+    assert len(looks.seen[0][2]) > 20
     assert doctor.report.steps == 3
 
 

@@ -227,6 +227,8 @@ def train(name: str, root: Path, rank: int, kind: str) -> None:
 
 
 def rank_process(name: str, root: Path, rank: int, port: int, kind: str) -> None:
+    # A process that a shell starts in the background ignores Ctrl-C, and its children do.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with (root / f"rank{rank}.txt").open("w", buffering=1) as log:
         os.dup2(log.fileno(), 1)

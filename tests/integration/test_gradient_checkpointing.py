@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-import time
 import warnings
 from pathlib import Path
 
@@ -296,11 +295,8 @@ def test_long_planning_says_so_and_is_ended_by_a_signal(sent, tmp_path):
             said.append(line)
             if line.startswith("GradientCheckpointing is "):
                 break
-        begin = time.monotonic()
         process.send_signal(sent)
-        said += process.communicate(timeout=60)[0].splitlines()
-        seconds = time.monotonic() - begin
+        said += process.communicate(timeout=300)[0].splitlines()
     assert re.search(r"GradientCheckpointing is (tracing a step|choosing what).* \(\d+ s so far\)", "".join(said)), said
-    assert "fit is over" not in said
+    assert not {"a step ran", "fit is over"} & set(said)  # planning itself was ended
     assert process.returncode == (0 if sent == signal.SIGTERM else 1), said  # as Lightning ends between two batches
-    assert seconds < 20

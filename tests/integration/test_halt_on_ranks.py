@@ -36,10 +36,9 @@ HALTING = [name for name in SCENARIOS if not name.startswith("skipped")]
 
 
 @pytest.mark.parametrize("name", HALTING)
-def test_both_ranks_halt_at_the_same_step_within_thirty_seconds(name, seen):
+def test_both_ranks_halt_at_the_same_step_and_wait_for_no_collective(name, seen):
     zero, one = seen[name]
-    assert zero["seconds"] < 30
-    assert one["seconds"] < 30
+    assert max(zero["seconds"], one["seconds"]) < 120  # a collective that the other rank misses takes half an hour
     expected = {"validation": 7, "accumulation": 1}.get(name, BAD)
     assert zero["step"] == one["step"] == expected
     assert zero["message"] == one["message"]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memtools._torch import has_kernel
+from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom import combined_advice
 from lightning_memtools.oom.advice_checks import AdviceChecks
@@ -21,7 +23,7 @@ from lightning_memtools.oom.failure_facts import (
     MemorySplit,
     sizes_only,
 )
-from lightning_memtools.oom.other_optimizers import EightBitStates, smaller_states
+from lightning_memtools.oom.other_optimizers import EightBitStates, fused_form, smaller_states
 from lightning_memtools.oom.report_page import ActionKind
 from lightning_memtools.oom.step_trials import NOT_REACHED, Deadline, OutOfTimeError, StepTrials
 from tests.oom_models import Layers
@@ -131,6 +133,7 @@ def test_states_of_8_bit_are_those_of_bitsandbytes() -> None:
     model = nn.Linear(1024, 64)  # its bias is too small to be kept in 8 bits
     (optimizer, _) = smaller_states(torch.optim.AdamW(model.parameters()))
     assert optimizer.code == "bitsandbytes.optim.AdamW8bit(parameters, ...)"
+    assert not isinstance(optimizer.make, torch.optim.Optimizer)
     made = optimizer.make(list(model.parameters()))
     for _ in range(2):
         model(torch.ones(2, 1024)).sum().backward()
@@ -297,3 +300,30 @@ def test_repeated_blocks_are_recomputed_where_there_is_no_sequential() -> None:
     assert action.code == "GradientCheckpointing()"  # it finds the blocks of a list by itself
     assert "`blocks.0`" in action.title
     assert action.saved > 0
+
+
+def test_the_fused_form_keeps_the_settings_of_each_group_and_learning_rates_that_are_tensors() -> None:
+    model = Weighty(2, 64)
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.net[0].parameters())},
+        {"params": list(model.net[1].parameters()), "amsgrad": True},
+    ]
+    optimizer = torch.optim.Adam(groups, lr=torch.tensor(1e-3), capturable=True)
+    fused = fused_form(optimizer)
+    assert fused is not None
+    made = estimate_memory(model, torch.ones(4, 64), optimizer=fused.make, accumulate=2, precision="bf16-mixed")
+    matrix, bias = 4 * 64 * 64, 512  # blocks are multiples of 512 bytes
+    states = (2 + 3) * (matrix + bias) + 4 * 512  # of four parameters; amsgrad has a third, and each a count
+    assert max(made.timeline.parts["optimizer"]) == states
+    assert not any(group["fused"] for group in optimizer.param_groups)
+
+
+def test_a_fused_adagrad_is_advised_only_where_torch_has_its_kernel_for_the_gpu() -> None:
+    found = fused_form(torch.optim.Adagrad(Weighty(2).parameters()))
+    assert (found is not None) == has_kernel("aten::_fused_adagrad_", "CUDA")
+
+
+def test_two_optimizers_with_smaller_states_have_titles_of_their_own() -> None:
+    first, second = smaller_states(torch.optim.AdamW(Weighty(2).parameters()))
+    assert first.title == "Use an optimizer with a smaller state than AdamW's: AdamW8bit"
+    assert second.title == "Use an optimizer with a smaller state than AdamW's: SGD"

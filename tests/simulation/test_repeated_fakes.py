@@ -196,3 +196,71 @@ def test_another_thread_may_forget_what_is_known_at_any_time(monkeypatch):
         for _ in range(3):
             assert torch.ones(2, 3).shape == (2, 3)
     assert len(known) == 1  # made anew the third time
+
+
+def of_numbers():
+    """What becomes of numbers and of their changes."""
+    steps = torch.tensor(0.0, dtype=torch.float32)
+    same = steps.detach()
+    seen = [steps, steps.item()]
+    steps += 1
+    steps.mul_(3).sub_(0.5)
+    seen += [steps.item(), same.item(), same._version, (steps + 1).item(), torch.sqrt(steps), int(steps)]
+    whole = torch.tensor(3)
+    assert whole.add_(1) is whole
+    seen += [
+        whole,
+        whole.item(),
+        bool(whole == 4),
+        torch.tensor([1, 2]),
+        torch.tensor([[5]]),
+        torch.tensor(1.5).double(),
+    ]
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        whole.mul_(0.5)
+    steps.add_(torch.ones(()).mul(2))  # of a value that is not known
+    try:
+        seen.append(steps.item())
+    except Exception as error:  # noqa: BLE001, the kind is what is compared
+        seen.append(type(error).__name__)
+    return seen
+
+
+def test_numbers_have_the_values_that_the_mode_gives_them():
+    def told(seen):
+        return [
+            (described(one, []), None if one.constant is None else one.constant.tolist())
+            if isinstance(one, FakeTensor)
+            else one
+            for one in seen
+        ]
+
+    with fake_mode() as mode:
+        plain = of_numbers()
+        with RepeatedFakes(mode):
+            found = of_numbers()
+    assert told(found) == told(plain)
+    assert found[2:4] == [2.5, 2.5]
+
+
+def test_a_step_of_adam_asks_the_mode_for_no_count_of_steps():
+    class Asked(OperatorMode):
+        def __init__(self):
+            super().__init__()
+            self.number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += 1
+            return func(*args, **(kwargs or {}))
+
+    with fake_mode() as mode:
+        parameters = [nn.Parameter(torch.ones(3)) for _ in range(50)]
+        for one in parameters:
+            one.grad = torch.ones(3)
+        optimizer = torch.optim.Adam(parameters, foreach=False)
+        with Asked() as asked, RepeatedFakes(mode):
+            optimizer.step()
+            asked.number = 0
+            optimizer.step()
+    assert asked.number < 10 < len(parameters)  # two operators whose factors differ from step to step, once for all
+    assert optimizer.state[parameters[0]]["step"].item() == 2

@@ -76,11 +76,6 @@ def _bincount(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwa
 SIZED[aten.bincount.default] = _bincount
 
 
-def _device(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the device that a fake tensor has, for which optimizers ask a dozen times per parameter."""
-    return args[0].fake_device if isinstance(args[0], FakeTensor) else run(func, *args, **kwargs)
-
-
 def _nothing(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Leave an operator in place on lists out, half of the time of a fake optimizer's step: it makes no tensor.
 
@@ -98,7 +93,6 @@ _IN_PLACE = (
     aten._foreach_copy_, aten._foreach_pow_, aten._foreach_reciprocal_, aten._foreach_sign_,
 )  # fmt: skip
 UNNEEDED: dict[Any, Any] = {
-    torch.ops.prim.device.default: _device,
     **{getattr(one, name): _nothing for one in _IN_PLACE for name in one.overloads()},  # type: ignore[no-untyped-call]
 }
 """Operators that need not run on fake tensors."""

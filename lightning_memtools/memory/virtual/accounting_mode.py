@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memtools._torch import (
+    DEVICE_OF,
     FakeTensor,
     OperatorMode,
     in_backward,
@@ -51,6 +52,7 @@ from lightning_memtools.memory.virtual.storages import flat, is_among, on_device
 # operators that they then call on the tensors inside come here.
 _ORDINARY = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 _kinds: dict[Any, OperatorKind] = {}
+_ZEROS = torch.ops.aten.zeros.default
 
 
 OperatorReplacement = Callable[[VirtualLedger, Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -111,7 +113,7 @@ class AccountingMode(OperatorMode):
             kind = _kinds[func] = kind_of(func)
         if kind is OperatorKind.NOTHING:
             return func(*args, **kwargs)
-        if kind is not OperatorKind.FRESH or self.silent:
+        if kind is not OperatorKind.FRESH or self.silent or (func is _ZEROS and self._is_count_of_steps(args)):
             return self._run_rare(kind, func, args, kwargs)
         out = self._run_or_refuse(func, args, kwargs)
         workspaces = workspaces_of(func, args, out, self._gpu) if self._cuda_like and func in CONVOLUTIONS else iter(())
@@ -281,6 +283,8 @@ class AccountingMode(OperatorMode):
         self._ask(self._ledger.add, storage, *(self._purpose or self.place.purpose(args, kwargs)))
 
     def _run_hooked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:  # more than half of all calls in a simulated step
+            return args[0].fake_device
         if self._ledger.listener is not None:
             self._ledger.listener.on_operator(func)
         replacement = None if self.silent else self._replacements.get(func) or self._kernels.get(func)
@@ -373,9 +377,15 @@ class AccountingMode(OperatorMode):
             # These are the step counts of a new optimizer, which torch keeps in host memory for parameters on a GPU.
             if not (self._cuda_like and self.place.in_step):
                 self._enter(out, (), {})
+        elif kind is OperatorKind.FRESH:
+            out = func(*args, **kwargs)
         else:
             out = self._run_resizing(kind, func, args, kwargs)
         return out
+
+    def _is_count_of_steps(self, args: Any) -> bool:
+        """Return whether a new optimizer makes a count of its steps, which stays in host memory beside a GPU."""
+        return self._cuda_like and self.place.in_step and self.place.counts_on_host and not args[0]
 
     def _run_resizing(self, kind: OperatorKind, func: Any, args: Any, kwargs: Any) -> Any:
         written = [args[0]] if kind is OperatorKind.RESIZED else [*flat(tuple(kwargs.values()))]

@@ -30,10 +30,12 @@ class ModuleScopes:
     Attributes:
         scopes: The calls, innermost last: paths of modules that are being called, `OPTIMIZER` within an optimizer's
             step, `OUTSIDE` within a closure that a step calls.
+        counts_on_host: True if the optimizer of the last step makes counts of steps that belong in host memory.
     """
 
     def __init__(self, ledger: VirtualLedger) -> None:
         self.scopes: list[str] = []
+        self.counts_on_host = False
         self._ledger = ledger
 
     def tell_listener(self) -> None:

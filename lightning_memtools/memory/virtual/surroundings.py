@@ -65,6 +65,11 @@ def watch_registrations(find: FindMode) -> list[RemovableHandle]:
     ]
 
 
+# They make counts of steps with `torch.zeros(())`, on the device of the parameters only where they are capturable; most
+# others use `torch.tensor`.
+_COUNTING_ON_HOST = (torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelta)
+
+
 def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
     """Tell the accounting mode when an optimizer's step runs, without the closure that the step may call."""
 
@@ -76,6 +81,9 @@ def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[
         place = mode.place
         depth = len(place.scopes)
         place.scopes.append(OPTIMIZER)
+        place.counts_on_host = isinstance(optimizer, _COUNTING_ON_HOST) and not any(
+            group.get("capturable") for group in optimizer.param_groups
+        )
         # args[0] is the optimizer itself.
         if len(args) > 1 and callable(args[1]):
             return (args[0], _outside(place, depth, args[1]), *args[2:]), kwargs
