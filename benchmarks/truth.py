@@ -414,9 +414,7 @@ REASONS = {
     "topk": "the buffers of topk over several blocks, which depend on occupancy, are not simulated",
     "sort": "the indices of a segmented sort, 32 KB, are not simulated",
     "rfft": "PyTorch has no Fourier transform in bfloat16; in float32 its parts are not seen on fake tensors",
-    "pvt_v2_b0": "in backward one gradient has other strides on fake tensors, and is copied twice more",
     "deberta_v2": "numbers that the step makes on the host, such as torch.tensor(0.5), count as on the device",
-    "gmlp_s16_224": "the padding of one gradient is freed a moment earlier",
 }
 # The same for a VirtualDevice, where functions are made of other operators on the CPU than on CUDA.
 REASONS_ON_CPU = {
@@ -435,12 +433,14 @@ def reason_of(key: str, one: dict[str, Any], *, virtual: bool) -> str | None:
     if "_safe_softmax" in made:
         return "the CPU has no fused kernel for attention with dropout, or with a mask that has a gradient"
     if "_scaled_dot_product_flash_attention_for_cpu" in made:
-        return "the CPU's fused kernel takes grouped queries in float32, which CUDA computes in parts"
+        return "the CPU's fused kernel takes attention that CUDA's refuse, and that CUDA computes in parts"
     if "_flash_attention_forward" in made and "constant_pad_nd" in made:
         return "CUDA's flash attention takes heads whose sizes are multiples of 8, and pads others"
     if name in {"lstm", "gru"}:
         return "the CPU runs recurrent layers step by step"
-    return REASONS_ON_CPU.get(name) or REASONS.get(name) or "not looked into; the result lists the operators"
+    older = "run before autocast followed CUDA's lists, and not since" if "mixed" in key else None
+    unknown = "not looked into; the result lists the operators"
+    return REASONS_ON_CPU.get(name) or REASONS.get(name) or older or unknown
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:

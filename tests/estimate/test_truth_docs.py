@@ -41,12 +41,16 @@ def test_the_goals_are_reached():
     assert allocated["median_error_pct"] == reserved["median_error_pct"] == 0
 
 
-def test_every_larger_difference_is_named():
-    for key, one in RESULTS["cases"].items():
-        too_far = "error" in one or abs(one["allocated_error_pct"]) > 0.5 or abs(one["reserved_error_pct"]) > 1
-        assert not too_far or one["reason"], key
-        if too_far:
-            assert key.split(",")[0] in DOCS, key
+def is_different(one):
+    return "error" in one or any(one["real"][name] != one["estimated"][name] for name in one["real"])
+
+
+def test_every_difference_is_named_with_its_cause():
+    different = {key: one for key, one in RESULTS["cases"].items() if is_different(one)}
+    assert different
+    for key, one in different.items():
+        (line,) = [line for line in DOCS.splitlines() if line.startswith(f"- {key}: ")]
+        assert line.endswith(f"{one['reason']}."), key
 
 
 def test_the_table_of_the_engines_is_that_of_the_results():
@@ -60,10 +64,15 @@ def test_the_table_of_the_engines_is_that_of_the_results():
     assert f"takes {min(ratios)} to {max(ratios)} times as long" in MANUAL
 
 
+def test_a_virtual_device_reaches_the_same_goals_in_the_cases_that_are_equal():
+    assert ON_CPU["summary"]["allocated"]["equal_pct"] >= 90
+    assert ON_CPU["summary"]["reserved"]["equal_pct"] >= 80
+
+
 def test_every_difference_of_a_virtual_device_has_a_cause_that_the_manual_names():
     different: dict[str, list[float]] = {}
     for key, one in ON_CPU["cases"].items():
-        if "error" in one or one["real"] != {name: one["estimated"][name] for name in one["real"]}:
+        if is_different(one):
             assert one["reason"], key
             different.setdefault(one["reason"], []).append(one.get("allocated_error_pct", 0.0))
     for reason, errors in different.items():
