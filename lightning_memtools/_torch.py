@@ -268,12 +268,15 @@ _COLLECTIVES = (
     "allgather_coalesced", "alltoall", "alltoall_base", "barrier", "monitored_barrier", "broadcast", "gather", "reduce",
     "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter", "send", "recv",
     "recv_anysource",
+    # The names of torch 2.13.
+    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
 )  # fmt: skip
 
 
 @contextmanager
-def replaced_collectives(replacement: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
-    """Within, every collective of a process group calls `replacement(name)` in its place, whoever started it.
+def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within, every collective of a process group calls `replacement(name, original)`, whoever started it.
 
     All public functions of torch.distributed, also those imported by name, end in these methods of ProcessGroup, some
     of which are private. This can go when torch.distributed has a public hook for collectives.
@@ -282,8 +285,8 @@ def replaced_collectives(replacement: Callable[[str], Callable[..., Any]]) -> It
     # As they are in the class: getattr would return functions, which do not become methods again.
     originals = {name: vars(group)[name] for name in _COLLECTIVES if name in vars(group)}
     try:
-        for name in originals:
-            setattr(group, name, replacement(name))
+        for name, original in originals.items():
+            setattr(group, name, replacement(name, original))
         yield
     finally:
         for name, original in originals.items():
@@ -502,14 +505,19 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
 
     def allreduce(self, tensors: list[Tensor], _options: Any = None) -> Any:
         """Return at once."""
-        from torch._C import _distributed_c10d  # noqa: PLC0415, may not be built in
-
         self.n_all_reduces += 1
-        devices: Any = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
-        done: Any = torch.futures.Future(devices=devices)
-        done.set_result(tensors)
-        made: Any = _distributed_c10d
-        return made._create_work_from_future(done)
+        return finished_work(tensors)
+
+
+def finished_work(tensors: list[Tensor]) -> Any:
+    """Return what a collective returns that has left these tensors; torch makes it in C++ only."""
+    from torch._C import _distributed_c10d  # noqa: PLC0415, may not be built in
+
+    devices: Any = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
+    done: Any = torch.futures.Future(devices=devices)
+    done.set_result(tensors)
+    made: Any = _distributed_c10d
+    return made._create_work_from_future(done)
 
 
 @contextmanager
@@ -641,6 +649,53 @@ def sharding_undone(model: nn.Module) -> Iterator[None]:
 def is_fsdp_module(module: nn.Module) -> bool:
     """Returns whether `fully_shard` was applied to a module. Its class is public; torch may be built without it."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def can_reset_sharded_step() -> bool:
+    """Returns whether torch can take a step of `fully_shard` back that an error ended; torch 2.13 is the first."""
+    try:
+        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415, may not be built in
+    except ImportError:
+        return False
+    return hasattr(FSDPModule, "reset_iter_state")
+
+
+class ShardedStep:
+    """The state of `fully_shard` in a step: gathered parameters, gradients that no reduction has taken yet.
+
+    Nothing public says which module is the root, what is gathered, or whether gradients are reduced. It can go when
+    torch can be asked, and `FSDPModule.reset_iter_state` of torch 2.13 drops the gradients of whole parameters too,
+    which would be added to those of the next step.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules: list[Any] = list(filter(is_fsdp_module, model.modules()))
+        self._states = [(module, module._get_fsdp_state()) for module in modules]
+        self._groups = [group for _, state in self._states for group in state._fsdp_param_groups]
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """True if a module was told not to reduce its gradients to shards."""
+        return not all(group.reduce_grads for group in self._groups)
+
+    def begin(self) -> None:
+        """Bring all to where most steps begin: parameters sharded, nothing gathered or pending."""
+        if not all(group.is_sharded and group._all_gather_result is None for group in self._groups):
+            self.reset()
+
+    def reset(self) -> None:
+        """The same after an error, wherever it ended the step."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        for module, state in self._states:
+            if state._is_root:  # known from the first forward pass on
+                module.reset_iter_state()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from lightning_memtools._lightning import (
     training_step,
 )
 from lightning_memtools.memory.sizes import is_count
-from lightning_memtools.oom.gradient_exchange import GradientExchange, why_unsent
+from lightning_memtools.oom.recovery_by_strategy import recovery_under, refuse_training
 from lightning_memtools.oom.step_recovery import Recoveries, StepRecovery
 from lightning_memtools.oom.step_start import BatchStep
 from lightning_memtools.oom.update_recovery import UpdateRecovery
@@ -39,8 +39,9 @@ class OOMRecovery(EitherCallback):
     rounding: losses that are means over the samples are weighted with the sizes of the parts, sums are added. Which of
     both the loss is shows in a trial: the gradients of a few samples together are compared with those of the same
     samples in two groups. Each batch that runs out of memory is tried; a loss that is
-    neither is refused. The optimizer, schedulers, `global_step` and the logged values
-    see one step; on_before_backward and on_after_backward run for each micro-batch, as with accumulated gradients.
+    neither is refused. (Under FSDP 2 nothing is tried, and `loss` has to be given.)
+    The optimizer, schedulers, `global_step` and the logged values see one step; on_before_backward and
+    on_after_backward run for each micro-batch, as with accumulated gradients.
     Batches as large as one that failed are then split from the beginning, and fewer parts are tried after a while.
     Batches of evaluation are split too, and their outputs joined. In manual optimization training batches are left
     alone.
@@ -114,7 +115,7 @@ class OOMRecovery(EitherCallback):
         self._told = (0, 0, False, 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies whose ranks would have to agree on every part of a batch."""
+        """Refuse strategies under which a rank that fails would leave the others waiting."""
         self._stop()
         reason = why_unsupported(type(self).__name__, type(trainer.strategy))
         if reason is not None:
@@ -124,11 +125,8 @@ class OOMRecovery(EitherCallback):
         """Take over the steps."""
         undo = self._begin(trainer, pl_module)
         if pl_module.automatic_optimization:
-            reason = why_unsent(trainer.strategy)
-            if not reason and self.skip_batch and trainer.world_size > 1 and trainer.accumulate_grad_batches > 1:
-                reason = "skip_batch=True with accumulate_grad_batches: other ranks have added up gradients already"
-            if reason:
-                raise ValueError(f"OOMRecovery does not work here under several ranks. {reason}.")
+            accumulates = trainer.accumulate_grad_batches > 1
+            refuse_training(trainer.strategy, skips_accumulated=self.skip_batch and accumulates, loss=self.loss)
             undo.append(replace_closures(trainer, partial(self._run_training, trainer)))
         else:
             _say(trainer, "in manual optimization training_step steps optimizers itself, and that cannot be taken back")
@@ -168,16 +166,15 @@ class OOMRecovery(EitherCallback):
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> list[Callable[[], None]]:
         self._updates, self._told = None, (0, 0, False, 0)
-        self._recovery = StepRecovery(
+        self._recovery = recovery_under(
+            trainer.strategy,
             pl_module,
-            trainer.strategy.root_device,
             max_splits=self.max_splits,
             skip_batch=self.skip_batch,
             split=self.split_batch or getattr(pl_module, "split_batch", None),
             loss=self.loss,
             loss_weight=self.loss_weight,
             allow_batch_norm=self.allow_batch_norm,
-            exchange=GradientExchange(trainer.strategy, agrees=self.skip_batch and trainer.world_size > 1),
             tell=partial(_say, trainer),
         )
         self.recoveries = self._recovery.recoveries
@@ -233,6 +230,8 @@ class OOMRecovery(EitherCallback):
     def _stop(self) -> None:
         for undo in reversed(self._undo or []):
             undo()
+        if self._recovery is not None:
+            self._recovery.close()
         self._undo = self._recovery = None
 
 

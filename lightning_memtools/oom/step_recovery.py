@@ -93,26 +93,29 @@ class StepRecovery:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.recoveries = Recoveries()
-        self._model = model
-        self._device = device
-        self._max_splits = max_splits
-        self._skip_batch = skip_batch
+        self.model = model
+        self.device = device
+        self.max_splits = max_splits
+        self.skip_batch = skip_batch
         self._is_trying = loss == "auto"
         self._kind: LossKind | None = None if loss == "auto" else loss
         self._allow_batch_norm = allow_batch_norm
         self._exchange = exchange
-        self._random = RandomReader(device)
+        self.random = RandomReader(device)
         # Training and evaluation write different ones.
         self._buffers = {True: StepBuffers(model), False: StepBuffers(model)}
-        self._parameters = list(model.parameters())  # those that are frozen now may be trained later
+        self.parameters = list(model.parameters())  # those that are frozen now may be trained later
         self._norms = [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
-        self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
-        self._split = split
-        self._proof = LossProof(model, self._parameters, split=split, weight=loss_weight)
+        self.metrics = [module for module in model.modules() if isinstance(module, Metric)]
+        self.split = split
+        self._proof = LossProof(model, self.parameters, split=split, weight=loss_weight)
         self._n_planned = 0
         self._tell = tell
         # Evaluation needs less memory than training.
-        self._sizes = {True: KnownSizes(), False: KnownSizes()}
+        self.sizes = {True: KnownSizes(), False: KnownSizes()}
+
+    def close(self) -> None:
+        """End what the steps of one call of the Trainer needed."""
 
     def run(self, step: BatchStep) -> Any:
         """Run a step and return its result, or that of its parts together.
@@ -128,7 +131,7 @@ class StepRecovery:
         is_skipped = self.recoveries.n_skipped > n_before
         if not self._exchange.any_rank(is_skipped):
             return result
-        for parameter in self._parameters if step.zero_grad is not None else ():
+        for parameter in self.parameters if step.zero_grad is not None else ():
             parameter.grad = None
         if not is_skipped:
             self.recoveries.n_skipped += 1
@@ -136,11 +139,11 @@ class StepRecovery:
         return step.skipped()
 
     def _run(self, step: BatchStep, exchange: GradientExchange) -> Any:
-        sizes = self._sizes[step.backward is None]
+        sizes = self.sizes[step.backward is None]
         known = sizes.of(step.batch)
         n_parts = sizes.parts_to_try(known)
-        before = StepStart(step, self._parameters, self._metrics, self._noted_buffers(step), self._random())
-        self._look_at_first(step)
+        before = StepStart(step, self.parameters, self.metrics, self.noted_buffers(step), self.random())
+        self.look_at_first(step)
         may_try = self._is_trying and step.backward is not None
         is_to_try = may_try and n_parts > 1 and self._is_due()
         is_recovering, text = False, "Out of memory: a batch of this size did not fit before."
@@ -167,49 +170,60 @@ class StepRecovery:
                 forget_frames(error)
             else:
                 break
-            release_cached(self._device)  # after the handler: until then the error holds the step's tensors
+            release_cached(self.device)  # after the handler: until then the error holds the step's tensors
             if why_not := exchange.leave(complete, keeps=before.is_partly_added):
                 raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step again: {why_not}.")
             if more is None:
-                return self._skip(step, before, exchange, text)
+                return self.skip(step, before, exchange, text)
             known = sizes.remember(step.batch, known, more)
             n_parts, is_recovering, is_to_try = more, True, may_try
         sizes.note_success(known, n_parts)
-        self._end(step, n_parts, exchange, is_recovering=is_recovering)
+        self.end(step, n_parts, exchange, is_recovering=is_recovering)
         return result
 
     def _after_failure(self, step: BatchStep, n_parts: int, before: StepStart) -> tuple[int | None, str]:
         """Take the step back; return how many parts to try, None to skip it, and the reason why it fails, else ""."""
-        why_not = before.take_back() or self._why_not(step)
-        more = None if why_not else self._next(step, n_parts)
+        why_not = before.take_back() or self.why_not(step)
+        more = None if why_not else self.next(step, n_parts)
         if not why_not and more is None:
-            may_skip = self._skip_batch and step.skipped is not None and not before.is_partly_added
-            why_not = "" if may_skip else self._too_small(step)
+            may_skip = self.skip_batch and step.skipped is not None and not before.is_partly_added
+            why_not = "" if may_skip else self.too_small(step)
         return more, why_not
 
     def _attempt(self, step: BatchStep, n_parts: int, before: StepStart, exchange: GradientExchange) -> Any:
         if n_parts == 1:
             return before.run_part(step, step.batch, 1.0)
-        cut = split_batch(step.batch, n_parts, self._split)
-        all_weights = [1.0] * len(cut) if step.backward is None else self._proof.weights_of(cut)
-        # A part without any token has no mean, and adds nothing to that of the batch.
-        used = [(*part, weight) for part, weight in zip(cut, all_weights, strict=True) if weight or self._kind == "sum"]
-        parts, counts, weights = zip(*used, strict=True)
+        parts = self.parts(step, n_parts)
         before.set_gradients_aside()
-        results, logged = [], []
         with no_collectives():
-            for part, weight in zip(parts, weights, strict=True):
-                if why_not := exchange.why_late():
-                    raise CannotSplitError(why_not)
-                step.log.begin_part(part)
-                results.append(before.run_part(step, part, 1.0 if self._kind == "sum" else weight / sum(weights)))
-                logged.append(step.log.values())
+            result = self.run_parts(step, parts, before, exchange)
+        before.add_gradients_set_aside()
+        return result
+
+    def parts(self, step: BatchStep, n_parts: int) -> list[tuple[Any, int, float]]:
+        """Return the parts of the batch that add something, each with its number of samples and its weight."""
+        cut = split_batch(step.batch, n_parts, self.split)
+        weights = [1.0] * len(cut) if step.backward is None else self._proof.weights_of(cut)
+        # A part without any token has no mean, and adds nothing to that of the batch.
+        return [(*part, weight) for part, weight in zip(cut, weights, strict=True) if weight or self._kind == "sum"]
+
+    def run_parts(
+        self, step: BatchStep, used: list[tuple[Any, int, float]], before: StepStart, exchange: GradientExchange
+    ) -> Any:
+        """Run parts, each with its number of samples and its weight, and return the result of all together."""
+        parts, counts, weights = zip(*used, strict=True)
+        results, logged = [], []
+        for part, weight in zip(parts, weights, strict=True):
+            if why_not := exchange.why_late():
+                raise CannotSplitError(why_not)
+            step.log.begin_part(part)
+            results.append(before.run_part(step, part, 1.0 if self._kind == "sum" else weight / sum(weights)))
+            logged.append(step.log.values())
         if step.backward is not None and self._kind is None:
             raise CannotSplitError(
                 'two samples together do not fit, so that the loss cannot be tried; loss="mean" or loss="sum" says '
                 "what it is"
             )
-        before.add_gradients_set_aside()
         step.log.put_mean(logged, counts if step.backward is None else weights)
         step.log.begin_part(step.batch)
         if step.backward is None:
@@ -222,36 +236,36 @@ class StepRecovery:
             whole = sum(losses[1:], losses[0]) if self._kind == "sum" else weighted_mean(losses, weights)
         return replace(results[0], closure_loss=whole, extra=join_parts([one.extra for one in results], counts))
 
-    def _why_not(self, step: BatchStep) -> str:
+    def why_not(self, step: BatchStep) -> str:
         """Return the reason why a step must not be run in parts; "" where it may."""
-        if not self._allow_batch_norm and (norm := self._norm_over_batch()):
+        if not self._allow_batch_norm and (norm := self.norm_over_batch()):
             return (
                 f"{norm} normalizes with the statistics of its batch, and those of a part differ; "
                 "allow_batch_norm=True accepts that"
             )
-        if step.backward is not None and any(map(has_accumulation_hook, self._parameters)):
+        if step.backward is not None and any(map(has_accumulation_hook, self.parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
                 "one that updates weights in the backward pass cannot be taken back"
             )
         try:
-            parts = split_batch(step.batch, 2, self._split)
+            parts = split_batch(step.batch, 2, self.split)
             if step.backward is not None:
                 self._proof.weights_of(parts)
         except CannotSplitError as error:
             return str(error)
         return ""
 
-    def _noted_buffers(self, step: BatchStep) -> StepBuffers | None:
+    def noted_buffers(self, step: BatchStep) -> StepBuffers | None:
         """Note or copy the buffers; None where the step would not be run again."""
-        normalizes = self._norm_over_batch() is not None
+        normalizes = self.norm_over_batch() is not None
         if normalizes and step.backward is not None and not self._allow_batch_norm:
             return None
         buffers = self._buffers[step.backward is None]
         buffers.start(uncounted=normalizes)
         return buffers
 
-    def _norm_over_batch(self) -> str | None:
+    def norm_over_batch(self) -> str | None:
         """Return the name of the first module that normalizes with statistics of the batch now."""
         for name, module in self._norms:
             is_batch_norm = isinstance(module, AnyBatchNorm)
@@ -261,18 +275,21 @@ class StepRecovery:
                 return str(name)
         return None
 
-    def _next(self, step: BatchStep, n_parts: int) -> int | None:
+    def next(self, step: BatchStep, n_parts: int) -> int | None:
+        """Return how many parts to try next; None where the batch has no smaller ones."""
         n_samples = n_samples_in(step.batch)
-        largest = self._max_splits if n_samples is None else min(self._max_splits, n_samples)
+        largest = self.max_splits if n_samples is None else min(self.max_splits, n_samples)
         return min(2 * n_parts, largest) if n_parts < largest else None
 
-    def _too_small(self, step: BatchStep) -> str:
+    def too_small(self, step: BatchStep) -> str:
+        """Return the reason why there are no smaller parts."""
         n_samples = n_samples_in(step.batch)
-        if n_samples is not None and n_samples <= self._max_splits:
+        if n_samples is not None and n_samples <= self.max_splits:
             return f"each of its {n_samples} samples alone is too large; skip_batch=True skips such a batch"
-        return f"max_splits={self._max_splits} parts are too large still; a larger max_splits allows smaller ones"
+        return f"max_splits={self.max_splits} parts are too large still; a larger max_splits allows smaller ones"
 
-    def _skip(self, step: BatchStep, before: StepStart, exchange: GradientExchange, text: str) -> Any:
+    def skip(self, step: BatchStep, before: StepStart, exchange: GradientExchange, text: str) -> Any:
+        """Skip a batch and return its result."""
         before.zero_once()
         exchange.rejoin()
         self.recoveries.n_skipped += 1
@@ -280,7 +297,8 @@ class StepRecovery:
         assert step.skipped is not None
         return step.skipped()
 
-    def _end(self, step: BatchStep, n_parts: int, exchange: GradientExchange, *, is_recovering: bool) -> None:
+    def end(self, step: BatchStep, n_parts: int, exchange: GradientExchange, *, is_recovering: bool) -> None:
+        """Note that a batch has run in so many parts."""
         if n_parts > 1:
             exchange.rejoin()
         self.recoveries.n_parts = n_parts
@@ -292,7 +310,7 @@ class StepRecovery:
                 + (f" Its loss is a {self._kind} over them." if step.backward is not None else "")
             )
 
-    def _look_at_first(self, step: BatchStep) -> None:
+    def look_at_first(self, step: BatchStep) -> None:
         """Tell from the first training batch if batches cannot be split, so that nobody learns it late.
 
         The loss is tried only once memory has run out: a trial runs the step again, and not all that a step may write
@@ -301,7 +319,7 @@ class StepRecovery:
         if self._tell is None or step.backward is None:
             return
         tell, self._tell = self._tell, None
-        if reason := self._why_not(step):
+        if reason := self.why_not(step):
             tell(reason)
 
     def _is_due(self) -> bool:

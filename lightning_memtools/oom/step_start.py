@@ -154,6 +154,7 @@ class StepStart:
         self._random = random
         self._is_zeroed = step.zero_grad is None
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._is_aside = False
         self._accumulated: list[Tensor | None] = []
         self._write_counts: list[int] = []
         self._is_whole = False
@@ -199,6 +200,7 @@ class StepStart:
 
     def set_gradients_aside(self) -> None:
         """Take the gradients that earlier batches accumulated out of the reach of backward."""
+        self._is_aside = True
         self._aside = [
             (parameter, gradient)
             for parameter, gradient in zip(self._parameters, self._accumulated, strict=False)
@@ -213,11 +215,11 @@ class StepStart:
         for parameter, gradient in self._aside:
             of_parts = None if parameter in self._kept else parameter.grad
             parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
-        self._aside = []
+        self._aside, self._is_aside = [], False
 
     def completed(self) -> list[nn.Parameter]:
         """Return the parameters to which a backward pass of the whole batch has added its gradient."""
-        if not self._is_whole:
+        if not self._is_whole or self._is_aside:
             return []
         if self._step.zero_grad is not None:
             return [parameter for parameter in self._parameters if parameter.grad is not None]
@@ -230,14 +232,7 @@ class StepStart:
 
     def take_back(self) -> str:
         """Restore what the step began with, and return the reason why that cannot be done, else ""."""
-        self._random.restore()
-        self._take_back_log()
-        for metric, values in self._metrics:
-            if values:
-                vars(metric).update(_copied(values))
-            elif metric.update_count:
-                metric.reset()
-        if self._buffers is not None and (reason := self._buffers.restore()):
+        if reason := self.take_back_all_but_gradients():
             return reason
         if self._step.zero_grad is None and (completed := self.completed()):
             if self._adds_in_pieces:
@@ -256,8 +251,19 @@ class StepStart:
                 parameter.grad = None
         for parameter, gradient in zip(self._parameters, self._accumulated, strict=False):
             parameter.grad = gradient
-        self._aside = []
+        self._aside, self._is_aside = [], False
         return ""
+
+    def take_back_all_but_gradients(self) -> str:
+        """Restore random streams, logged values, metrics and buffers; return the reason why one cannot be, else ""."""
+        self._random.restore()
+        self._take_back_log()
+        for metric, values in self._metrics:
+            if values:
+                vars(metric).update(_copied(values))
+            elif metric.update_count:
+                metric.reset()
+        return "" if self._buffers is None else self._buffers.restore()
 
     def _count_writes(self) -> None:
         self._write_counts = list(map(WRITE_COUNT, filter(_IS_SET, self._accumulated)))

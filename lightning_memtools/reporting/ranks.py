@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import torch
 from torch import distributed
 
 from lightning_memtools._torch import default_process_group_store, replaced_collectives
@@ -297,6 +298,15 @@ class RankGather:
         """Return every rank's object, in the order of ranks; a rank that gave None is left out."""
         return [theirs for theirs in self._gathered(mine) if theirs is not None]
 
+    def largest(self, mine: int) -> int:
+        """Return the largest of all ranks' numbers."""
+        if self._timeout is not None or not self._is_connected:
+            numbers: list[int] = self.objects(mine)
+            return max(numbers)
+        number = torch.tensor(mine)
+        distributed.all_reduce(number, op=distributed.ReduceOp.MAX, group=self._own_group)
+        return int(number)
+
     def union(self, names: list[str]) -> list[str]:
         """Return every name that any rank has, each once, in the order of ranks."""
         return list(dict.fromkeys(name for theirs in self.objects(names) for name in theirs))
@@ -330,7 +340,7 @@ def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
         yield
         return
 
-    def refuse(name: str) -> Callable[..., Any]:
+    def refuse(name: str, _original: Any) -> Callable[..., Any]:
         def collective(*_args: Any, **_options: Any) -> Any:
             raise error(name)
 

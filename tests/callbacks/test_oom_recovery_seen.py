@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice
@@ -163,20 +164,40 @@ class Manual(Sequences):
         optimizer.step()
 
 
-def test_manual_optimization_and_fsdp_2_are_named_when_fit_begins(tmp_path, capsys):
+class Sharded(Sequences):
+    def __init__(self, *, is_sharded: bool) -> None:
+        super().__init__()
+        self.is_sharded = is_sharded
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        if self.is_sharded:
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+def test_manual_optimization_is_named_when_fit_begins(tmp_path, capsys):
     data = DataLoader(batches((8,)), batch_size=None)
     trainer(tmp_path, OOMRecovery(), logger=False).fit(Manual(), data)
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("OOMRecovery: training batches that do not fit will not be run in parts: in manual opt") == 1
-    model = Sequences()
+
+
+@pytest.mark.parametrize(
+    ("is_sharded", "reason"),
+    [
+        (True, 'Under FSDP 2 the loss is not tried, because all ranks would have to: give loss="mean" or loss="sum"'),
+        (False, "does not work under ModelParallelStrategy here: configure_model applied fully_shard to no module"),
+    ],
+)
+def test_what_is_missing_under_fsdp_2_is_named_when_fit_begins(is_sharded, reason, tmp_path):
+    model = Sharded(is_sharded=is_sharded)
     run = trainer(tmp_path, OOMRecovery(), logger=False, strategy=ModelParallelStrategy(1, 1), devices=1)
     try:
-        with pytest.raises(
-            ValueError, match="OOMRecovery does not work under ModelParallelStrategy: a rank that fails"
-        ):
-            run.fit(model, data)
+        with pytest.raises(ValueError, match="OOMRecovery") as caught:
+            run.fit(model, DataLoader(batches((8,)), batch_size=None))
     finally:
         torch.distributed.destroy_process_group()
+    assert reason in str(caught.value)
     assert model.seen == []
 
 

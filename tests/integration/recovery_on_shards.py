@@ -1,0 +1,177 @@
+"""Run as a program, once per rank: a rank of FSDP 2 runs out of memory, and goes on. Writes what each rank saw as JSON.
+
+LOCAL_RANK=0 MASTER_ADDR=... MASTER_PORT=... python tests/integration/recovery_on_shards.py <folder> <scenario> ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_memtools import OOMRecovery
+from tests.integration.recovery_on_ranks import Failures, RunsOut
+from tests.lightning_models import trainer
+
+WIDTH, LAYERS, SAMPLES = 16, 4, 8
+WHOLE = (SAMPLES,)
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 MiB."
+
+
+class Block(nn.Module):
+    """A linear layer, in whose backward pass memory runs out if told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs_out = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = RunsOut.apply(torch.tanh(self.linear(x)), self.runs_out)
+        return out
+
+
+class Net(L.LightningModule):
+    """Blocks that are sharded one by one, a head that the root holds, a buffer and a metric."""
+
+    count: Tensor
+
+    def __init__(self, failures: Failures) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+        self.seen_samples = MeanMetric()
+        self.failures = failures
+        self.seen: list[int] = []
+
+    def blocks(self) -> list[Block]:
+        return [one for one in self.net if isinstance(one, Block)]
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        for layer in self.blocks():
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def fails(self, batch: Tensor, key: tuple[int, int]) -> str | int:
+        place, sizes = self.failures.get(key, ("", ()))
+        return place if len(batch) in sizes else ""
+
+    def run_blocks(self, batch: Tensor, place: str | int) -> Tensor:
+        for index, block in enumerate(self.blocks()):
+            block.runs_out = place == index
+        handle = None
+        if place == "forward":
+            handle = self.net[2].register_forward_hook(_run_out)
+        try:
+            out: Tensor = self.net(batch)
+        finally:
+            if handle is not None:
+                handle.remove()
+        return out
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(len(batch))
+        self.count += len(batch)
+        self.seen_samples.update(float(batch.sum()))
+        out = self.run_blocks(batch, self.fails(batch, (self.global_rank, batch_idx)))
+        loss: Tensor = (out - batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        out = self.run_blocks(batch, "")
+        self.log("val_loss", (out - batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _run_out(*_: Any) -> None:
+    raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+
+SCENARIOS: dict[str, Failures] = {
+    "forward": {(1, 2): ("forward", WHOLE)},
+    "forward_of_the_first_step": {(1, 0): ("forward", WHOLE)},
+    **{f"backward_of_block_{layer}": {(1, 2): (layer, WHOLE)} for layer in range(LAYERS)},
+    "rank_0": {(0, 2): (1, WHOLE)},
+    "both_ranks": {(0, 2): ("forward", WHOLE), (1, 2): (1, WHOLE)},
+}
+
+
+def batches(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(6)]
+
+
+def fit(folder: Path, model: Net, data: list[Tensor], *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    defaults: dict[str, Any] = {"strategy": strategy, "devices": 2, "logger": False, "use_distributed_sampler": False}
+    run = trainer(folder, *callbacks, **(defaults | options))
+    dataset: Any = data
+    run.fit(model, DataLoader(dataset, batch_size=None), DataLoader(dataset, batch_size=None))
+    return run
+
+
+def shards(model: nn.Module) -> list[Tensor]:
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+
+
+def compared(model: nn.Module, other: nn.Module) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(shards(model), shards(other), strict=True) if a.numel())
+
+
+@cache
+def healthy_run(folder: Path, rank: int) -> tuple[Net, Net, dict[str, float]]:
+    """The model before and after a run in which nothing fails, and what was logged."""
+    start, model, data = Net({}), Net({}), batches(rank)
+    fit(folder, start, data, max_steps=0)
+    done = fit(folder, model, data)
+    return start, model, {key: float(value) for key, value in done.callback_metrics.items()}
+
+
+def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
+    start, healthy, logged = healthy_run(folder, rank)
+    model, recovery = Net(SCENARIOS[name]), OOMRecovery(on_recover="ignore", loss="mean")
+    done = fit(folder, model, batches(rank), recovery)
+    return {
+        "scenario": name,
+        "error": compared(model, healthy),
+        "moved": compared(model, start),
+        "count": float(model.count),
+        "metric": float(model.seen_samples.mean_value),
+        "healthy_metric": float(healthy.seen_samples.mean_value),
+        "logged": {key: float(value) for key, value in done.callback_metrics.items()},
+        "healthy_logged": logged,
+        "seen": model.seen,
+        "global_step": done.global_step,
+        "recoveries": recovery.recoveries.n_recovered,
+    }
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+    torch.set_num_threads(1)
+    seen = []
+    for name in sys.argv[2:]:
+        seen.append(run(name, folder, rank))
+        (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
