@@ -675,19 +675,34 @@ class ShardedStep:
         modules: list[Any] = list(filter(is_fsdp_module, model.modules()))
         self._states = [(module, module._get_fsdp_state()) for module in modules]
         self._groups = [group for _, state in self._states for group in state._fsdp_param_groups]
+        self._gathered: list[Any] = []
+        self._whole_gradients: list[tuple[Any, Any, Any]] = []
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """True if a module was told not to reduce its gradients to shards."""
-        return not all(group.reduce_grads for group in self._groups)
+        """True if gradients of whole parameters wait for a reduction, or will: a module was told not to reduce them."""
+        return bool(self._whole_gradients) or not all(group.reduce_grads for group in self._groups)
 
-    def begin(self) -> None:
-        """Bring all to where most steps begin: parameters sharded, nothing gathered or pending."""
-        if not all(group.is_sharded and group._all_gather_result is None for group in self._groups):
-            self.reset()
+    @property
+    def is_gathered(self) -> bool:
+        """True if nothing was sharded at the beginning, so that evaluation needs no collective."""
+        return len(self._gathered) == len(self._groups)
+
+    def note_beginning(self) -> None:
+        """Note what is gathered (a pass without gradients leaves the root so), and gradients that wait."""
+        self._gathered = [group for group in self._groups if not group.is_sharded or group._all_gather_result]
+        self._whole_gradients = [
+            (parameter, parameter.unsharded_accumulated_grad, gradient)
+            for group in self._groups
+            for parameter in group.fsdp_params
+            if (gradient := _whole_gradient(parameter)) is not None or parameter.unsharded_accumulated_grad is not None
+        ]
 
     def reset(self) -> None:
-        """The same after an error, wherever it ended the step."""
+        """Bring all to where most steps begin, wherever an error ended this one: sharded, nothing gathered or pending.
+
+        Gradients that waited at the beginning wait again.
+        """
         for group in self._groups:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
@@ -696,6 +711,20 @@ class ShardedStep:
         for module, state in self._states:
             if state._is_root:  # known from the first forward pass on
                 module.reset_iter_state()
+        for parameter, accumulated, gradient in self._whole_gradients:
+            parameter.unsharded_accumulated_grad = accumulated
+            if gradient is not None:
+                parameter._unsharded_param.grad = gradient
+
+    def gather_as_at_beginning(self) -> None:
+        """After a reset, gather what was gathered at the beginning, so that a step starts the same collectives."""
+        for group in self._gathered:
+            group.unshard()
+            group.wait_for_unshard()
+
+
+def _whole_gradient(parameter: Any) -> Any:
+    return parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
 
 
 @contextmanager

@@ -53,6 +53,12 @@ class KnownSizes:
         known.n_until_fewer = known.patience  # batches of other sizes may share this entry
         return max(1, known.n_parts // 2)
 
+    def note_agreed(self, known: KnownSize | None, tried: int, agreed: int) -> None:
+        """Note that ranks run more parts than this one was to try: it tries fewer at the next batch instead."""
+        if known is not None and tried < min(agreed, known.n_parts):
+            known.patience //= 2
+            known.n_until_fewer = 1
+
     def remember(self, batch: Any, known: KnownSize | None, n_parts: int) -> KnownSize:
         """Remember that a batch needs so many parts, and return its entry."""
         n_elements = _n_elements(batch)

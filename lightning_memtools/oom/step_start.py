@@ -154,7 +154,7 @@ class StepStart:
         self._random = random
         self._is_zeroed = step.zero_grad is None
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
-        self._is_aside = False
+        self._is_aside = False  # or copied
         self._accumulated: list[Tensor | None] = []
         self._write_counts: list[int] = []
         self._is_whole = False
@@ -197,6 +197,12 @@ class StepStart:
         if not self._is_zeroed and self._step.zero_grad is not None:
             self._is_zeroed = True
             self._step.zero_grad()
+
+    @torch.no_grad()
+    def copy_gradients(self) -> None:
+        """Keep copies of the gradients that earlier batches accumulated, where a failed step may add to any of them."""
+        self._is_aside = True
+        self._accumulated = [None if gradient is None else gradient.clone() for gradient in self._accumulated]
 
     def set_gradients_aside(self) -> None:
         """Take the gradients that earlier batches accumulated out of the reach of backward."""

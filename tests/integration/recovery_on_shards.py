@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_memtools import OOMRecovery
+from lightning_memtools import HaltOnNaN, OOMRecovery
 from tests.integration.recovery_on_ranks import Failures, RunsOut
 from tests.lightning_models import trainer
 
@@ -56,6 +56,12 @@ class Net(L.LightningModule):
         self.seen_samples = MeanMetric()
         self.failures = failures
         self.seen: list[int] = []
+
+    def data(self, rank: int) -> list[Tensor]:
+        return batches(rank)
+
+    def validation_data(self, data: list[Tensor]) -> list[Any]:
+        return [data]
 
     def blocks(self) -> list[Block]:
         return [one for one in self.net if isinstance(one, Block)]
@@ -113,6 +119,91 @@ SCENARIOS: dict[str, Failures] = {
 }
 
 
+class Clamps(Net):
+    """Changes gradients in a hook, which sees those that earlier batches accumulated too."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.02, 0.02)
+
+
+class GathersFirst(Net):
+    """Gathers parameters before the forward pass begins."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        root: Any = self.net
+        root.unshard(async_op=True)
+
+
+class Divides(Net):
+    """Divides by a parameter of one number, of which rank 1 holds nothing."""
+
+    def configure_model(self) -> None:
+        self.net.register_parameter("divisor", nn.Parameter(torch.ones(1)))
+        super().configure_model()
+        self.net.register_forward_hook(lambda module, _inputs, out: out / module.divisor, prepend=True)
+
+
+class SplitsBatches(Net):
+    """Has its own function to split batches, and fewer samples on rank 0."""
+
+    def split_batch(self, batch: Tensor, n: int) -> list[Tensor]:
+        size = len(batch) // n
+        return [batch[i * size : (i + 1) * size if i < n - 1 else None] for i in range(n)]
+
+    def data(self, rank: int) -> list[Tensor]:
+        return [one[:3] if rank == 0 else one for one in batches(rank)]
+
+
+class TwoKindsOfBatches(Net):
+    """Validates with one loader of tensors and one of dictionaries."""
+
+    def validation_data(self, data: list[Tensor]) -> list[Any]:
+        return [data, [{"x": one} for one in data]]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        x = batch["x"] if dataloader_idx else batch
+        self.run_blocks(x, self.fails(x, (self.global_rank, 100 * dataloader_idx + batch_idx)))
+
+
+class KeepsWholeGradients(Net):
+    """Reduces the gradients of every other batch alone, and has the switch on again when a step begins."""
+
+    def backward(self, loss: Tensor, *_: Any) -> None:
+        root: Any = self.net
+        root.set_requires_gradient_sync(len(self.seen) % 2 == 0)
+        loss.backward()
+        root.set_requires_gradient_sync(True)
+
+
+class GathersFeatures(Net):
+    """Has a collective in its step that is as large as the batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        of_all: Any = self.all_gather(batch)
+        total: Tensor = loss + of_all.square().mean()
+        return total
+
+
+# Kind of model, where it fails, and the Trainer's options.
+Variant = tuple[type[Net], Failures, dict[str, Any]]
+ACCUMULATING: dict[str, Any] = {"accumulate_grad_batches": 2}
+VARIANTS: dict[str, Variant] = {
+    "nothing fails, accumulated": (Clamps, {}, ACCUMULATING),
+    "accumulated": (Net, {(1, 3): (1, WHOLE)}, ACCUMULATING),
+    "gathered first": (GathersFirst, {(1, 0): ("forward", WHOLE)}, {}),
+    "divides": (Divides, {(1, 2): (1, WHOLE)}, {}),
+    "own function to split": (SplitsBatches, {(1, 2): (1, (8, 4))}, {}),
+    "two kinds of batches": (TwoKindsOfBatches, {(1, 102): ("forward", WHOLE)}, {}),
+}
+REFUSED: dict[str, Variant] = {
+    "whole gradients": (KeepsWholeGradients, {}, ACCUMULATING),
+    "gathers features": (GathersFeatures, {(1, 2): ("forward", WHOLE)}, {}),  # the last: its ranks lose each other
+}
+
+
 def batches(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(6)]
@@ -123,7 +214,8 @@ def fit(folder: Path, model: Net, data: list[Tensor], *callbacks: L.Callback, **
     defaults: dict[str, Any] = {"strategy": strategy, "devices": 2, "logger": False, "use_distributed_sampler": False}
     run = trainer(folder, *callbacks, **(defaults | options))
     dataset: Any = data
-    run.fit(model, DataLoader(dataset, batch_size=None), DataLoader(dataset, batch_size=None))
+    validation = [DataLoader(one, batch_size=None) for one in model.validation_data(data)]
+    run.fit(model, DataLoader(dataset, batch_size=None), validation)
     return run
 
 
@@ -163,13 +255,27 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     }
 
 
+def run_variant(name: str, folder: Path, rank: int) -> dict[str, Any]:
+    kind, failures, options = (VARIANTS | REFUSED)[name]
+    model, healthy, recovery = kind(failures), kind({}), OOMRecovery(on_recover="ignore", loss="mean")
+    said = ""
+    try:
+        fit(folder, model, model.data(rank), recovery, HaltOnNaN(), **options)
+    except Exception as error:  # noqa: BLE001, what is raised is what is looked at
+        said = f"{type(error).__name__}: {error}"
+    if name in VARIANTS:
+        fit(folder, healthy, healthy.data(rank), **options)
+    off = compared(model, healthy) if name in VARIANTS else 0.0
+    return {"scenario": name, "error": off, "seen": model.seen, "said": said, "n": recovery.recoveries.n_recovered}
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
     torch.set_num_threads(1)
     seen = []
     for name in sys.argv[2:]:
-        seen.append(run(name, folder, rank))
+        seen.append((run if name in SCENARIOS else run_variant)(name, folder, rank))
         (folder / f"rank{rank}.json").write_text(json.dumps(seen))
 
 

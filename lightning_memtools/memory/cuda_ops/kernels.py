@@ -194,15 +194,25 @@ def _softmax_backward_on_host(func: Any, gradient: Any, output: Any, dim: int, d
     return func(gradient, output, dim, gradient.dtype).to(dtype)
 
 
+def _half_on_host(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Computes in float32 what the host has no kernel for in half precision."""
+    dtype = args[0].dtype
+    if dtype not in {torch.float16, torch.bfloat16}:
+        return func(*args, **kwargs)
+    return func(*(one.float() if isinstance(one, torch.Tensor) else one for one in args), **kwargs).to(dtype)
+
+
 ON_HOST: dict[Any, Callable[..., Any]] = {
     one: partial(compute, one)
     for compute, operators in (
         (_softmax_on_host, (aten._softmax.default, aten._log_softmax.default)),
         (_softmax_backward_on_host, (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)),
+        (_half_on_host, (aten.avg_pool3d.default, aten.avg_pool3d_backward.default)),
     )
     for one in operators
 }
-"""Computes on the host what its kernels refuse and CUDA's do: the softmax from float16 to float32, in one operator."""
+"""Computes on the host what its kernels refuse and CUDA's do: the softmax from float16 to float32, in one operator, and
+average pooling in three dimensions, which LocalResponseNorm is made of, in half precision."""
 
 
 @instead_of(aten._foreach_norm.Scalar)

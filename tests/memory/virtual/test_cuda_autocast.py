@@ -39,6 +39,23 @@ def test_autocast_for_cuda_acts_on_the_tensors_that_stand_for_cudas():
     assert torch.autocast.__init__ is before
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_what_the_host_cannot_compute_in_half_precision_is_computed_and_rounded(half):
+    """Local response norm pools in three dimensions, of which the CPU has no kernel for half precision."""
+    source = torch.randn(2, 8, 4, 4).to(half)
+    with VirtualDevice(cuda_like=True), torch.autocast("cpu", dtype=half):
+        given = source.clone().requires_grad_()
+        pooled = F.avg_pool3d(given[None], 2)
+        pooled.sum().backward()
+        normed = nn.LocalResponseNorm(5)(source)
+    expected = F.avg_pool3d(source[None].float(), 2)
+    assert pooled.dtype is half
+    assert torch.equal(pooled, expected.to(half))
+    assert given.grad is not None
+    assert torch.equal(given.grad, torch.full_like(source, 0.125))
+    assert torch.allclose(normed.float(), nn.LocalResponseNorm(5)(source.float()), rtol=0.02)
+
+
 def test_what_cuda_refuses_is_refused():
     with (
         VirtualDevice(cuda_like=True),
