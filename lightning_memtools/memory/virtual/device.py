@@ -49,7 +49,8 @@ class VirtualDevice:
 
     While the device is active, tensors that PyTorch makes on the CPU are also accounted for in a simulated CUDA caching
     allocator. The device also works over fake tensors (``torch._subclasses.FakeTensorMode``), for which nothing is
-    computed. It does not change results: weights and random numbers are bitwise the same as without it.
+    computed. It does not change results: without `cuda_like`, weights and random numbers are bitwise the same as
+    without it.
 
     A storage counts once: from the moment that an operator makes or resizes it, or that it is tracked, until it is
     freed. A batch counts when its data loader yields it; datasets are host memory.
@@ -67,7 +68,8 @@ class VirtualDevice:
             backward, which runs in another thread: "32MiB" on Hopper, "8519680B" on other GPUs. Nothing by default.
         cuda_like: Behave as on CUDA where CPU tensors behave otherwise: operators allocate what CUDA's kernels do,
             dropout keeps a mask of bools, autocast follows CUDA's lists, optimizers use foreach, and Adam's step counts
-            stay on the host. Dropout then draws other random numbers.
+            stay on the host. Dropout then draws other random numbers, and autocast computes in other types. While the
+            device is entered, autocast on CPU tensors follows CUDA's lists in all threads.
         record: Keep a trace of all events of the allocator, in `trace`.
 
     Raises:
@@ -367,7 +369,7 @@ class VirtualDevice:
 
     @property
     def cuda_like(self) -> bool:
-        """True if dropout and optimizers behave as on CUDA."""
+        """True if dropout, autocast and optimizers behave as on CUDA."""
         return self._cuda_like
 
     @property
