@@ -89,6 +89,7 @@ class ShardedStepRecovery(StepRecovery):
                 break
             self._has_failed = True
             self._sharded.reset()
+            self._sharded.note_beginning()
             result = None  # of a rank that did not fail: its memory is needed
             why_not = before.take_back() or why_not or self.why_not(step)
             release_cached(self.device)
@@ -121,7 +122,6 @@ class ShardedStepRecovery(StepRecovery):
 
         Returns the result; the error's first line, or ""; and the reason why the step must not be run again, or "".
         """
-        self._sharded.note_beginning()
         if n_parts == 1:  # hooks see accumulated gradients as ever
             before.copy_gradients()
         else:
