@@ -10,7 +10,7 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -615,25 +615,52 @@ class _NothingLogged(dict[str, Any]):
     batch = batch_size = None
 
 
+class LoggedValue(NamedTuple):
+    """A value that a part of a batch has logged, or the whole, as Lightning keeps it.
+
+    Attributes:
+        reduction: How the values of an epoch are reduced.
+        on_step: The value of the step; None if it is not logged on steps.
+        of_epoch: What the step adds to the epoch, which of a mean is the value times its size; None if nothing.
+        size: Over how many samples the value is a mean; None if it is none, or not logged on epochs.
+    """
+
+    reduction: Literal["mean", "sum", "max", "min"]
+    on_step: Tensor | None
+    of_epoch: Tensor | None
+    size: Tensor | None
+
+
 class LoggedValues:
     """The values that the Trainer's present loop has from `self.log`, while a batch is run in parts.
 
     `self.log` weights by the size of the batch that the loop began, and offers no way to take a value back. It can go
-    when it does.
+    when it does. Values that metrics of torchmetrics give are left alone.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._before: dict[str, dict[str, Any]] = {}
+        self._empty: dict[str, Tensor] = {}
+
+    @property
+    def loss_divisor(self) -> int:
+        """The number that Lightning divides a training step's loss by before it is sent backward."""
+        return self._trainer.accumulate_grad_batches
 
     def _results(self) -> Any:
         results: Any = self._trainer._results
         return _NothingLogged() if results is None else results
+
+    def _numbers(self) -> Iterator[tuple[str, Any]]:
+        return ((key, metric) for key, metric in self._results().items() if metric.is_tensor)
 
     def save(self) -> Callable[[], None]:
         """Return the function that takes back what is logged from now on."""
         results = self._results()
         saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
         batch, size = results.batch, results.batch_size
+        self._before = {key: values for key, (_, values) in saved.items()}
 
         def restore() -> None:
             for key in [key for key in results if key not in saved]:
@@ -646,31 +673,46 @@ class LoggedValues:
         return restore
 
     def begin_part(self, part: Any) -> None:
-        """Take a part's size as the batch size of what is logged."""
+        """Take a part's size as the batch size of what is logged, and begin with no value."""
         self._results().batch, self._results().batch_size = part, None
+        for key, metric in self._numbers():
+            # Its own tensors for nothing: no memory is allocated.
+            self._empty[key] = metric.value = metric._defaults["value"]
+            metric._forward_cache = None
+            if metric.meta.is_mean_reduction:
+                metric.cumulated_batch_size = metric._defaults["cumulated_batch_size"]
 
-    def values(self) -> dict[str, Tensor]:
-        """Return the values of this step."""
-        return {
-            key: metric._forward_cache
-            for key, metric in self._results().items()
-            if metric.is_tensor and metric.meta.on_step and isinstance(metric._forward_cache, Tensor)
-        }
-
-    def put_mean(self, values: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> None:
-        """Set the values of this step to those of the whole batch: the mean, sum, maximum or minimum of its parts'."""
-        for key, metric in self._results().items():
-            parts = [one[key] for one in values if key in one]
-            if len(parts) != len(values):
+    def of_part(self) -> dict[str, LoggedValue]:
+        """Return what the part has logged."""
+        found = {}
+        for key, metric in self._numbers():
+            if metric.value is self._empty.get(key):
                 continue
-            stacked = torch.stack(parts)
-            if metric.meta.is_sum_reduction:
-                whole = stacked.sum(0)
-            elif metric.meta.is_max_reduction or metric.meta.is_min_reduction:
-                whole = stacked.amax(0) if metric.meta.is_max_reduction else stacked.amin(0)
+            meta = metric.meta
+            kind: Any = ("max" if meta.is_max_reduction else "min" if meta.is_min_reduction
+                    else "sum" if meta.is_sum_reduction else "mean")  # fmt: skip
+            of_epoch = metric.value if meta.on_epoch else None
+            size = metric.cumulated_batch_size if meta.on_epoch and kind == "mean" else None
+            found[key] = LoggedValue(kind, metric._forward_cache if meta.on_step else None, of_epoch, size)
+        return found
+
+    def put(self, batch: Any, whole: Mapping[str, LoggedValue]) -> None:
+        """Replace what the parts have logged by what the whole batch logs."""
+        self._results().batch, self._results().batch_size = batch, None
+        for key, metric in self._numbers():
+            before = self._before.get(key, {})
+            if key not in whole:
+                metric.value, metric._forward_cache = before["value"], before["_forward_cache"]
+                if metric.meta.is_mean_reduction:
+                    metric.cumulated_batch_size = before["cumulated_batch_size"]
+                continue
+            value = whole[key]
+            metric._forward_cache = value.on_step
+            if value.of_epoch is None:
+                metric.value = value.on_step
+            elif value.reduction in {"max", "min"}:
+                metric.value = metric.meta.reduce_fx(before.get("value", value.of_epoch), value.of_epoch)
             else:
-                shares = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device) / sum(weights)
-                whole = (stacked * shares).sum(0)
-            metric._forward_cache = whole
-            if not metric.meta.on_epoch:
-                metric.value = whole
+                metric.value = before.get("value", 0.0) + value.of_epoch
+            if value.size is not None:
+                metric.cumulated_batch_size = before.get("cumulated_batch_size", 0) + value.size

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import attributes_of, map_tensors, tensors_in
 
 
 class CannotSplitError(Exception):
@@ -139,30 +141,82 @@ def _cut(thing: Any, whole: int, rows: slice | list[int]) -> Any:
         return type(thing)(_cut(one, whole, rows) for one in thing)
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return type(thing)(*(_cut(one, whole, rows) for one in thing))
-    if type(thing) is dict:
-        return {key: _cut(value, whole, rows) for key, value in thing.items()}
+    if isinstance(thing, Mapping):
+        return _rebuilt(thing, {key: _cut(value, whole, rows) for key, value in thing.items()})
     return map_tensors(thing, lambda tensor: tensor[rows] if tensor.dim() and len(tensor) == whole else tensor)
 
 
-def join_parts(outputs: Sequence[Any], counts: Sequence[int], *, is_strict: bool = False) -> Any:
+def _rebuilt(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class with other values.
+
+    Raises:
+        CannotSplitError: Neither a copy takes them nor does the class.
+    """
+    if type(mapping) is dict or all(values[key] is value for key, value in mapping.items()):
+        return values if type(mapping) is dict else mapping
+    with suppress(Exception):  # a class of the user's, which may refuse in any way
+        if _holds(made := _filled_copy(mapping, values), values, type(mapping)):
+            return made
+    with suppress(Exception):
+        kind: Any = type(mapping)
+        if _holds(made := kind(values), values, kind):
+            return made
+    name = type(mapping).__name__
+    raise CannotSplitError(
+        f"the batch has a {name}, a mapping of which no part can be made: neither a copy of it nor {name}(values) "
+        "takes other values; give the module a method split_batch(batch, n_parts) that returns the parts"
+    )
+
+
+def _filled_copy(mapping: Any, values: dict[Any, Any]) -> Any:
+    made, before = copy(mapping), dict(mapping)
+    for name, held in attributes_of(made).items():
+        if isinstance(held, dict):  # a copy of the object shares it
+            setattr(made, name, copy(held))
+    for key, value in values.items():
+        made[key] = value
+    if _holds(mapping, before, type(mapping)):
+        return made
+    mapping.update(before)  # the copy is a view of the same data
+    return None
+
+
+def _holds(mapping: Any, values: dict[Any, Any], kind: Any) -> bool:
+    return bool(
+        type(mapping) is kind
+        and mapping.keys() == values.keys()
+        and all(mapping[key] is value for key, value in values.items())
+    )
+
+
+def join_parts(
+    outputs: Sequence[Any], counts: Sequence[int], weights: Sequence[float] | None = None, *, is_strict: bool = False
+) -> Any:
     """Join what the parts of a batch gave: as the whole batch would have given it.
 
     Tensors, arrays and lists as long as their parts are put one after the other; other floating-point tensors become
-    the mean, weighted by the parts' numbers of samples. Of anything else the first part's is taken.
+    the mean. Of anything else the first part's is taken.
+
+    Args:
+        outputs: What each part gave.
+        counts: The parts' numbers of samples.
+        weights: What means are weighted with; the numbers of samples if it is None.
+        is_strict: Refuse anything else that differs.
 
     Raises:
         CannotSplitError: The parts gave something else that differs, if ``is_strict``.
     """
     first = outputs[0]
+    weights = counts if weights is None else weights
     if (joined := _join_rows(outputs, counts)) is not None:
         return joined
     if isinstance(first, Tensor):
         if first.is_floating_point() and all(isinstance(one, Tensor) and one.shape == first.shape for one in outputs):
-            return weighted_mean(outputs, counts)
+            return weighted_mean(outputs, weights)
     elif isinstance(first, Mapping) and all(isinstance(one, Mapping) and one.keys() == first.keys() for one in outputs):
-        return {key: join_parts([one[key] for one in outputs], counts, is_strict=is_strict) for key in first}
+        return {key: join_parts([one[key] for one in outputs], counts, weights, is_strict=is_strict) for key in first}
     elif isinstance(first, (list, tuple)):
-        return _join_sequences(outputs, counts, is_strict=is_strict)
+        return _join_sequences(outputs, counts, weights, is_strict=is_strict)
     if is_strict and not all(map(partial(_is_same, first), outputs)):
         raise CannotSplitError(f"its parts returned values of {type(first).__name__} that differ and cannot be joined")
     return first
@@ -178,7 +232,7 @@ def _join_rows(outputs: Sequence[Any], counts: Sequence[int]) -> Any:
     return None
 
 
-def _join_sequences(outputs: Sequence[Any], counts: Sequence[int], *, is_strict: bool) -> Any:
+def _join_sequences(outputs: Sequence[Any], counts: Sequence[int], weights: Sequence[float], *, is_strict: bool) -> Any:
     first = outputs[0]
     # One item for each sample, unless these are columns, each with a row for each sample.
     is_of_columns = all(
@@ -189,7 +243,7 @@ def _join_sequences(outputs: Sequence[Any], counts: Sequence[int], *, is_strict:
     is_named = hasattr(first, "_fields")
     if [len(one) for one in outputs] == list(counts) and not is_of_columns and not is_named:
         return type(first)(item for one in outputs for item in one)
-    joined = [join_parts(items, counts, is_strict=is_strict) for items in zip(*outputs, strict=True)]
+    joined = [join_parts(items, counts, weights, is_strict=is_strict) for items in zip(*outputs, strict=True)]
     return type(first)(*joined) if is_named else type(first)(joined)
 
 
@@ -200,7 +254,7 @@ def _is_same(first: Any, other: Any) -> bool:
 
 
 def weighted_mean(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
-    """Return the mean of tensors, weighted with numbers of samples or of something else."""
+    """Return the mean of tensors, weighted with numbers of samples or of something else; of none there is no value."""
     total = sum(counts)
-    first, *others = [value * (count / total) for value, count in zip(values, counts, strict=True)]
+    first, *others = [value * (count / total) for value, count in zip(values, counts, strict=True) if count]
     return sum(others, first)

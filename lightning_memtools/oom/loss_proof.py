@@ -39,6 +39,9 @@ class LossProof:
         split: The user's function `(batch, n_parts) -> parts`.
         weight: The user's function `(batch) -> number` that says over how much of a batch its loss is a mean; None for
             the number of samples.
+
+    Attributes:
+        is_weighted: The user's function says so.
     """
 
     def __init__(
@@ -53,7 +56,15 @@ class LossProof:
         self._parameters = parameters
         self._split = split
         self._weight = weight
+        self.is_weighted = weight is not None
         self._is_all_quiet = False
+
+    def known_weights_of(self, parts: Sequence[tuple[Any, int]]) -> list[float]:
+        """Return the same, or the parts' numbers of samples where the user's function gives no such numbers."""
+        try:
+            return self.weights_of(parts)
+        except CannotSplitError:
+            return [float(count) for _, count in parts]
 
     def weights_of(self, parts: Sequence[tuple[Any, int]]) -> list[float]:
         """Return what the parts' losses are weighted with, from the parts and their numbers of samples.

@@ -16,6 +16,7 @@ from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.oom.batch_parts import CannotSplitError, join_parts, n_samples_in, split_batch, weighted_mean
 from lightning_memtools.oom.gradient_exchange import ONE_RANK, GradientExchange, no_collectives
 from lightning_memtools.oom.known_sizes import KnownSizes
+from lightning_memtools.oom.logged_parts import logged_by_whole
 from lightning_memtools.oom.loss_proof import LossKind, LossProof
 from lightning_memtools.oom.release_failed_step import release_cached
 from lightning_memtools.oom.step_start import BatchStep, RandomReader, StepBuffers, StepStart
@@ -203,9 +204,11 @@ class StepRecovery:
     def parts(self, step: BatchStep, n_parts: int) -> list[tuple[Any, int, float]]:
         """Return the parts of the batch that add something, each with its number of samples and its weight."""
         cut = split_batch(step.batch, n_parts, self.split)
-        weights = [1.0] * len(cut) if step.backward is None else self._proof.weights_of(cut)
+        if step.backward is None:
+            return [(*part, weight) for part, weight in zip(cut, self._proof.known_weights_of(cut), strict=True)]
         # A part without any token has no mean, and adds nothing to that of the batch.
-        return [(*part, weight) for part, weight in zip(cut, weights, strict=True) if weight or self._kind == "sum"]
+        pairs = zip(cut, self._proof.weights_of(cut), strict=True)
+        return [(*part, weight) for part, weight in pairs if weight or self._kind == "sum"]
 
     def run_parts(
         self, step: BatchStep, used: list[tuple[Any, int, float]], before: StepStart, exchange: GradientExchange
@@ -218,23 +221,35 @@ class StepRecovery:
                 raise CannotSplitError(why_not)
             step.log.begin_part(part)
             results.append(before.run_part(step, part, 1.0 if self._kind == "sum" else weight / sum(weights)))
-            logged.append(step.log.values())
+            logged.append(step.log.of_part())
         if step.backward is not None and self._kind is None:
             raise CannotSplitError(
                 'two samples together do not fit, so that the loss cannot be tried; loss="mean" or loss="sum" says '
                 "what it is"
             )
-        step.log.put_mean(logged, counts if step.backward is None else weights)
-        step.log.begin_part(step.batch)
-        if step.backward is None:
-            return join_parts(results, counts, is_strict=True)
-        losses = [one.closure_loss for one in results]
-        whole = None
-        if any(loss is None for loss in losses) and not all(loss is None for loss in losses):
+        losses = [] if step.backward is None else [one.closure_loss for one in results]
+        has_losses = [loss is not None for loss in losses]
+        if any(has_losses) and not all(has_losses):
             raise CannotSplitError("training_step returned no loss for some of its parts")
-        if all(loss is not None for loss in losses):
+        step.log.put(
+            step.batch,
+            logged_by_whole(
+                n_samples_in(step.batch) or sum(counts),
+                logged,
+                counts,
+                weights if self._proof.is_weighted else None,
+                [loss * step.log.loss_divisor for loss in losses] if any(has_losses) else None,
+                adds=self._kind == "sum",
+            ),
+        )
+        if step.backward is None:
+            return join_parts(results, counts, weights, is_strict=True)
+        whole = None
+        if any(has_losses):
             whole = sum(losses[1:], losses[0]) if self._kind == "sum" else weighted_mean(losses, weights)
-        return replace(results[0], closure_loss=whole, extra=join_parts([one.extra for one in results], counts))
+        return replace(
+            results[0], closure_loss=whole, extra=join_parts([one.extra for one in results], counts, weights)
+        )
 
     def why_not(self, step: BatchStep) -> str:
         """Return the reason why a step must not be run in parts; "" where it may."""

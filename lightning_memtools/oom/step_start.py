@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -26,17 +26,21 @@ _LISTED_EVERY = 16
 class StepLog(Protocol):
     """The values that a step logs."""
 
+    @property
+    def loss_divisor(self) -> float:
+        """The number that a step's loss was divided by before it is sent backward."""
+
     def save(self) -> Callable[[], None]:
         """Return the function that takes back what is logged from now on."""
 
     def begin_part(self, part: Any) -> None:
         """Take a part's size as the batch size of what is logged."""
 
-    def values(self) -> dict[str, Tensor]:
-        """Return the values of this step."""
+    def of_part(self) -> Mapping[str, Any]:
+        """Return what the part has logged, as `logged_by_whole` takes it."""
 
-    def put_mean(self, values: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> None:
-        """Set the values of this step to those of the whole batch."""
+    def put(self, batch: Any, whole: Mapping[str, Any]) -> None:
+        """Replace what the parts have logged by what the whole batch logs."""
 
 
 @dataclass(frozen=True, slots=True)

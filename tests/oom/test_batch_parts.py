@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,3 +99,101 @@ def test_what_an_evaluation_step_returned_is_joined_or_refused_but_never_cut_sho
     assert join_parts([{"n": 2}, {"n": 2}], counts, is_strict=True) == {"n": 4}
     with pytest.raises(CannotSplitError, match="values of Tensor that differ and cannot be joined"):
         join_parts([{"correct": torch.tensor(1)}, {"correct": torch.tensor(2)}], counts, is_strict=True)
+
+
+class Bag(MutableMapping[str, Any]):
+    """Keeps its items in a dictionary of its own, which a copy of the object shares."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.items_by_key = name, dict[str, Any]()
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_by_key[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_by_key[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_by_key)
+
+    def __len__(self) -> int:
+        return len(self.items_by_key)
+
+
+class Renamed(dict[str, Any]):
+    """Has an attribute beside its items."""
+
+    source = ""
+
+
+def mappings() -> dict[str, Any]:
+    items = {"x": torch.arange(8).reshape(4, 2), "names": ["a", "b", "c", "d"], "n": 7}
+    bag, renamed = Bag("bag"), Renamed(items)
+    bag.update(items)
+    renamed.source = "disk"
+    return {
+        "OrderedDict": OrderedDict(items),
+        "defaultdict": defaultdict(list, items),
+        "UserDict": UserDict(items),
+        "BatchEncoding": BatchEncoding(items),
+        "MappingProxyType": MappingProxyType(items),
+        "subclass": renamed,
+        "own": bag,
+    }
+
+
+@pytest.mark.parametrize("name", mappings())
+def test_lists_and_tensors_in_every_mapping_are_cut(name):
+    whole = mappings()[name]
+    before = dict(whole)
+    for rows, (part, n) in zip((slice(0, 2), slice(2, 4)), split_batch([whole, whole["x"]], 2), strict=True):
+        assert n == 2
+        assert type(part[0]) is type(whole)
+        assert list(part[0]) == list(whole)
+        assert torch.equal(part[0]["x"], whole["x"][rows])
+        assert (part[0]["names"], part[0]["n"]) == (whole["names"][rows], 7)
+        assert getattr(part[0], "source", "") == getattr(whole, "source", "")
+    assert all(whole[key] is value for key, value in before.items())
+    assert whole.keys() == before.keys()
+
+
+class Frozen(Mapping[str, Any]):
+    """Reads its items from elsewhere."""
+
+    def __init__(self, *, path: str) -> None:
+        self.path = path
+
+    def __getitem__(self, key: str) -> Any:
+        return STORED[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(STORED)
+
+    def __len__(self) -> int:
+        return len(STORED)
+
+
+class View(Frozen, MutableMapping[str, Any]):
+    """Writes what is set to where it reads it from."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        STORED[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del STORED[key]
+
+
+STORED = {"x": torch.arange(8).reshape(4, 2)}
+
+
+@pytest.mark.parametrize("kind", [Frozen, View])
+def test_a_mapping_that_takes_no_other_values_is_named_and_left_as_it_was(kind):
+    x = STORED["x"]
+    with pytest.raises(
+        CannotSplitError, match=rf"a {kind.__name__}, a mapping .* neither a copy of it nor {kind.__name__}"
+    ):
+        split_batch(kind(path=""), 2)
+    assert {"x": x} == STORED

@@ -1,0 +1,116 @@
+"""Finds what a whole batch would have logged, from what its parts have logged. Nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def logged_by_whole(
+    n_samples: int,
+    logged: Sequence[Mapping[str, Any]],
+    counts: Sequence[int],
+    weights: Sequence[float] | None,
+    losses: Sequence[Tensor] | None,
+    *,
+    adds: bool,
+) -> dict[str, Any]:
+    """Return what the whole batch would have logged.
+
+    A value that is the loss is put together as the loss is. Any other one is a mean over what `weights` count, or over
+    as many samples as Lightning took each part's value for; or what its reduction says.
+
+    Args:
+        n_samples: The number of samples of the batch, with those of parts that were left out.
+        logged: Of each part, what it has logged: `LoggedValue` by name.
+        counts: The numbers of samples of the parts.
+        weights: Over how much of each part its loss is a mean; None for the samples.
+        losses: The parts' losses; None if there are none.
+        adds: The loss of the batch is the sum of those of its parts.
+    """
+    whole = {}
+    for key in dict.fromkeys(key for one in logged for key in one):
+        rows = [index for index, one in enumerate(logged) if key in one]
+        whole[key] = _whole(
+            n_samples,
+            [logged[row][key] for row in rows],
+            [counts[row] for row in rows],
+            None if weights is None else [weights[row] for row in rows],
+            None if losses is None else torch.stack([losses[row].detach() for row in rows]),
+            adds=adds,
+        )
+    return whole
+
+
+def _whole(
+    n_samples: int,
+    parts: Sequence[Any],
+    counts: Sequence[int],
+    weights: Sequence[float] | None,
+    losses: Tensor | None,
+    *,
+    adds: bool,
+) -> Any:
+    first = parts[0]
+    of_loss = shares = _shares(weights or counts, first)
+    size = None
+    if first.size is not None:
+        sizes = torch.stack([part.size for part in parts])
+        size, of_sizes = _whole_size(sizes, counts, n_samples)
+        shares = of_sizes if weights is None else shares
+
+    def put_together(values: Sequence[Tensor]) -> Tensor:
+        stacked = torch.stack(list(values))
+        by_reduction = _reduced(stacked, first.reduction, shares)
+        if losses is None:
+            return by_reduction
+        return torch.where(
+            _are_losses(stacked, losses), stacked.sum(0) if adds else _mean(stacked, of_loss), by_reduction
+        )
+
+    on_step = None if first.on_step is None else put_together([part.on_step for part in parts])
+    if first.of_epoch is None:
+        of_epoch = None
+    elif size is None:
+        of_epoch = put_together([part.of_epoch for part in parts])
+    else:
+        of_epoch = put_together([part.of_epoch / part.size for part in parts]) * size
+    return first._replace(on_step=on_step, of_epoch=of_epoch, size=size)
+
+
+def _whole_size(sizes: Tensor, counts: Sequence[int], n_samples: int) -> tuple[Tensor, Tensor]:
+    """Return the size that the whole batch would have given, and the parts' shares of it."""
+    given = torch.tensor(counts, device=sizes.device)
+    are_counts = (sizes == given).all()
+    # `self.log(..., batch_size=...)` with the size of the whole batch, or with 1, is no number of what a part has.
+    is_of_whole = (sizes[0] == 1) | (sizes[0] == n_samples)
+    is_constant = (sizes == sizes[0]).all() & is_of_whole & ~are_counts
+    shares = torch.where(is_constant, given / sum(counts), sizes / sizes.sum())
+    size = torch.where(is_constant, sizes[0], torch.where(are_counts, n_samples, sizes.sum()))
+    return size, shares
+
+
+def _shares(weights: Sequence[float], like: Any) -> Tensor:
+    value = like.on_step if like.of_epoch is None else like.of_epoch
+    return torch.tensor(weights, dtype=value.dtype, device=value.device) / sum(weights)
+
+
+def _reduced(stacked: Tensor, reduction: str, shares: Tensor) -> Tensor:
+    if reduction == "mean":
+        return _mean(stacked, shares)
+    if reduction == "sum":
+        return stacked.sum(0)
+    return stacked.amax(0) if reduction == "max" else stacked.amin(0)
+
+
+def _mean(stacked: Tensor, shares: Tensor) -> Tensor:
+    return torch.where(shares > 0, stacked * shares, 0.0).sum(0)  # of nothing there is no mean: it is NaN
+
+
+def _are_losses(stacked: Tensor, losses: Tensor) -> Tensor:
+    rounding = 2 * max(torch.finfo(losses.dtype).eps, torch.finfo(stacked.dtype).eps)
+    losses = losses.to(stacked)
+    return ((stacked - losses).abs() <= rounding * losses.abs()).all()
