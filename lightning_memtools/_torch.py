@@ -831,6 +831,11 @@ def reference_counts(tensor: Tensor) -> tuple[int, int]:
     return counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
+def storage_references(tensor: Tensor) -> int:
+    """Returns how many tensors refer to the storage of a tensor, if `CAN_COUNT_REFERENCES`."""
+    return reference_counts(tensor)[1] - 1  # without the storage's own object in Python, which counting makes
+
+
 # --- parts of tensors and modules
 
 

@@ -107,6 +107,7 @@ class Unit:
         forward_base: What is allocated when its forward pass begins, besides what earlier units keep and its input.
         backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
         backward_peak: The same at the peak of its backward pass; None if no gradient passes through it.
+        again_backward_peak: The same in a range that ran again, whose tensors are freed earlier (see spent_tensors.py).
         alongside: Tensors besides its input that are there when it begins though nothing is kept, because the code
             around it refers to them: the index of the unit that made each, and its size.
         products: Its matrix products, convolutions and attention, in the order of their calls.
@@ -129,6 +130,7 @@ class Unit:
     forward_base: int = 0
     backward_base: int = 0
     backward_peak: int | None = None
+    again_backward_peak: int | None = None
     alongside: tuple[tuple[int, int], ...] = ()
     products: tuple[Product, ...] = ()
 
@@ -142,6 +144,14 @@ class Unit:
         if not keeping:
             return self.dropping_bytes
         return self.stopped_bytes if stops else self.forward_bytes
+
+    def backward_need(self, *, again: bool) -> int | None:
+        """Returns the peak of its backward pass, above what it and earlier units keep; None if there is none.
+
+        Args:
+            again: The unit is in a range that ran again.
+        """
+        return self.again_backward_peak if again and self.again_backward_peak is not None else self.backward_peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +324,7 @@ class _SimulatedStep:
         for piece, then in reversed(forward):
             if isinstance(piece, Range):
                 self._run_back(piece, then)
-            elif (top := self._units[piece].backward_peak) is not None:
+            elif (top := self._units[piece].backward_need(again=again)) is not None:
                 self.peak = max(self.peak, then + top)
 
     def _run_back(self, one: Range, held: int) -> None:
@@ -384,5 +394,8 @@ def may_be_range(units: Sequence[Unit], start: int, stop: int) -> bool:
 def as_forced(unit: Unit) -> Unit:
     """Returns a unit that is recomputed by every plan: it keeps its input, and needs the rest in its backward pass."""
     kept = unit.own_bytes + (unit.out_bytes if unit.keeps_output else 0)
-    top = None if unit.backward_peak is None else unit.backward_peak + kept
-    return replace(unit, own_bytes=0, keeps_input=True, keeps_output=False, pinned=True, backward_peak=top)
+    need = unit.backward_need(again=True)
+    top = None if need is None else need + kept
+    return replace(
+        unit, own_bytes=0, keeps_input=True, keeps_output=False, pinned=True, backward_peak=top, again_backward_peak=top
+    )

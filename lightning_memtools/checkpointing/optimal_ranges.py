@@ -272,6 +272,7 @@ class _Kept:
         before: The memory that is added before each of its units runs.
         running: The bytes that each unit needs to run, above what is held.
         top: The least memory in which its backward pass runs.
+        again_top: The same in a range that ran again.
     """
 
     out_held: bool
@@ -279,6 +280,7 @@ class _Kept:
     before: Costs
     running: Costs
     top: int
+    again_top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,7 +536,7 @@ class _Solution:
         return found
 
     def _cell(self, cell: int, *, held: bool) -> _Kept:
-        before, running, top, total, kept = [], [], 0, 0, 0
+        before, running, tops, total, kept = [], [], [0, 0], 0, 0
         for at in range(self.places[cell], self.places[cell + 1]):
             unit = self._units[at]
             added, out_held = after_keeping(unit, input_held=held, in_bytes=self._sizes[at])
@@ -542,10 +544,11 @@ class _Solution:
             running.append(0 if held else self._sizes[at])
             kept += added  # rounded once for all units: what is less than the quantum adds up
             total = self._slots(kept)
-            if unit.backward_peak is not None:
-                top = max(top, total + max(self._slots(unit.backward_peak), 0))
-            top, held = max(top, total), out_held
-        return _Kept(held, total, np.array(before, dtype=float), np.array(running, dtype=float), top)
+            for again in (False, True):
+                need = unit.backward_need(again=again)
+                tops[again] = max(tops[again], total + (0 if need is None else max(self._slots(need), 0)))
+            held = out_held
+        return _Kept(held, total, np.array(before, dtype=float), np.array(running, dtype=float), *tops)
 
     def _need_of(self, cell: int, held: bool) -> int:
         """Returns the least memory for a cell outside of ranges."""
@@ -576,7 +579,7 @@ class _Solution:
         cost = self._operations[ran] - self._operations[start]
         if start <= saving < stop:
             cost -= self._units[saving].tail_operations
-        return max(one.top, int((one.before + needs).max())), one.added, float(cost), one.out_held
+        return max(one.again_top, int((one.before + needs).max())), one.added, float(cost), one.out_held
 
     def _running_needs(self, first: int, ends: Slots, base: int | None) -> Slots:
         """Returns the memory that running forward needs, for ranges from `first` to each of the ends."""

@@ -19,10 +19,12 @@ from lightning_memtools.checkpointing.exact_recomputation import statistics_unto
 from lightning_memtools.checkpointing.kept_products import is_product
 from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Product, Unit
+from lightning_memtools.checkpointing.spent_tensors import SavedTensor, SpentTensors
 from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.reachable_variables import variables_of_hooks
 from lightning_memtools.memory.virtual.categories import Category
+from lightning_memtools.memory.virtual.ledger import DeviceListener
 from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
 
 
@@ -77,6 +79,7 @@ class _Record:
     products: list[_ProductRecord] = field(default_factory=list)
     backward_before: int | None = None
     backward_peak: int | None = None
+    again_backward_peak: int = 0
 
 
 def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
@@ -130,6 +133,7 @@ class _Recorder:
         self._inside = False
         self._keeping = True
         self._alive: _AliveBlocks | None = None
+        self._spent = SpentTensors(trace.device)
         self._products: dict[int, _ProductRecord] = {}
         # A layer that holds another chain is no unit of its own: the layers of that chain are, and the code between.
         holding = {chain.name for chain in chains if not chain.is_module}
@@ -150,7 +154,7 @@ class _Recorder:
             self.static = {entry.block.id for entry in self._trace.device.blocks()}
             self._trace.counted.listener = self._note_operator
         self._begin(None, ())
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._spent.hand_out)
 
     def begin_backward(self) -> None:
         """Note that the forward pass is over. The unit that ran last is the first to go backward."""
@@ -158,6 +162,7 @@ class _Recorder:
         self._trace.counted.listener = None
         for record in self.records:
             record.overwrites |= _was_written(record.given)
+        self._trace.device.listen(self._spent)
         self._enter_backward(self.records[-1])
 
     def finish(self) -> None:
@@ -244,12 +249,13 @@ class _Recorder:
         if record.backward_before is None:
             self._leave_backward()
             record.backward_before = self._trace.allocated()
-            self._backward = record
+            self._backward, self._spent.held = record, record.input.keys()
 
     def _leave_backward(self) -> None:
-        peak = self._trace.peak_since()
+        peak, again = self._trace.peak_since(), self._spent.peak_since()
         if self._backward is not None:
-            self._backward.backward_peak = max(self._backward.backward_peak or 0, peak)
+            self._backward.backward_peak = peak
+            self._backward.again_backward_peak = again
 
     def _note_operator(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, operations: int
@@ -273,7 +279,7 @@ class _Recorder:
         if not self._keeping:
             return None
         # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
-        return tensor if tensor.is_leaf else tensor.detach()
+        return SavedTensor(tensor if tensor.is_leaf else tensor.detach())
 
     def _keys(self, value: Any) -> dict[int, int]:
         found: dict[int, int] = {}
@@ -284,7 +290,7 @@ class _Recorder:
         return found
 
 
-class _AliveBlocks:
+class _AliveBlocks(DeviceListener):
     """The blocks that were allocated and not yet freed: which unit made each, and its size."""
 
     def __init__(self, unit: Callable[[], int]) -> None:
@@ -302,15 +308,6 @@ class _AliveBlocks:
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
         del category, module
         self._blocks.pop(block_id, None)
-
-    def on_operator(self, operator: Any) -> None:
-        """It is of no interest which operator runs, nor for which module."""
-
-    def on_module(self, name: str) -> None:
-        """See above."""
-
-    def on_library_workspace(self, n_bytes: int) -> None:
-        """See above."""
 
 
 def _was_written(given: list[tuple[weakref.ref[Tensor], int]]) -> bool:
@@ -446,6 +443,7 @@ def _profile_of(
                 forward_base=base,
                 backward_base=0 if record.backward_before is None else record.backward_before - kept,
                 backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
+                again_backward_peak=None if record.backward_peak is None else record.again_backward_peak - kept,
                 alongside=record.alongside,
                 products=tuple(_product_of(one, record) for one in record.products),
             )

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_memtools._torch import autograd_sequence_number, current_autograd_node, node_sequence_number
 from lightning_memtools.memory.allocator import Block, CachingAllocator
 from lightning_memtools.memory.virtual import Category, VirtualDevice
+from lightning_memtools.memory.virtual.ledger import DeviceListener
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER
 
 WORKSPACE = len(Category)
@@ -42,7 +43,7 @@ class Allocation:
     died: int | None = None
 
 
-class AllocationRecorder:
+class AllocationRecorder(DeviceListener):
     """Listens to a `VirtualDevice` and records its allocations.
 
     Attributes:

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,8 +41,8 @@ class LedgerEntry(weakref.ref[Any]):
     serial: int
 
 
-class DeviceListener(Protocol):
-    """Receives the events of a `VirtualDevice`; see `VirtualDevice.listen`."""
+class DeviceListener:
+    """Receives the events of a `VirtualDevice`, and ignores those that a subclass does not take; see its `listen`."""
 
     def on_operator(self, operator: Any) -> None:
         """Called before an operator runs."""
