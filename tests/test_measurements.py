@@ -85,9 +85,8 @@ def test_the_row_of_faults_counts_equal_ends_and_says_the_latest():
 def test_the_page_of_oom_recovery_says_its_figures():
     result, page = RESULTS["oom_recovery"], " ".join((ROOT / "docs" / "oom-recovery.md").read_text("utf-8").split())
     own = result["own_us_per_step"]
-    with_it, hookless, bare = (
-        result["trainer_step_us"][name]["median"] for name in ("with", "with a callback without hooks", "without")
-    )
+    names = ("with", "with a callback without hooks", "without")
+    steps = [f"{result['trainer_step_us'][name]['median']:.0f}" for name in names]
     plain, accumulated = own["100 parameters"], own["100 parameters, accumulated gradients"]
     assert own["1000 parameters"] < 1.1 * plain
     assert max(plain, accumulated) < result["goal_us"]
@@ -95,7 +94,7 @@ def test_the_page_of_oom_recovery_says_its_figures():
         f"its own work takes {plain:.0f} microseconds on the host, whatever the number of parameters",
         f"with 50 buffers that no step writes, {own['100 parameters, 50 constant buffers']:.0f} microseconds)",
         f"with 100 parameters it takes {accumulated:.0f} microseconds, {(accumulated - plain) / 100:.2f} more for each",
-        f"took {with_it:.0f} microseconds with it, {hookless:.0f} with a callback without hooks and {bare:.0f} without any",
+        f"took {steps[0]} microseconds with it, {steps[1]} with a callback without hooks and {steps[2]} without any",
         f"`allow_batch_norm=True` its work takes {own['200 parameters, 50 BatchNorms, allowed']:.0f} microseconds",
     ):
         assert sentence in page, sentence

@@ -62,23 +62,27 @@ def _whole(
         size, of_sizes = _whole_size(sizes, counts, n_samples)
         shares = of_sizes if weights is None else shares
 
-    def put_together(values: Sequence[Tensor]) -> Tensor:
-        stacked = torch.stack(list(values))
-        by_reduction = _reduced(stacked, first.reduction, shares)
-        if losses is None:
-            return by_reduction
-        return torch.where(
-            _are_losses(stacked, losses), stacked.sum(0) if adds else _mean(stacked, of_loss), by_reduction
-        )
+    def of_parts(values: Sequence[Tensor | None]) -> Tensor | None:
+        return None if values[0] is None else torch.stack([value for value in values if value is not None])
 
-    on_step = None if first.on_step is None else put_together([part.on_step for part in parts])
-    if first.of_epoch is None:
-        of_epoch = None
-    elif size is None:
-        of_epoch = put_together([part.of_epoch for part in parts])
-    else:
-        of_epoch = put_together([part.of_epoch / part.size for part in parts]) * size
-    return first._replace(on_step=on_step, of_epoch=of_epoch, size=size)
+    steps, epochs = of_parts([part.on_step for part in parts]), of_parts([part.of_epoch for part in parts])
+    if epochs is not None and size is not None:
+        epochs = epochs / sizes
+    # With sync_dist=True, the values of the step are means over the ranks.
+    is_loss = None if losses is None else _are_losses(steps if epochs is None else epochs, losses)
+
+    def put_together(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        by_reduction = _reduced(values, first.reduction, shares)
+        if is_loss is None:
+            return by_reduction
+        return torch.where(is_loss, values.sum(0) if adds else _mean(values, of_loss), by_reduction)
+
+    of_epoch = put_together(epochs)
+    if of_epoch is not None and size is not None:
+        of_epoch = of_epoch * size
+    return first._replace(on_step=put_together(steps), of_epoch=of_epoch, size=size)
 
 
 def _whole_size(sizes: Tensor, counts: Sequence[int], n_samples: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +114,8 @@ def _mean(stacked: Tensor, shares: Tensor) -> Tensor:
     return torch.where(shares > 0, stacked * shares, 0.0).sum(0)  # of nothing there is no mean: it is NaN
 
 
-def _are_losses(stacked: Tensor, losses: Tensor) -> Tensor:
-    rounding = 2 * max(torch.finfo(losses.dtype).eps, torch.finfo(stacked.dtype).eps)
-    losses = losses.to(stacked)
-    return ((stacked - losses).abs() <= rounding * losses.abs()).all()
+def _are_losses(values: Tensor | None, losses: Tensor) -> Tensor:
+    assert values is not None
+    rounding = 2 * max(torch.finfo(losses.dtype).eps, torch.finfo(values.dtype).eps)
+    losses = losses.to(values)
+    return ((values - losses).abs() <= rounding * losses.abs()).all()

@@ -11,7 +11,7 @@ import sys
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -187,6 +187,62 @@ class GathersFeatures(Net):
         return total
 
 
+class OfOneBatch(Net):
+    """Fails in parts of the batch that is named, which a stand-in of another one is not; no such run has that batch."""
+
+    leaves_out: ClassVar[list[int]] = []
+
+    def data(self, rank: int) -> list[Tensor]:
+        return [one for index, one in enumerate(batches(rank)) if self.failures or index not in self.leaves_out]
+
+    def fails(self, batch: Tensor, key: tuple[int, int]) -> str | int:
+        place = super().fails(batch, key)
+        return place if key in self.failures and self.is_meant(batch, batches(key[0])[key[1]]) else ""
+
+    def is_meant(self, part: Tensor, batch: Tensor) -> bool:
+        return bool((batch == part[0]).all(1).any())
+
+
+class Skips(OfOneBatch):
+    leaves_out: ClassVar[list[int]] = [2]
+
+
+class SkipsOneOfSeveral(OfOneBatch):
+    """Its run without a failure has a loss of 0 for that batch, which adds nothing to what others accumulated."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 if self.failures or batch_idx != 2 else 0)
+
+
+class FailsLast(OfOneBatch):
+    def is_meant(self, part: Tensor, batch: Tensor) -> bool:
+        return bool((batch[-1] == part[-1]).all())
+
+
+class Synced(Net):
+    """Logs means over the ranks."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("synced", loss, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+
+class SyncedSum(Synced):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = len(batch) * super().training_step(batch, batch_idx)
+        self.log("sum", loss, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 / SAMPLES, momentum=0.9)
+
+
+class WithAdamW(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
 # Kind of model, where it fails, and the Trainer's options.
 Variant = tuple[type[Net], Failures, dict[str, Any]]
 ACCUMULATING: dict[str, Any] = {"accumulate_grad_batches": 2}
@@ -197,9 +253,22 @@ VARIANTS: dict[str, Variant] = {
     "divides": (Divides, {(1, 2): (1, WHOLE)}, {}),
     "own function to split": (SplitsBatches, {(1, 2): (1, (8, 4))}, {}),
     "two kinds of batches": (TwoKindsOfBatches, {(1, 102): ("forward", WHOLE)}, {}),
+    "last part": (FailsLast, {(1, 2): (1, (8, 4))}, {}),
+    "skipped": (Skips, {(1, 2): (1, tuple(range(9)))}, {}),
+    "skipped, accumulated": (SkipsOneOfSeveral, {(1, 2): ("forward", tuple(range(9)))}, {"accumulate_grad_batches": 3}),
+    "AdamW, clipped": (WithAdamW, {(1, 2): (1, WHOLE)}, {"gradient_clip_val": 0.1}),
+    "mean over the ranks": (Synced, {(1, 2): (1, WHOLE)}, {}),
+    "sum, over the ranks": (SyncedSum, {(1, 2): ("forward", WHOLE)}, {}),
+    "bf16": (Synced, {(0, 1): (2, WHOLE), (1, 3): ("forward", (4,))}, {"precision": "bf16-mixed"}),
+}
+GIVEN: dict[str, dict[str, Any]] = {
+    "skipped": {"skip_batch": True},
+    "skipped, accumulated": {"skip_batch": True},
+    "sum, over the ranks": {"loss": "sum"},
 }
 REFUSED: dict[str, Variant] = {
     "whole gradients": (KeepsWholeGradients, {}, ACCUMULATING),
+    "gives up": (OfOneBatch, {(1, 2): (1, tuple(range(9)))}, {}),
     "gathers features": (GathersFeatures, {(1, 2): ("forward", WHOLE)}, {}),  # the last: its ranks lose each other
 }
 
@@ -257,16 +326,25 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
 
 def run_variant(name: str, folder: Path, rank: int) -> dict[str, Any]:
     kind, failures, options = (VARIANTS | REFUSED)[name]
-    model, healthy, recovery = kind(failures), kind({}), OOMRecovery(on_recover="ignore", loss="mean")
-    said = ""
+    given: dict[str, Any] = {"on_recover": "ignore", "loss": "mean"} | GIVEN.get(name, {})
+    model, healthy, recovery = kind(failures), kind({}), OOMRecovery(**given)
+    said, logged, off = "", [], 0.0
     try:
-        fit(folder, model, model.data(rank), recovery, HaltOnNaN(), **options)
+        logged.append(fit(folder, model, model.data(rank), recovery, HaltOnNaN(), **options).callback_metrics)
     except Exception as error:  # noqa: BLE001, what is raised is what is looked at
         said = f"{type(error).__name__}: {error}"
     if name in VARIANTS:
-        fit(folder, healthy, healthy.data(rank), **options)
-    off = compared(model, healthy) if name in VARIANTS else 0.0
-    return {"scenario": name, "error": off, "seen": model.seen, "said": said, "n": recovery.recoveries.n_recovered}
+        logged.append(fit(folder, healthy, healthy.data(rank), **options).callback_metrics)
+        off = compared(model, healthy)
+    return {
+        "scenario": name,
+        "error": off,
+        "seen": model.seen,
+        "said": said,
+        "n": recovery.recoveries.n_recovered,
+        "skipped": recovery.recoveries.n_skipped,
+        "logged": [{key: float(value) for key, value in one.items()} for one in logged],
+    }
 
 
 def main() -> None:

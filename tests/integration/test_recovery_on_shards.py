@@ -34,15 +34,34 @@ def variants(tmp_path_factory) -> Seen:
     return {one["scenario"]: [one, other] for one, other in zip(*by_rank, strict=True)}
 
 
+ROUNDING = {"bf16": 1e-3}
+
+
 @pytest.mark.parametrize("name", VARIANTS)
-def test_models_that_change_gather_divide_and_split_in_their_own_ways_are_served(name, variants):
+def test_the_weights_are_those_of_a_run_that_did_not_fail_whatever_the_model_and_the_trainer_do(name, variants):
     for rank in variants[name]:
         assert rank["said"] == ""
-        assert rank["error"] < 1e-6
-    n_recovered = sum(rank["n"] for rank in variants[name])
-    assert n_recovered == len(VARIANTS[name][1])
+        assert rank["error"] < ROUNDING.get(name, 1e-6)
+    is_skipped = name.startswith("skipped")
+    assert sum(rank["n"] for rank in variants[name]) == (0 if is_skipped else len(VARIANTS[name][1]))
+    assert [rank["skipped"] for rank in variants[name]] == [int(is_skipped)] * 2
     if name == "nothing fails, accumulated":
         assert [rank["error"] for rank in variants[name]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["mean over the ranks", "sum, over the ranks", "bf16"])
+def test_values_that_are_logged_over_the_ranks_are_those_of_whole_batches(name, variants):
+    for rank in variants[name]:
+        logged, expected = rank["logged"]
+        assert {"synced", "synced_step", "synced_epoch", "val_loss"} <= logged.keys()
+        assert logged == pytest.approx(expected, rel=0.01 if name == "bf16" else 1e-5)
+    assert variants[name][0]["logged"][0]["synced_epoch"] == variants[name][1]["logged"][0]["synced_epoch"]
+
+
+def test_a_last_part_that_fails_is_run_again_in_smaller_ones_on_both_ranks(variants):
+    zero, one = variants["last part"]
+    assert zero["seen"][:11] == [8, 8, 8, 4, 4, 2, 2, 2, 2, 2, 2]
+    assert one["seen"][:11] == [8, 8, 8, 2, 4, 4, 2, 2, 2, 2, 2]
 
 
 def test_what_cannot_be_taken_back_is_refused_by_name(variants):
@@ -50,6 +69,9 @@ def test_what_cannot_be_taken_back_is_refused_by_name(variants):
         assert rank["said"].startswith(
             "ValueError: OOMRecovery cannot take back a step after set_requires_gradient_sync(F"
         )
+    for rank in variants["gives up"]:
+        assert rank["said"].startswith("OutOfMemoryError: ")
+        assert "on rank 1, each of its 8 samples alone is too large; skip_batch=True skips such a batch" in rank["said"]
     _, failed = variants["gathers features"]
     assert "with other samples the step starts other collectives (allgather of 96 numbers, where " in failed["said"]
 
