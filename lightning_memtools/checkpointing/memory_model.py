@@ -108,6 +108,7 @@ class Unit:
         backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
         backward_peak: The same at the peak of its backward pass; None if no gradient passes through it.
         again_backward_peak: The same in a range that ran again, whose tensors are freed earlier (see spent_tensors.py).
+        freed_input_bytes: How much lower this is where the unit alone holds its input.
         alongside: Tensors besides its input that are there when it begins though nothing is kept, because the code
             around it refers to them: the index of the unit that made each, and its size.
         products: Its matrix products, convolutions and attention, in the order of their calls.
@@ -131,6 +132,7 @@ class Unit:
     backward_base: int = 0
     backward_peak: int | None = None
     again_backward_peak: int | None = None
+    freed_input_bytes: int = 0
     alongside: tuple[tuple[int, int], ...] = ()
     products: tuple[Product, ...] = ()
 
@@ -145,13 +147,16 @@ class Unit:
             return self.dropping_bytes
         return self.stopped_bytes if stops else self.forward_bytes
 
-    def backward_need(self, *, again: bool) -> int | None:
+    def backward_need(self, *, again: bool, input_held: bool) -> int | None:
         """Returns the peak of its backward pass, above what it and earlier units keep; None if there is none.
 
         Args:
             again: The unit is in a range that ran again.
+            input_held: Others hold its input.
         """
-        return self.again_backward_peak if again and self.again_backward_peak is not None else self.backward_peak
+        if not again or self.again_backward_peak is None:
+            return self.backward_peak
+        return self.again_backward_peak - (0 if input_held else self.freed_input_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +305,9 @@ class _SimulatedStep:
         """
         base = self._units[stop - 1].backward_base if again else None
         end = last_saving(self._units, start, stop) if again else None
-        forward: list[tuple[Range | int, int]] = []
+        forward: list[tuple[Range | int, int, bool]] = []
         for piece in pieces(start, stop, ranges):
+            input_held_before = input_held
             if isinstance(piece, Range):
                 if not input_held:
                     held += self._sizes[piece.start]
@@ -317,14 +323,14 @@ class _SimulatedStep:
                     self._units[piece], input_held=input_held, in_bytes=self._sizes[piece]
                 )
                 held += added
-            forward.append((piece, held))
+            forward.append((piece, held, input_held_before))
             self.peak = max(self.peak, held)
         if not again:
             self.kept = held
-        for piece, then in reversed(forward):
+        for piece, then, input_held_before in reversed(forward):
             if isinstance(piece, Range):
                 self._run_back(piece, then)
-            elif (top := self._units[piece].backward_need(again=again)) is not None:
+            elif (top := self._units[piece].backward_need(again=again, input_held=input_held_before)) is not None:
                 self.peak = max(self.peak, then + top)
 
     def _run_back(self, one: Range, held: int) -> None:
@@ -394,7 +400,7 @@ def may_be_range(units: Sequence[Unit], start: int, stop: int) -> bool:
 def as_forced(unit: Unit) -> Unit:
     """Returns a unit that is recomputed by every plan: it keeps its input, and needs the rest in its backward pass."""
     kept = unit.own_bytes + (unit.out_bytes if unit.keeps_output else 0)
-    need = unit.backward_need(again=True)
+    need = unit.backward_need(again=True, input_held=True)
     top = None if need is None else need + kept
     return replace(
         unit, own_bytes=0, keeps_input=True, keeps_output=False, pinned=True, backward_peak=top, again_backward_peak=top

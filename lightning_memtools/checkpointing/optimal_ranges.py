@@ -545,7 +545,7 @@ class _Solution:
             kept += added  # rounded once for all units: what is less than the quantum adds up
             total = self._slots(kept)
             for again in (False, True):
-                need = unit.backward_need(again=again)
+                need = unit.backward_need(again=again, input_held=held)
                 tops[again] = max(tops[again], total + (0 if need is None else max(self._slots(need), 0)))
             held = out_held
         return _Kept(held, total, np.array(before, dtype=float), np.array(running, dtype=float), *tops)

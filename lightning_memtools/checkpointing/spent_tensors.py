@@ -8,7 +8,8 @@ soon as the node's formula ends, before that sum, whose buffers can be large.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING
 
 from lightning_memtools._torch import CAN_COUNT_REFERENCES, storage_references
 from lightning_memtools.memory.virtual.ledger import DeviceListener
@@ -38,13 +39,13 @@ class SpentTensors(DeviceListener):
     A tensor is spent when autograd asked for it and only saved tensors that autograd asked for refer to its storage.
 
     Attributes:
-        held: The ids of the blocks that are not freed early, because code outside of the layer refers to them.
+        inputs: The ids of the blocks that the layer was given, which other code may hold.
     """
 
     def __init__(self, device: VirtualDevice) -> None:
-        self.held: Collection[int] = ()
+        self.inputs: Collection[int] = ()
         self._device = device
-        self._peak = 0
+        self._peaks = (0, 0)
         self._handed_out: list[weakref.ref[SavedTensor]] = []
 
     def hand_out(self, saved: SavedTensor) -> Tensor:
@@ -53,24 +54,30 @@ class SpentTensors(DeviceListener):
             self._handed_out.append(weakref.ref(saved))
         return saved.tensor
 
-    def peak_since(self) -> int:
-        """Return the peak in bytes since the last call of this function."""
-        peak, self._peak = self._peak, self._device.allocator.allocated
-        return peak
+    def peaks_since(self) -> tuple[int, int]:
+        """Return the peak in bytes since the last call of this function: with inputs held, and without."""
+        peaks, now = self._peaks, self._device.allocator.allocated
+        self._peaks = now, now
+        return peaks
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
         """Take what is allocated now, without spent tensors, as the peak if it is higher."""
         del block, category, module
-        self._peak = max(self._peak, self._device.allocator.allocated - self._spent_bytes())
+        now, spent = self._device.allocator.allocated, self._spent_blocks() if self._handed_out else {}
+        others = sum(size for number, size in spent.items() if number not in self.inputs)
+        self._peaks = max(self._peaks[0], now - others), max(self._peaks[1], now - sum(spent.values()))
 
-    def _spent_bytes(self) -> int:
-        if not self._handed_out:
-            return 0
-        alive = [(ref, saved) for ref in self._handed_out if (saved := ref()) is not None]
-        self._handed_out = [ref for ref, _ in alive]
-        by_block: dict[int, list[Any]] = {}
-        for _, saved in {id(saved): (None, saved) for _, saved in alive}.values():
+    def _spent_blocks(self) -> dict[int, int]:
+        """Return the sizes of the blocks that are spent, by id."""
+        alive = {id(saved): saved for ref in self._handed_out if (saved := ref()) is not None}
+        self._handed_out = [weakref.ref(saved) for saved in alive.values()]
+        counts: Counter[int] = Counter()
+        found: dict[int, int] = {}
+        for saved in alive.values():
             entry = self._device.block_of(saved.tensor)
-            if entry is not None and entry.block.id not in self.held:
-                by_block.setdefault(entry.block.id, [entry.block.size, storage_references(saved.tensor), 0])[2] += 1
-        return sum(size for size, references, spent in by_block.values() if references == spent)
+            if entry is not None:
+                counts[entry.block.id] += 1
+                found[entry.block.id] = entry.block.size
+                if counts[entry.block.id] < storage_references(saved.tensor):
+                    del found[entry.block.id]
+        return found

@@ -79,7 +79,7 @@ class _Record:
     products: list[_ProductRecord] = field(default_factory=list)
     backward_before: int | None = None
     backward_peak: int | None = None
-    again_backward_peak: int = 0
+    again_backward_peaks: tuple[int, int] = (0, 0)
 
 
 def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
@@ -249,13 +249,13 @@ class _Recorder:
         if record.backward_before is None:
             self._leave_backward()
             record.backward_before = self._trace.allocated()
-            self._backward, self._spent.held = record, record.input.keys()
+            self._backward, self._spent.inputs = record, record.input.keys()
 
     def _leave_backward(self) -> None:
-        peak, again = self._trace.peak_since(), self._spent.peak_since()
+        peak, again = self._trace.peak_since(), self._spent.peaks_since()
         if self._backward is not None:
             self._backward.backward_peak = peak
-            self._backward.again_backward_peak = again
+            self._backward.again_backward_peaks = again
 
     def _note_operator(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, operations: int
@@ -443,7 +443,8 @@ def _profile_of(
                 forward_base=base,
                 backward_base=0 if record.backward_before is None else record.backward_before - kept,
                 backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
-                again_backward_peak=None if record.backward_peak is None else record.again_backward_peak - kept,
+                again_backward_peak=None if record.backward_peak is None else record.again_backward_peaks[0] - kept,
+                freed_input_bytes=record.again_backward_peaks[0] - record.again_backward_peaks[1],
                 alongside=record.alongside,
                 products=tuple(_product_of(one, record) for one in record.products),
             )
