@@ -716,6 +716,19 @@ class ShardedStep:
             if gradient is not None:
                 parameter._unsharded_param.grad = gradient
 
+    def end_forward(self) -> None:
+        """After an error in a forward pass without gradients, end it; what is gathered stays so.
+
+        `reset_iter_state` would shard it, and then other ranks would have to take part in gathering it again.
+        """
+        for _, state in self._states:
+            idle = type(state._training_state).IDLE
+            state._training_state = idle
+            state._modules_to_run_forward.clear()
+            state._state_ctx.iter_forward_root = None
+            for group in state._fsdp_param_groups:
+                group._training_state = idle
+
     def gather_as_at_beginning(self) -> None:
         """After a reset, gather what was gathered at the beginning, so that a step starts the same collectives."""
         for group in self._gathered:

@@ -98,7 +98,7 @@ class LossProof:
         weights = self.weights_of([few, many])
         # Dropout that is no module is switched off with the modules around it, which may change what the step does.
         for is_all in (True,) if self._is_all_quiet else (False, True):
-            with _without_randomness(self._model, is_all=is_all), no_collectives():
+            with without_randomness(self._model, is_all=is_all), no_collectives():
                 before = RandomState.now(device=self._parameters[0].device)
                 kind, reason = self._compare(step, (few, many, both), weights)
                 draws = RandomState.now(device=self._parameters[0].device) != before
@@ -184,13 +184,21 @@ def _loss_of(step: BatchStep, part: Any) -> Tensor:
 
 
 @contextmanager
-def _without_randomness(model: nn.Module, *, is_all: bool) -> Iterator[None]:
+def without_randomness(model: nn.Module, *, is_all: bool) -> Iterator[None]:
     """Switch dropout and the statistics of batches off; `is_all`: all that differs in training."""
-    changed = [m for m in model.modules() if m.training and (is_all or isinstance(m, (AnyDropout, StatisticsNorm)))]
+    # Recurrent layers stay in training: cuDNN has no backward pass of theirs in evaluation.
+    recurrent = [(module, module.dropout) for module in model.modules() if isinstance(module, nn.RNNBase)]
+    kept = {module for module, _ in recurrent}
+    quiet = (AnyDropout, StatisticsNorm)
+    changed = [m for m in model.modules() if m.training and m not in kept and (is_all or isinstance(m, quiet))]
     for module in changed:
         module.training = False
+    for module, _ in recurrent:
+        module.dropout = 0.0
     try:
         yield
     finally:
         for module in changed:
             module.training = True
+        for module, dropout in recurrent:
+            module.dropout = dropout

@@ -76,8 +76,9 @@ class ShardedStepRecovery(StepRecovery):
             return self._run_alone(step)
         sizes = self.sizes[step.backward is None]
         known = sizes.of(step.batch)
-        n_parts = mine = sizes.parts_to_try(known)
-        if self._has_failed:  # before that, all ranks begin with one part
+        n_parts = mine = 1  # all ranks begin with one part, until one has failed
+        if self._has_failed:
+            mine = sizes.parts_to_try(known)
             n_parts = self._each_step.largest(mine)
             sizes.note_agreed(known, mine, n_parts)
         before = StepStart(step, self.parameters, self.metrics, self.noted_buffers(step), self.random())
@@ -107,15 +108,15 @@ class ShardedStepRecovery(StepRecovery):
 
     def _run_alone(self, step: BatchStep) -> Any:
         """Run a batch that needs no other rank; ranks may have unequal numbers of these, so that none may wait."""
-        try:
-            return step.forward(step.batch)
-        except Exception as error:
-            if is_out_of_memory(error):
-                error.add_note(
-                    "OOMRecovery did not run this batch in parts: all parameters were gathered, and other ranks, which "
-                    "would have to gather them again, go on without this one."
-                )
-            raise
+
+        def forward(part: Any) -> Any:
+            try:
+                return step.forward(part)
+            except Exception:
+                self._sharded.end_forward()
+                raise
+
+        return self.run_on_this_rank(replace(step, forward=forward), ONE_RANK)
 
     def _attempt_together(self, step: BatchStep, n_parts: int, before: StepStart) -> tuple[Any, str, str]:
         """Take part in all collectives of an attempt, whatever fails.

@@ -125,10 +125,10 @@ class StepRecovery:
             torch.OutOfMemoryError: It cannot be run in parts, or not in small enough ones; a note says why.
         """
         if step.backward is None or step.skipped is None:
-            return self._run(step, ONE_RANK)
+            return self.run_on_this_rank(step, ONE_RANK)
         n_before = self.recoveries.n_skipped
         self._exchange.begin()
-        result = self._run(step, self._exchange)
+        result = self.run_on_this_rank(step, self._exchange)
         is_skipped = self.recoveries.n_skipped > n_before
         if not self._exchange.any_rank(is_skipped):
             return result
@@ -139,7 +139,8 @@ class StepRecovery:
             self.recoveries.latest = "A batch was skipped, because that of another rank ran out of memory in any parts."
         return step.skipped()
 
-    def _run(self, step: BatchStep, exchange: GradientExchange) -> Any:
+    def run_on_this_rank(self, step: BatchStep, exchange: GradientExchange) -> Any:
+        """Run a step as `run` does, without telling other ranks if it is skipped."""
         sizes = self.sizes[step.backward is None]
         known = sizes.of(step.batch)
         n_parts = sizes.parts_to_try(known)

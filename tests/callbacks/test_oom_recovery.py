@@ -146,11 +146,19 @@ def test_a_run_that_dies_without_it_ends_with_it_as_on_a_larger_device(optimizer
     assert 4 in model.seen or 8 in model.seen
 
 
-def test_the_gradient_scaler_sees_one_step_for_each_batch(tmp_path):
-    ends = []
+@pytest.mark.parametrize("has_hook", [False, True], ids=["plain", "gradient_hook"])
+def test_the_gradient_scaler_sees_one_step_for_each_batch(has_hook, tmp_path):
+    ends, scaled = [], []
+
+    def halve(gradient: Tensor) -> Tensor:
+        scaled.append(float(gradient.abs().max()))
+        return gradient / 2
+
     for capacity in (None, "4MiB"):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
         model, recovery = Sequences(), OOMRecovery(on_recover="ignore")
+        if has_hook:  # it sees the scaled gradients of each part, as of accumulated batches
+            model.net[0].weight.register_hook(halve)
         precision = MixedPrecision("16-mixed", "cpu", scaler)
         run = fit(tmp_path, model, recovery, capacity=capacity, plugins=precision)
         ends.append((model, scaler.state_dict(), run.global_step))
@@ -565,8 +573,11 @@ class OnCuda(Sequences):
 
 
 @pytest.mark.cuda_memory
-@pytest.mark.parametrize(("precision", "n_parts"), [("32-true", 4), ("bf16-mixed", 2), ("16-mixed", 2)])
-def test_on_pytorchs_cuda_allocator(precision, n_parts, tmp_path):
+@pytest.mark.parametrize(
+    ("precision", "loss", "n_parts"),
+    [("32-true", "mean", 4), ("32-true", "auto", 4), ("bf16-mixed", "mean", 2), ("16-mixed", "mean", 2)],
+)
+def test_on_pytorchs_cuda_allocator(precision, loss, n_parts, tmp_path):
     gc.collect()
     clear_cublas_workspaces()  # of other tests; a recovery frees them too
     torch.cuda.empty_cache()
@@ -583,12 +594,13 @@ def test_on_pytorchs_cuda_allocator(precision, n_parts, tmp_path):
     del plain, caught
     gc.collect()
     assert torch.cuda.memory_allocated() == base
-    recovery = OOMRecovery(on_recover="ignore", loss="mean")  # the losses of a dry run are zeros
+    recovery = OOMRecovery(on_recover="ignore", loss=loss)
     run = trainer(tmp_path, recovery, logger=False, accelerator="cuda", devices=1, precision=precision)
     run.fit(model, data)
     parts = [512 // n_parts] * n_parts
-    tried = [512 // 2**power for power in range(1, n_parts.bit_length() - 1)]
-    assert model.seen == [64, 512, *tried, *parts, 64, *parts]
+    tried = TRIED if loss == "auto" else []  # the losses and gradients of a dry run are zeros
+    failed = [512 // 2**power for power in range(1, n_parts.bit_length() - 1)]
+    assert model.seen == [64, 512, *tried, *failed, *parts, 64, *tried, *parts]
     assert run.global_step == 4
     del run, recovery, model
     gc.collect()

@@ -98,7 +98,7 @@ class Net(L.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
         out = self.run_blocks(batch, "")
         self.log("val_loss", (out - batch).square().mean(), sync_dist=True)
 
@@ -165,6 +165,26 @@ class TwoKindsOfBatches(Net):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         x = batch["x"] if dataloader_idx else batch
         self.run_blocks(x, self.fails(x, (self.global_rank, 100 * dataloader_idx + batch_idx)))
+
+
+class RootAlone(Net):
+    """Its parameters stay gathered from the first batch of an evaluation on; the ranks have unequal numbers of them."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def validation_data(self, data: list[Tensor]) -> list[Any]:
+        return [data[: 6 - 2 * int(os.environ["LOCAL_RANK"])]]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.seen.append(-len(batch))
+        place = self.fails(batch, (self.global_rank, -batch_idx))
+        out = self.run_blocks(batch, place)
+        if place == "end":
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        self.log("val_loss", (out - batch).square().mean(), sync_dist=True)
+        return out
 
 
 class KeepsWholeGradients(Net):
@@ -253,6 +273,7 @@ VARIANTS: dict[str, Variant] = {
     "divides": (Divides, {(1, 2): (1, WHOLE)}, {}),
     "own function to split": (SplitsBatches, {(1, 2): (1, (8, 4))}, {}),
     "two kinds of batches": (TwoKindsOfBatches, {(1, 102): ("forward", WHOLE)}, {}),
+    "gathered in evaluation": (RootAlone, {(0, -3): ("forward", WHOLE), (1, -2): ("end", WHOLE)}, {}),
     "last part": (FailsLast, {(1, 2): (1, (8, 4))}, {}),
     "skipped": (Skips, {(1, 2): (1, tuple(range(9)))}, {}),
     "skipped, accumulated": (SkipsOneOfSeveral, {(1, 2): ("forward", tuple(range(9)))}, {"accumulate_grad_batches": 3}),

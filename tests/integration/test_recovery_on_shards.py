@@ -49,6 +49,17 @@ def test_the_weights_are_those_of_a_run_that_did_not_fail_whatever_the_model_and
         assert [rank["error"] for rank in variants[name]] == [0.0, 0.0]
 
 
+def test_where_parameters_stay_gathered_a_rank_splits_its_evaluation_batches_alone(variants):
+    zero, one = variants["gathered in evaluation"]
+    sanity_and_training = [-8, -8, *[8] * 6]
+    # Of six and of four batches, the fourth and the third do not fit.
+    assert zero["seen"] == [*sanity_and_training, -8, -8, -8, -8, *[-4] * 6]
+    assert one["seen"] == [*sanity_and_training, -8, -8, -8, *[-4] * 4]
+    for rank in (zero, one):
+        logged, expected = rank["logged"]
+        assert logged == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["mean over the ranks", "sum, over the ranks", "bf16"])
 def test_values_that_are_logged_over_the_ranks_are_those_of_whole_batches(name, variants):
     for rank in variants[name]:

@@ -251,3 +251,49 @@ def test_the_measured_run_of_a_7b_model_keeps_its_limits():
     assert estimated["host_bytes_peak"] < 4 * 2**30
     too_small = found["Llama 2 7B, FSDP 2, 4 ranks of RTX 3060"]
     assert (too_small["status"], too_small["has_report"]) == (3, True)
+
+
+RECOVERS = """
+    import lightning as L
+    import torch
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from pathlib import Path
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.utils.data import DataLoader
+
+    from lightning_memtools import OOMRecovery
+
+    class Model(L.LightningModule):
+        def configure_model(self):
+            self.seen = []
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)))
+            for layer in (*self.net, self.net):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        def training_step(self, batch, _):
+            self.seen.append(len(batch))
+            return self.net(batch).square().mean()
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    model = Model()
+    trainer = L.Trainer(
+        devices=4, strategy=ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1), max_epochs=1,
+        use_distributed_sampler=False, callbacks=[OOMRecovery(loss="mean", on_recover="ignore")] if {recovers} else [],
+    )
+    trainer.fit(model, DataLoader([torch.zeros(n, 1024) for n in (256, 2**15, 256)], batch_size=None))
+    Path(__file__).with_suffix(".txt").write_text(" ".join(map(str, model.seen)))
+"""
+
+
+def test_a_rank_of_fsdp_2_whose_batch_does_not_fit_goes_on_in_parts(script):
+    path = script(RECOVERS.format(recovers=False))
+    failed = dry_run(path, devices=4, rank=1, capacity="2GiB")
+    assert failed.status != 0
+    assert "CUDA out of memory" in failed.error
+    path = script(RECOVERS.format(recovers=True))
+    result = dry_run(path, devices=4, rank=1, capacity="2GiB")
+    assert result.status == 0, result.error
+    seen = [int(word) for word in path.with_suffix(".txt").read_text().split()]
+    # Of the batch that fails, a stand-in of two samples takes part in the collectives that are left.
+    assert seen == [256, 2**15, 2, 2**14, 2**14, 256]  # a dry run ends after three batches

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_memtools.oom.loss_proof import without_randomness
 from lightning_memtools.oom.step_recovery import StepRecovery
 from lightning_memtools.oom.step_start import BatchStep
 from tests.callbacks.test_oom_recovery_parts import NoLog, StepResult
@@ -221,3 +222,46 @@ def test_a_step_may_take_gradients_itself():
     assert run.recovery.recoveries.n_recovered == 1
     for parameter, gradient in zip(parameters, right, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Recurrent(Tokens):
+    """Has dropout between the layers of an LSTM, and dropout that is no module."""
+
+    def __init__(self):
+        super().__init__(dropout=0.5)
+        self.lstm = nn.LSTM(16, 16, 2, dropout=0.5, batch_first=True)
+        self.seen = []
+
+    def forward(self, batch):
+        self.seen.append((len(batch["ids"]), self.training, self.lstm.training, self.lstm.dropout))
+        hidden, _ = self.lstm(F.dropout(self.embedding(batch["ids"]), self.dropout, self.training))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), batch["labels"].flatten())
+
+
+def test_recurrent_layers_stay_in_training_without_their_dropout_while_the_loss_is_tried():
+    model = Recurrent()
+    run = Run(model)
+    run.step(texts(*EVEN))
+    assert run.recovery.recoveries.n_recovered == 1
+    whole_step = model.seen.pop()  # of the comparison with the whole batch
+    *tried, one, other = model.seen
+    assert [size for size, *_ in tried] == [2, 2, 4, 4, 2, 2] * 2
+    # With dropout that is no module it had to be asked again.
+    assert [rest for _, *rest in tried] == [[True, True, 0.0]] * 6 + [[False, True, 0.0]] * 6
+    assert one == other == (4, True, True, 0.5)
+    assert whole_step == (8, True, True, 0.5)
+
+
+@pytest.mark.cuda_memory
+def test_cudnn_runs_recurrent_layers_backward_while_the_loss_is_tried():
+    model = nn.Sequential(nn.LSTM(8, 8, 2, dropout=0.5)).cuda()
+    x = torch.zeros(4, 3, 8, device="cuda")
+    model.eval()
+    with pytest.raises(RuntimeError, match="cudnn RNN backward can only be called in training mode"):
+        model(x)[0].sum().backward()
+    model.train()
+    with without_randomness(model, is_all=True):
+        assert not model.training
+        model(x)[0].sum().backward()
+    assert model.training
+    assert model[0].weight_hh_l1.grad.shape == (32, 8)
