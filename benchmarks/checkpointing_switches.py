@@ -236,11 +236,11 @@ def _needs_no_more(other: StepCost, cost: StepCost) -> bool:
 def lowest_within(
     planner: StepPlanner, peak: int, accepted: Callable[[StepCost], bool], default: CheckpointPlan
 ) -> CheckpointPlan | None:
-    """The lowest accepted plan that was found, at a peak, then by halving between 0.2 and 1.1 of it, to 2%."""
+    """The lowest accepted plan that was found, at a peak, then by halving between 0.2 and 1.1 of it, to 1%."""
     assert default.planned is not None
     best = default if accepted(default.planned) else None
     low, high, limit = 0.2 * peak, 1.1 * peak, float(peak)
-    while high - low > 0.02 * high:
+    while high - low > 0.01 * high:
         try:
             plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", memory_budget=f"{int(limit)}B"))
         except BudgetTooSmallError as error:

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from lightning_memtools.checkpointing.chains import Chain
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
 from lightning_memtools.checkpointing.kept_products import is_product
 from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
-from lightning_memtools.checkpointing.memory_model import ChainPlan, Product, Unit
+from lightning_memtools.checkpointing.memory_model import ChainPlan, Unit
 from lightning_memtools.checkpointing.spent_tensors import SavedTensor, SpentTensors
+from lightning_memtools.checkpointing.unit_records import ProductRecord, UnitRecord, units_of
 from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.reachable_variables import variables_of_hooks
@@ -45,41 +46,6 @@ class StepProfile:
     plain: StepCost
     outside: dict[tuple[int, int], str]
     spans: dict[tuple[int, int], tuple[int, int]]
-
-
-@dataclass(slots=True)
-class _ProductRecord:
-    """A product of a unit: its operations, those counted until it was done, its results' blocks, and their fate."""
-
-    operations: int
-    operations_after: int
-    results: dict[int, int]
-    overwritten: bool = False
-
-
-@dataclass(slots=True)
-class _Record:
-    """The measurements of one unit."""
-
-    place: tuple[int, int] | None
-    allocated_before: int = 0
-    peak: int = 0
-    operations: int = 0
-    operations_before: int = 0
-    operations_at_last_save: int = 0
-    peak_at_last_save: int = 0
-    dropping: int | None = None
-    alongside: tuple[tuple[int, int], ...] = ()
-    saves: bool = False
-    saved: dict[int, int] = field(default_factory=dict)
-    input: dict[int, int] = field(default_factory=dict)
-    output: dict[int, int] = field(default_factory=dict)
-    overwrites: bool = False
-    given: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
-    products: list[_ProductRecord] = field(default_factory=list)
-    backward_before: int | None = None
-    backward_peak: int | None = None
-    again_backward_peaks: tuple[int, int] = (0, 0)
 
 
 def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
@@ -122,19 +88,19 @@ class _Recorder:
     """
 
     def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
-        self.records: list[_Record] = []
+        self.records: list[UnitRecord] = []
         self.spans: dict[tuple[int, int], tuple[int, int]] = {}
         self.calls: list[tuple[int, int]] = []
         self.failed = ""
         self.static: set[int] = set()
         self._trace = trace
-        self._open: _Record | None = None
-        self._backward: _Record | None = None
+        self._open: UnitRecord | None = None
+        self._backward: UnitRecord | None = None
         self._inside = False
         self._keeping = True
         self._alive: _AliveBlocks | None = None
         self._spent = SpentTensors(trace.device)
-        self._products: dict[int, _ProductRecord] = {}
+        self._products: dict[int, ProductRecord] = {}
         # A layer that holds another chain is no unit of its own: the layers of that chain are, and the code between.
         holding = {chain.name for chain in chains if not chain.is_module}
         for chain in chains:
@@ -215,11 +181,11 @@ class _Recorder:
         self._begin(None, out)
         return out
 
-    def _is_worth_a_unit(self, record: _Record) -> bool:
+    def _is_worth_a_unit(self, record: UnitRecord) -> bool:
         return not self.records or record.saves or self._trace.counted.total > record.operations_before
 
     def _begin(self, place: tuple[int, int] | None, value: Any) -> None:
-        record = _Record(place, self._trace.allocated(), operations_before=self._trace.counted.total)
+        record = UnitRecord(place, self._trace.allocated(), operations_before=self._trace.counted.total)
         record.operations_at_last_save = record.operations_before
         record.input = self._keys(value)
         if self._alive is not None:
@@ -245,7 +211,7 @@ class _Recorder:
                 )
                 break
 
-    def _enter_backward(self, record: _Record) -> None:
+    def _enter_backward(self, record: UnitRecord) -> None:
         if record.backward_before is None:
             self._leave_backward()
             record.backward_before = self._trace.allocated()
@@ -261,7 +227,7 @@ class _Recorder:
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, operations: int
     ) -> None:
         if self._open is not None and is_product(operator, args, kwargs):
-            found = _ProductRecord(operations, self._trace.counted.total, self._keys(out))
+            found = ProductRecord(operations, self._trace.counted.total, self._keys(out))
             self._open.products.append(found)
             self._products.update(dict.fromkeys(found.results, found))
         elif self._products:
@@ -411,63 +377,6 @@ def _profile_of(
     recorder: _Recorder, chains: Sequence[Chain], plain: StepCost, outside: dict[tuple[int, int], str]
 ) -> StepProfile:
     records = recorder.records
-    units: list[Unit] = []
-    held: dict[int, int] = {}
-    kept = 0
-    for record in records:
-        held_before = kept
-        new = {key: size for key, size in record.saved.items() if key not in held}
-        boundary = record.input.keys() | record.output.keys()
-        same = bool(record.output) and record.output.keys() <= record.input.keys()
-        in_bytes = sum(size for key, size in record.input.items() if key not in held)
-        base = record.allocated_before - held_before - in_bytes
-        held.update(new)
-        kept += sum(new.values())
-        chain = None if record.place is None else chains[record.place[0]]
-        layer = -1 if record.place is None else record.place[1]
-        units.append(
-            Unit(
-                own_bytes=sum(size for key, size in new.items() if key not in boundary),
-                out_bytes=0 if same else sum(record.output.values()),
-                keeps_input=bool(record.saved.keys() & record.input.keys()),
-                keeps_output=bool(record.saved.keys() & record.output.keys()),
-                same_storage=same,
-                pinned=chain is None or layer in chain.outside or record.place in outside,
-                chain=None if record.place is None else record.place[0],
-                saves=record.saves,
-                operations=record.operations - record.operations_before,
-                tail_operations=record.operations - record.operations_at_last_save,
-                forward_bytes=record.peak - record.allocated_before,
-                stopped_bytes=max(record.peak_at_last_save - record.allocated_before, 0),
-                dropping_bytes=record.peak - record.allocated_before if record.dropping is None else record.dropping,
-                forward_base=base,
-                backward_base=0 if record.backward_before is None else record.backward_before - kept,
-                backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
-                again_backward_peak=None if record.backward_peak is None else record.again_backward_peaks[0] - kept,
-                freed_input_bytes=record.again_backward_peaks[0] - record.again_backward_peaks[1],
-                alongside=record.alongside,
-                products=tuple(_product_of(one, record) for one in record.products),
-            )
-        )
+    left_out = {(index, at) for index, chain in enumerate(chains) for at in chain.outside}
     places = tuple(one.place for one in records)
-    return StepProfile(tuple(_with_starts(units, records)), places, plain, outside, recorder.spans)
-
-
-def _product_of(one: _ProductRecord, record: _Record) -> Product:
-    return Product(
-        n_bytes=sum(one.results.values()),
-        operations=one.operations,
-        is_output=bool(one.results.keys() & record.output.keys()),
-        in_tail=one.operations_after > record.operations_at_last_save,
-        may_be_kept=bool(one.results) and not one.overwritten and not one.results.keys() & record.input.keys(),
-    )
-
-
-def _with_starts(units: list[Unit], records: Sequence[_Record]) -> list[Unit]:
-    """Returns the units; no range may begin with those whose input is overwritten, by them or through a view of it."""
-    overwritten = False
-    marked: list[Unit] = []
-    for unit, record in zip(reversed(units), reversed(records), strict=True):
-        overwritten = record.overwrites or (unit.same_storage and overwritten)
-        marked.append(replace(unit, may_start=not overwritten))
-    return marked[::-1]
+    return StepProfile(units_of(records, left_out.union(outside)), places, plain, outside, recorder.spans)

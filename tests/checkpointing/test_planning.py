@@ -309,6 +309,61 @@ def test_tensors_that_the_code_around_a_layer_refers_to_are_part_of_what_it_need
     assert estimate(measured.units, ranges).peak_bytes == traced.peak_bytes
 
 
+class Projected(nn.Module):
+    """Attention of one head: three layers take the same tensor, and so does the code around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.layers = nn.ModuleList([nn.Linear(32, 32, bias=False) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (layer(y) for layer in self.layers)
+        out: torch.Tensor = x + nn.functional.scaled_dot_product_attention(q, k, v)
+        return out
+
+
+class Branched(nn.Module):
+    """Two branches side by side; what each returns is kept by a layer that is called later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.ModuleList([mlp_block() for _ in range(2)]) for _ in range(2))
+        self.across = nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = second = x
+        for one, other in zip(self.first, self.second, strict=True):
+            first, second = one(first), other(second)
+        out: torch.Tensor = self.across[0](second) * self.across[1](first)
+        return out
+
+
+def mlp_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 32), nn.Sigmoid())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", [Projected, Branched])
+def test_layers_that_take_the_same_tensor_or_lie_side_by_side_keep_it_once(kind, device):
+    model, x = nn.Sequential(*[kind() for _ in range(3)]), torch.empty(16, 24, 32)
+    step = TracedStep(model, (x,), lambda copy, args: copy(*args), device=device)
+    found = find_chains(model, CheckpointOptions.parse())
+    chains = [*found, *find_modules(model, found, CheckpointOptions.parse())]
+    measured = profile_step(step, chains)
+    assert estimate(measured.units, ()).peak_bytes == measured.plain.peak_bytes
+    blocks = tuple(Range(*measured.spans[0, at]) for at in range(3))
+    inside = tuple(
+        Range(measured.spans[at, 0][0], measured.spans[at, len(one.layers) - 1][1])
+        for at, one in enumerate(chains)
+        if at and len(one.layers) > 1
+    )
+    for ranges, off in ((blocks, 0.05), (tuple(sorted(inside, key=lambda one: one.start)), 0)):
+        traced = predict(step, chain_plans(measured, chains, ranges))
+        assert estimate(measured.units, ranges).peak_bytes == pytest.approx(traced.peak_bytes, rel=off)
+
+
 def test_nothing_to_apply_to_is_a_warning_with_what_could_be_taken():
     class Bare(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,147 @@
+"""Records the measurements of the units of a step, and makes the units of the memory model from them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from lightning_memtools.checkpointing.memory_model import Product, Unit, after_keeping
+
+Place = tuple[int, int]
+"""The indices of a chain and of a layer in it."""
+
+
+@dataclass(slots=True)
+class ProductRecord:
+    """A product of a unit: its operations, those counted until it was done, its results' blocks, and their fate."""
+
+    operations: int
+    operations_after: int
+    results: dict[int, int]
+    overwritten: bool = False
+
+
+@dataclass(slots=True)
+class UnitRecord:
+    """The measurements of one unit. Blocks are by id, with their sizes; a `place` of None is code between chains.
+
+    `again_backward_peaks` are those of its backward pass after it ran again: where others hold its input, and where not.
+    """
+
+    place: Place | None
+    allocated_before: int = 0
+    peak: int = 0
+    operations: int = 0
+    operations_before: int = 0
+    operations_at_last_save: int = 0
+    peak_at_last_save: int = 0
+    dropping: int | None = None
+    alongside: tuple[tuple[int, int], ...] = ()
+    saves: bool = False
+    saved: dict[int, int] = field(default_factory=dict)
+    input: dict[int, int] = field(default_factory=dict)
+    output: dict[int, int] = field(default_factory=dict)
+    overwrites: bool = False
+    given: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
+    products: list[ProductRecord] = field(default_factory=list)
+    backward_before: int | None = None
+    backward_peak: int | None = None
+    again_backward_peaks: tuple[int, int] = (0, 0)
+
+
+def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[Unit, ...]:
+    """Returns the units that were measured; those between chains and at the places `pinned` must not run again."""
+    units: list[Unit] = []
+    keepers = _keepers(records)
+    kept_before: set[int] = set()
+    before: dict[int, int] = {}
+    # By the memory model, so that its peak of the plain step is the measured one.
+    kept, input_held = 0, True
+    for at, (record, after) in enumerate(zip(records, [*records[1:], None], strict=True)):
+        keeps = {key for key in record.saved if keepers[key] <= at}
+        new = keeps - kept_before
+        kept_before |= new
+        passed = _passed_on(record, after, kept_before)
+        same = bool(passed) and passed.keys() <= before.keys()
+        unit = Unit(
+            own_bytes=sum(record.saved[key] for key in new if key not in before and key not in passed),
+            out_bytes=0 if same else sum(passed.values()),
+            keeps_input=bool(keeps & before.keys()),
+            keeps_output=bool(keeps & passed.keys()),
+            same_storage=same,
+            pinned=record.place is None or record.place in pinned,
+            chain=None if record.place is None else record.place[0],
+            saves=record.saves,
+            operations=record.operations - record.operations_before,
+            tail_operations=record.operations - record.operations_at_last_save,
+            forward_bytes=record.peak - record.allocated_before,
+            stopped_bytes=max(record.peak_at_last_save - record.allocated_before, 0),
+            dropping_bytes=record.peak - record.allocated_before if record.dropping is None else record.dropping,
+            alongside=record.alongside,
+            products=tuple(_product_of(one, record, passed) for one in record.products),
+        )
+        in_bytes = sum(before.values())
+        forward_base = record.allocated_before - kept - (0 if input_held else in_bytes)
+        added, input_held = after_keeping(unit, input_held=input_held, in_bytes=in_bytes)
+        kept += added
+        units.append(
+            replace(
+                unit,
+                forward_base=forward_base,
+                backward_base=0 if record.backward_before is None else record.backward_before - kept,
+                backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
+                again_backward_peak=None if record.backward_peak is None else record.again_backward_peaks[0] - kept,
+                freed_input_bytes=record.again_backward_peaks[0] - record.again_backward_peaks[1],
+            )
+        )
+        before = passed
+    return tuple(_with_starts(units, records))
+
+
+def _keepers(records: Sequence[UnitRecord]) -> dict[int, int]:
+    """Returns for each block that is kept the unit that it counts for: the first that keeps it.
+
+    A unit's output that not the next one takes but a later one, as with branches side by side, counts for that one: it
+    keeps its input whether it runs again or not.
+    """
+    found: dict[int, int] = {}
+    for at, record in enumerate(records):
+        for key in record.saved:
+            first = found.setdefault(key, at)
+            if first < at and key in record.input and key in records[first].output.keys() - records[first + 1].input:
+                found[key] = at
+    return found
+
+
+def _passed_on(record: UnitRecord, after: UnitRecord | None, kept: Collection[int]) -> dict[int, int]:
+    """Returns the blocks between a unit and the next one, by their sizes: the unit's output, if the next one takes it.
+
+    Where it takes something else, as each of three projections takes the same tensor, these are the next unit's input.
+    What of that is kept already is there in any case.
+    """
+    if after is None or after.input.keys() & record.output.keys():
+        return record.output
+    return {key: size for key, size in after.input.items() if key not in kept}
+
+
+def _product_of(one: ProductRecord, record: UnitRecord, passed: Collection[int]) -> Product:
+    return Product(
+        n_bytes=sum(one.results.values()),
+        operations=one.operations,
+        is_output=any(key in passed for key in one.results),
+        in_tail=one.operations_after > record.operations_at_last_save,
+        may_be_kept=bool(one.results) and not one.overwritten and not one.results.keys() & record.input.keys(),
+    )
+
+
+def _with_starts(units: Sequence[Unit], records: Sequence[UnitRecord]) -> list[Unit]:
+    """Returns the units; no range may begin with those whose input is overwritten, by them or through a view of it."""
+    overwritten = False
+    marked: list[Unit] = []
+    for unit, record in zip(reversed(units), reversed(records), strict=True):
+        overwritten = record.overwrites or (unit.same_storage and overwritten)
+        marked.append(replace(unit, may_start=not overwritten))
+    return marked[::-1]
