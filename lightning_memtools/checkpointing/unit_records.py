@@ -28,7 +28,7 @@ class ProductRecord:
 class UnitRecord:
     """The measurements of one unit. Blocks are by id, with their sizes; a `place` of None is code between chains.
 
-    `again_backward_peaks` are those of its backward pass after it ran again: where others hold its input, and where not.
+    `again_backward_peaks`: of its backward pass after it ran again, where others hold its input, and where not.
     """
 
     place: Place | None
