@@ -104,15 +104,17 @@ def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[
 def _keepers(records: Sequence[UnitRecord]) -> dict[int, int]:
     """Returns for each block that is kept the unit that it counts for: the first that keeps it.
 
-    A unit's output that not the next one takes but a later one, as with branches side by side, counts for that one: it
-    keeps its input whether it runs again or not.
+    A unit's output that a later one keeps, but not the next one, counts for the later one, which keeps it whether the
+    first runs again or not: branches side by side are so, and a gate that is computed from what it is multiplied with.
     """
     found: dict[int, int] = {}
     for at, record in enumerate(records):
         for key in record.saved:
             first = found.setdefault(key, at)
-            if first < at and key in record.input and key in records[first].output.keys() - records[first + 1].input:
-                found[key] = at
+            if first < at and key in records[first].output:
+                after = records[first + 1]
+                if key not in after.saved.keys() & after.input.keys():
+                    found[key] = at
     return found
 
 

@@ -340,12 +340,25 @@ class Branched(nn.Module):
         return out
 
 
+class Gated(nn.Module):
+    """Layers whose output is multiplied with a gate that is computed from its means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.gate = mlp_block(), nn.Linear(1, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        out: torch.Tensor = y * self.gate(y.mean(-1, keepdim=True))
+        return out
+
+
 def mlp_block() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 32), nn.Sigmoid())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("kind", [Projected, Branched])
+@pytest.mark.parametrize("kind", [Projected, Branched, Gated])
 def test_layers_that_take_the_same_tensor_or_lie_side_by_side_keep_it_once(kind, device):
     model, x = nn.Sequential(*[kind() for _ in range(3)]), torch.empty(16, 24, 32)
     step = TracedStep(model, (x,), lambda copy, args: copy(*args), device=device)
