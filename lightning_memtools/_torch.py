@@ -46,6 +46,65 @@ def without_cache(mode: FakeTensorMode) -> FakeTensorMode:
     return mode
 
 
+def copied_as_itself(mode: FakeTensorMode) -> FakeTensorMode:
+    """Returns a mode that `copy.deepcopy` leaves as it is.
+
+    A copy would share the registered operators of the original and remove them a second time, which ends the process.
+    `Tensor.__deepcopy__` copies a fake's mode, as one of its attributes; this can go when it leaves that out.
+    """
+    vars(mode)["__deepcopy__"] = lambda _memo: mode
+    return mode
+
+
+@contextmanager
+def fakes_copied_deeply() -> Iterator[None]:
+    """Within, `copy.deepcopy` of a fake tensor makes what it makes of a real one: a tensor with a storage of its own.
+
+    `Tensor.__deepcopy__` copies a fake's attributes one by one, and fails at the value of a number. It can go when a
+    FakeTensor has a method of its own for this.
+    """
+    if "__deepcopy__" in vars(FakeTensor):
+        yield
+        return
+    fakes: Any = FakeTensor
+    fakes.__deepcopy__ = _deep_copy_of_fake
+    try:
+        yield
+    finally:
+        del fakes.__deepcopy__
+
+
+def _deep_copy_of_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
+    if id(fake) in memo:
+        known: Tensor = memo[id(fake)]
+        return known
+    if isinstance(fake, nn.Parameter):  # by an attribute: its class is FakeTensor, so this is not called by itself
+        memo[id(fake)] = copied = nn.Parameter(fake.data.clone(), fake.requires_grad)
+        return copied
+    if not fake.is_leaf or fake.layout is not torch.strided:
+        made: Tensor = Tensor.__deepcopy__(fake, memo)  # type: ignore[no-untyped-call]
+        return made
+    with torch.no_grad():
+        if fake.constant is not None:
+            with without_dispatch_modes():
+                value = fake.constant.clone()
+            new = torch.tensor(value.tolist(), dtype=value.dtype)
+        else:
+            storage = fake.untyped_storage()
+            key = storage_id(storage)  # an address, as the other keys of a memo are
+            if key not in memo:
+                memo[key] = fake.new_empty(storage.nbytes() // fake.element_size())
+            fake.new_empty([])  # `Tensor.__deepcopy__` makes one, whose storage it exchanges
+            new = memo[key].as_strided(fake.shape, fake.stride(), fake.storage_offset())
+    for name in vars(fake).keys() - vars(new).keys():
+        setattr(new, name, copy.deepcopy(vars(fake)[name], memo))
+    new.requires_grad_(fake.requires_grad)
+    memo[id(fake)] = new
+    if fake.grad is not None:
+        new.grad = copy.deepcopy(fake.grad, memo)
+    return new
+
+
 def fake_copy(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """Returns a fake tensor of the same size, strides and type, without views and autograd.
 

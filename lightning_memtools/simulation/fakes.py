@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import FakeTensorMode, storage_id, without_cache
+from lightning_memtools._torch import FakeTensorMode, copied_as_itself, storage_id, without_cache
 from lightning_memtools.memory.reachable_variables import ReachableVariable, variables_of_hooks
 from lightning_memtools.simulation.attention_masks import note_values
 
@@ -40,7 +40,7 @@ MakeTensor = Callable[[torch.Tensor], torch.Tensor]
 
 def fake_mode() -> FakeTensorMode:
     """Return a mode in which new tensors are fakes, and in which operators accept the real tensors of a step."""
-    return without_cache(FakeTensorMode(allow_non_fake_inputs=True))
+    return copied_as_itself(without_cache(FakeTensorMode(allow_non_fake_inputs=True)))
 
 
 class TensorExchange:

@@ -28,11 +28,12 @@ from lightning_memtools._torch import (
     without_torch_dispatch,
 )
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.simulation.size_names import SizeNames, has_sizes_of_arguments
 
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """The shape, strides, type and device of a new tensor."""
 
-Known = Literal["the first argument", "not known"] | tuple[bool, list[Made | None]] | None
+Known = Literal["the first argument"] | tuple[bool, list[Made | None]] | None
 """The result of an operator: its first argument; or whether it is one tensor, and each; None if that cannot be said."""
 
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -43,6 +44,8 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 # By operator and all that its result depends on. A model has some hundreds.
 _known: dict[Any, Known] = {}
+# The same in names of sizes, for operators whose results have sizes of their arguments.
+_known_by_names: dict[Any, Any] = {}
 _MOST_KNOWN = 50_000
 
 
@@ -64,25 +67,43 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
+        known = self.result_of(func, args, kwargs)
+        if known is not NotImplemented:
+            return known
+        if func is _LAYER_NORM_BACKWARD:
+            args = (*map(self._contiguous, args[:2]), *args[2:])
+        key = _key(func, args, kwargs) if _is_repeatable(func) else None
+        named = _key_in_names(func, args, kwargs) if key is not None else None
+        out = func(*args, **kwargs)
+        if key is not None and key not in _known:
+            described = _described(out, args, kwargs)
+            _remember(key, described)
+            if named is not None:
+                _known_by_names[named[0]] = _in_names(described, named[1])
+        return out
+
+    def result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of an operator; NotImplemented where the FakeTensorMode has to run it.
+
+        A mode above this one can call it instead of the operator, which saves a way through torch's dispatcher.
+        """
         if args and not kwargs and (number := self._of_number(func, *args)) is not None:
             return number
         if _is_view(func) and _note(args[0], []):
             return self._view(func, args, kwargs)
+        if not _is_repeatable(func):
+            return NotImplemented
         if func is _LAYER_NORM_BACKWARD:
             args = (*map(self._contiguous, args[:2]), *args[2:])
-        key = self._key(func, args, kwargs) if _is_repeatable(func) else None
-        if key is None:
-            return func(*args, **kwargs)
+        key = _key(func, args, kwargs)
         # Looked up once: another thread may forget all at any time.
-        known = _known.get(key, "not known")
-        if known == "not known":
-            out = func(*args, **kwargs)
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[key] = _described(out, args, kwargs)
-            return out
+        known = None if key is None else _known.get(key)
+        if known is None and key is not None and (named := _key_in_names(func, args, kwargs)) is not None:
+            known = _in_sizes(_known_by_names.get(named[0]), named[1])
+            if known is not None:
+                _remember(key, known)
         if known is None:
-            return func(*args, **kwargs)
+            return NotImplemented
         return args[0] if known == "the first argument" else self._made(*known)
 
     def _made(self, is_one: bool, made: list[Made | None]) -> Any:
@@ -128,16 +149,50 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         with without_torch_dispatch():
             return self._fake(torch.empty(one.shape, dtype=one.dtype, device="meta"), one.fake_device)
 
-    def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what a result depends on; None if it may depend on something else."""
-        found: list[Any] = [func, torch.get_default_dtype()]
-        if not all(_note(one, found) for one in args):
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: SizeNames | None = None) -> Any:
+    """Returns what a result depends on, in names of sizes if these are given; None if it may depend on more."""
+    found: list[Any] = [func, torch.get_default_dtype()]
+    if not all(_note(one, found, sizes) for one in args):
+        return None
+    for name, value in kwargs.items():
+        found.append(name)
+        if not _note(value, found, sizes):
             return None
-        for name, value in kwargs.items():
-            found.append(name)
-            if not _note(value, found):
-                return None
-        return tuple(found)
+    return tuple(found)
+
+
+def _key_in_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SizeNames] | None:
+    """Returns the key in names of sizes, and the sizes; None where these do not tell the result."""
+    if not has_sizes_of_arguments(func):
+        return None
+    sizes = SizeNames()
+    key = _key(func, args, kwargs, sizes)
+    return None if key is None else (key, sizes)
+
+
+def _remember(key: Any, known: Known) -> None:
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+        _known_by_names.clear()
+    _known[key] = known
+
+
+def _in_names(known: Known, sizes: SizeNames) -> Any:
+    """Returns a result in names of sizes; None if it has other sizes, or is not dense."""
+    if known is None or isinstance(known, str):
+        return known
+    is_one, made = known
+    named = [None if one is None else (sizes.layout_of(*one[:2], is_new=False), *one[2:]) for one in made]
+    return None if any(one is not None and one[0] is None for one in named) else (is_one, named)
+
+
+def _in_sizes(named: Any, sizes: SizeNames) -> Known:
+    """Returns a result that `_in_names` gave, with these sizes."""
+    if named is None or isinstance(named, str):
+        return named  # type: ignore[return-value]
+    is_one, made = named
+    return is_one, [None if one is None else (*sizes.shape_and_stride(one[0]), *one[1:]) for one in made]
 
 
 @cache
@@ -169,15 +224,18 @@ def _is_repeatable(func: Any) -> bool:
     return written == [0] and len(schema.returns) == 1 and torch.Tag.inplace_view not in func.tags
 
 
-def _note(value: Any, found: list[Any]) -> bool:
+def _note(value: Any, found: list[Any], sizes: SizeNames | None = None) -> bool:
     """Append to a key what a result may depend on of an argument; returns False if that cannot be said."""
     kind = type(value)
     if kind is FakeTensor:
-        found += (value.shape, value.stride(), value.dtype, value.fake_device)
-        return value.constant is None and value.layout is torch.strided and not (value.is_conj() or value.is_neg())
+        shape, stride = value.shape, value.stride()
+        layout = (shape, stride) if sizes is None else sizes.layout_of(shape, stride, is_new=True)
+        found += (layout, value.dtype, value.fake_device)
+        is_plain = value.constant is None and value.layout is torch.strided and not (value.is_conj() or value.is_neg())
+        return is_plain and layout is not None
     if kind in {list, tuple}:
         found.append(len(value))
-        return all(_note(one, found) for one in value)
+        return all(_note(one, found, sizes) for one in value)
     found += (kind, value)  # the type because 1, 1.0 and True are equal
     return kind in _PLAIN
 

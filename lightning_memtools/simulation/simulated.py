@@ -10,10 +10,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from lightning_memtools._torch import FAKE_TENSOR_LOGGER
+from lightning_memtools._torch import FAKE_TENSOR_LOGGER, fakes_copied_deeply
 from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
 from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
+from lightning_memtools.memory.quick_collections import quick_collections
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.attention_masks import masks_by_their_values
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
@@ -35,6 +36,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
     values = isinstance(exchange, RealExchange)
     active = VirtualDevice.current()
     with ExitStack() as stack:
+        stack.enter_context(quick_collections())
         if active is not None:
             stack.enter_context(active.suspended())
         # Fake tensors draw no random numbers, but a step may seed a generator or draw from one on the host.
@@ -43,8 +45,10 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(torch.enable_grad())
         if not values:
             stack.enter_context(mode := fake_mode())
-            stack.enter_context(RepeatedFakes(mode))
+            stack.enter_context(repeated := RepeatedFakes(mode))
+            device.find_results(repeated.result_of)
             stack.enter_context(masks_by_their_values())
+            stack.enter_context(fakes_copied_deeply())
             device.replace_operators({**UNNEEDED, **SIZED})
         stack.enter_context(borrowed([model], exchange))
         if not values:

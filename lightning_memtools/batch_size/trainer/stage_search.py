@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from lightning_memtools.batch_size.trainer.sized_sources import (
     unwrap_sources,
     wrap_sources,
 )
-from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner, quick_collections
+from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner
 from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.peaks import Stage
+from lightning_memtools.memory.quick_collections import quick_collections
 from lightning_memtools.memory.readers import reader_for
 
 
@@ -114,6 +116,7 @@ class StageSearch:
             )  # fmt: skip
             cache = SizeCache.of(settings.cache, trainer, self._reader, self._facts(stages), settings.names)
             cached = cache.load()
+            gc.collect()
             with quick_collections():
                 for stage in stages:
                     if stage == "train" and "val" in stages:

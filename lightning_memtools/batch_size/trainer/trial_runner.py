@@ -8,7 +8,7 @@ import io
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -323,21 +323,3 @@ def _learn_shared_memory(
     """Limit the size by the shared memory that the workers' batches need."""
     per_sample = probe.batch_bytes.get(stage, 0) / size
     limits.shm = samples_in_shared_memory(per_sample, [one for one in loaders if isinstance(one, DataLoader)])
-
-
-@contextlib.contextmanager
-def quick_collections() -> Iterator[None]:
-    """Within, garbage collection takes milliseconds, since it skips the objects that exist already.
-
-    The reference cycles that a failed trial leaves have to be collected after each. Where the caller has frozen objects
-    before, these stay frozen.
-    """
-    freezes = not gc.get_freeze_count()
-    gc.collect()
-    if freezes:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if freezes:
-            gc.unfreeze()

@@ -58,6 +58,9 @@ _ZEROS = torch.ops.aten.zeros.default
 OperatorReplacement = Callable[[VirtualLedger, Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called in place of an operator with the ledger, a function that runs operators, the operator and its arguments."""
 
+FindResult = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Returns the result of an operator for its arguments, or NotImplemented where the operator itself has to run."""
+
 
 class AccountingMode(OperatorMode):
     """Counts the storages that operators make in one thread. Threads share the ledger.
@@ -77,6 +80,7 @@ class AccountingMode(OperatorMode):
         cuda_like: bool = False,
         gpu: GpuShape | None = None,
         replacements: Mapping[Any, OperatorReplacement] | None = None,
+        result_of: FindResult | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         references_of_autograd()
@@ -93,6 +97,7 @@ class AccountingMode(OperatorMode):
         self._shadows: Shadows | None = None
         self._purpose: tuple[Category, str] | None = None
         self._replacements = replacements or {}
+        self._result_of = result_of
         self._is_hooked = cuda_like or bool(replacements) or ledger.listener is not None
         # cuBLAS keeps a workspace per thread, and autograd runs backward in a thread of its own.
         self._has_workspace = {False: False, True: False}
@@ -112,7 +117,7 @@ class AccountingMode(OperatorMode):
         if kind is None:
             kind = _kinds[func] = kind_of(func)
         if kind is OperatorKind.NOTHING:
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         if kind is not OperatorKind.FRESH or self.silent or (func is _ZEROS and self._is_count_of_steps(args)):
             return self._run_rare(kind, func, args, kwargs)
         out = self._run_or_refuse(func, args, kwargs)
@@ -243,6 +248,13 @@ class AccountingMode(OperatorMode):
 
     # --- operators
 
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._result_of is not None:
+            known = self._result_of(func, args, kwargs)
+            if known is not NotImplemented:
+                return known
+        return func(*args, **kwargs)
+
     def _run_or_refuse(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; where the host has no memory for it, the simulated device's refusal comes first.
 
@@ -253,7 +265,7 @@ class AccountingMode(OperatorMode):
         if n_bytes and self._ledger.exceeds_free(n_bytes):
             self._ask_instead_of_host(n_bytes)
         try:
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         except RuntimeError as error:
             refused = bytes_refused_by_host(error)
             if refused is None:
@@ -366,19 +378,19 @@ class AccountingMode(OperatorMode):
             with self:
                 return compose(func, args, kwargs)
         if self.silent:
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs)
             self._note_silent(out, args, kwargs, is_new=kind is OperatorKind.LIFTED or kind is OperatorKind.RESIZED)
         elif kind is OperatorKind.DETACHED:
             if stores_gradient():
                 self.note(args[0], Category.GRADIENT)
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs)
         elif kind is OperatorKind.LIFTED:
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs)
             # These are the step counts of a new optimizer, which torch keeps in host memory for parameters on a GPU.
             if not (self._cuda_like and self.place.in_step):
                 self._enter(out, (), {})
         elif kind is OperatorKind.FRESH:
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs)
         else:
             out = self._run_resizing(kind, func, args, kwargs)
         return out

@@ -27,7 +27,7 @@ from lightning_memtools.memory.allocator import (
 )
 from lightning_memtools.memory.sizes import GpuShape, context_bytes, find_gpu, format_size, parse_capacity, parse_size
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, OperatorReplacement
+from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindResult, OperatorReplacement
 from lightning_memtools.memory.virtual.attribution import attribute, composition_of, enter_all, trackable
 from lightning_memtools.memory.virtual.categories import Category, Composition, as_log_names
 from lightning_memtools.memory.virtual.cuda_texts import cuda_error, summary_table
@@ -136,6 +136,7 @@ class VirtualDevice:
         self._observers: OrderedDict[int, OomObserver] = OrderedDict()
         self._modes: list[AccountingMode] = []
         self._replacements: Mapping[Any, OperatorReplacement] = {}
+        self._result_of: FindResult | None = None
         self._thread: int | None = None
         self._hooks = DeviceHooks(
             _mode_here, seen=self._optimizers.add, run_counted=self._run_counted, cuda_like=cuda_like
@@ -161,7 +162,7 @@ class VirtualDevice:
         except BaseException:
             self._leave()
             raise
-        self._enter_thread().__enter__()  # type: ignore[no-untyped-call]
+        self._enter_thread(self._result_of).__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -278,6 +279,13 @@ class VirtualDevice:
     def replace_operators(self, replacements: Mapping[Any, OperatorReplacement]) -> None:
         """Run functions in place of operators once the device is entered again."""
         self._replacements = replacements
+
+    def find_results(self, result_of: FindResult) -> None:
+        """Ask a function for the results of operators before these are run, once the device is entered again.
+
+        It is asked in the thread that enters the device; other threads run every operator.
+        """
+        self._result_of = result_of
 
     def assign(self, tensor: torch.Tensor, category: Category, module: str) -> None:
         """Set the category of a tensor that is on the device, and the module that it is charged to."""
@@ -420,7 +428,7 @@ class VirtualDevice:
         self._leave()
         self._set_up(**self._options)
 
-    def _new_mode(self) -> AccountingMode:
+    def _new_mode(self, result_of: FindResult | None = None) -> AccountingMode:
         return AccountingMode(
             self._ledger,
             self._names,
@@ -429,6 +437,7 @@ class VirtualDevice:
             cuda_like=self._cuda_like,
             gpu=self.gpu,
             replacements=self._replacements,
+            result_of=result_of,
         )
 
     def _mode_or_new(self) -> AccountingMode:
@@ -436,8 +445,8 @@ class VirtualDevice:
         mode = _mode_here()
         return self._new_mode() if mode is None or VirtualDevice.current() is not self else mode
 
-    def _enter_thread(self) -> AccountingMode:
-        mode = self._new_mode()
+    def _enter_thread(self, result_of: FindResult | None = None) -> AccountingMode:
+        mode = self._new_mode(result_of)
         self._modes.append(mode)
         _here.mode = mode
         return mode
