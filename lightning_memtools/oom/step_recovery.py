@@ -111,6 +111,7 @@ class StepRecovery:
         self.split = split
         self._proof = LossProof(model, self.parameters, split=split, weight=loss_weight)
         self._n_planned = 0
+        self._n_cut = 0
         self._tell = tell
         # Evaluation needs less memory than training.
         self.sizes = {True: KnownSizes(), False: KnownSizes()}
@@ -205,6 +206,9 @@ class StepRecovery:
     def parts(self, step: BatchStep, n_parts: int) -> list[tuple[Any, int, float]]:
         """Return the parts of the batch that add something, each with its number of samples and its weight."""
         cut = split_batch(step.batch, n_parts, self.split)
+        self._n_cut = len(cut)  # the user's function may give another number
+        if self._n_cut > self.max_splits:
+            raise CannotSplitError(f"split_batch returned {self._n_cut} parts, and max_splits={self.max_splits}")
         if step.backward is None:
             return [(*part, weight) for part, weight in zip(cut, self._proof.known_weights_of(cut), strict=True)]
         # A part without any token has no mean, and adds nothing to that of the batch.
@@ -317,12 +321,13 @@ class StepRecovery:
         """Note that a batch has run in so many parts."""
         if n_parts > 1:
             exchange.rejoin()
-        self.recoveries.n_parts = n_parts
-        self.recoveries.most_parts = max(n_parts, self.recoveries.most_parts)
+        n_run = 1 if n_parts == 1 else self._n_cut
+        self.recoveries.n_parts = n_run
+        self.recoveries.most_parts = max(n_run, self.recoveries.most_parts)
         if is_recovering:
             self.recoveries.n_recovered += 1
             self.recoveries.latest = (
-                f"A batch of {n_samples_in(step.batch)} samples ran out of memory and was run again in {n_parts} parts."
+                f"A batch of {n_samples_in(step.batch)} samples ran out of memory and was run again in {n_run} parts."
                 + (f" Its loss is a {self._kind} over them." if step.backward is not None else "")
             )
 

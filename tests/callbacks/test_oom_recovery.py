@@ -417,6 +417,34 @@ def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("n_given", "said"),
+    [
+        (lambda n: n, "max_splits=2 parts are too large still; a larger max_splits allows smaller ones"),
+        (lambda n: 2 * n, "split_batch returned 4 parts, and max_splits=2"),
+    ],
+)
+def test_a_batch_that_needs_more_parts_than_max_splits_is_refused_with_the_number(n_given, said, tmp_path):
+    def quarters(batch: Any, n_parts: int) -> Any:
+        return list(zip(*(one.tensor_split(n_given(n_parts)) for one in batch), strict=True))
+
+    recovery = OOMRecovery(max_splits=2, split_batch=quarters, loss="mean")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(tmp_path, Sequences(), recovery, data=batches((64, 1024)), capacity=TIGHT)
+    assert said in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+def test_the_parts_that_split_batch_made_are_counted(tmp_path):
+    def quarters(batch: Any, n_parts: int) -> Any:
+        return list(zip(*(one.tensor_split(2 * n_parts) for one in batch), strict=True))
+
+    model, recovery = prepared(), OOMRecovery(on_recover="ignore", loss="mean", split_batch=quarters)
+    one_step(tmp_path, model, recovery, at=12)
+    assert model.seen == [16, 4, 4, 4, 4]
+    assert recovery.recoveries.n_parts == 4
+    assert "was run again in 4 parts" in recovery.recoveries.latest
+
+
 def test_a_batch_that_fits_in_no_parts_is_skipped_or_refused(tmp_path):
     data = batches((64, 100_000, 64), n_rows=1)
     model, without = Sequences(), Sequences()

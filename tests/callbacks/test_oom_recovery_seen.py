@@ -100,6 +100,46 @@ def test_hooks_counters_and_the_progress_bar_see_one_step(healthy, recovered):
     assert [one[3:] for one in notes.seen if one[0] == "on_train_batch_end"] == [(i + 1, i, i) for i in range(4)]
 
 
+class Ordered(Watched):
+    """Notes the order of forward passes, zero_grad and backward passes, and if there are gradients then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def note(self, what: str) -> None:
+        has_gradients = any(parameter.grad is not None for parameter in self.parameters())
+        self.order.append(f"{what}{' with gradients' if has_gradients else ''}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note(f"forward {len(batch[0])}")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("zero_grad")
+
+    def on_before_backward(self, loss: Any) -> None:
+        self.note("backward")
+
+
+@pytest.mark.parametrize(
+    ("at", "again"),
+    [
+        (12, ["forward 16 with gradients", "zero_grad with gradients", "forward 8"]),
+        (80, ["forward 16 with gradients", "zero_grad with gradients", "backward", "forward 8"]),
+    ],
+    ids=["forward", "backward"],
+)
+def test_gradients_are_zeroed_once_a_step_after_its_first_forward_pass(at, again, tmp_path):
+    model = Ordered()
+    run = trainer(tmp_path, OOMRecovery(on_recover="ignore", loss="mean"), logger=False)
+    with FailsOnce(model, at, batch=1):
+        run.fit(model, DataLoader(batches((8,) * 3), batch_size=None))
+    second = ["backward", "forward 8 with gradients", "backward with gradients"]
+    planned = ["forward 8 with gradients", "zero_grad with gradients", *second]
+    assert model.order == ["forward 16", "zero_grad", "backward", *again, *second, *planned]
+
+
 def test_every_random_stream_goes_on_from_where_the_batch_began(healthy, recovered):
     whole = {one[0]: one for one in healthy[0].drawn}
     for index in range(3):  # the streams of the parts differ from then on
