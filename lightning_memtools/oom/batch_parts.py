@@ -23,10 +23,13 @@ class CannotSplitError(Exception):
 def n_samples_in(batch: Any) -> int | None:
     """Return the size of the first dimension that a batch's tensors have in common; None where there is none.
 
-    Of a batch that is made of a list, as those of PyTorch Geometric are, it is the length of that list.
+    Of a batch that is made of a list, as those of PyTorch Geometric are, it is the length of that list. Of lists side
+    by side, one of tensors and one of dictionaries, as images and targets of object detection, it is that of each.
     """
     if _is_made_of_list(batch):
         return len(batch.to_data_list())
+    if _is_lists_of_samples(batch):
+        return len(batch[0])
     sizes = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
     return sizes[0] if sizes and sizes.count(sizes[0]) > len(sizes) / 2 else None
 
@@ -133,8 +136,21 @@ def _is_made_of_list(batch: Any) -> bool:
     return hasattr(batch, "to_data_list") and hasattr(type(batch), "from_data_list")
 
 
+def _is_lists_of_samples(batch: Any) -> bool:
+    return (
+        type(batch) in {list, tuple}
+        and len(batch) > 1
+        and all(type(one) in {list, tuple} and len(one) == len(batch[0]) > 0 for one in batch)
+        and all(any(all(isinstance(sample, kind) for sample in one) for one in batch) for kind in (Tensor, Mapping))
+    )
+
+
 def _cut(thing: Any, whole: int, rows: slice | list[int]) -> Any:
     """Return samples of a batch; a slice of them as views."""
+    if _is_lists_of_samples(thing):
+        return type(thing)(
+            one[rows] if isinstance(rows, slice) else type(one)(one[row] for row in rows) for one in thing
+        )
     if type(thing) in {list, tuple}:
         if len(thing) == whole and not any(isinstance(one, (Tensor, Mapping, list, tuple)) for one in thing):
             return thing[rows] if isinstance(rows, slice) else type(thing)(thing[row] for row in rows)

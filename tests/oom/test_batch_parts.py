@@ -101,6 +101,23 @@ def test_what_an_evaluation_step_returned_is_joined_or_refused_but_never_cut_sho
         join_parts([{"correct": torch.tensor(1)}, {"correct": torch.tensor(2)}], counts, is_strict=True)
 
 
+def test_images_and_targets_of_object_detection_are_cut_between_images():
+    sizes = (5, 7, 4, 9)
+    images = tuple(torch.full((3, size, 8), float(size)) for size in sizes)
+    targets = tuple({"boxes": torch.ones(n, 4), "labels": torch.ones(n)} for n in (1, 3, 0, 2))
+    batch = (images, targets)
+    assert n_samples_in(batch) == 4
+    for (part, n), rows in zip(split_batch(batch, 2), (slice(0, 2), slice(2, 4)), strict=True):
+        assert n == 2
+        assert part == (images[rows], targets[rows])
+    few, many, both = samples_that_differ(batch, 3)
+    assert (few, many) == ((((images[0],), (targets[0],)), 1), (((images[2:]), (targets[2:])), 2))
+    assert both == (((images[0], *images[2:]), (targets[0], *targets[2:])), 3)
+    # Of two loaders, each with images and labels, the batch is no list of samples.
+    pairs = [[torch.zeros(6, 3), torch.zeros(6)], [torch.zeros(6, 3), torch.zeros(6)]]
+    assert n_samples_in(pairs) == 6
+
+
 class Bag(MutableMapping[str, Any]):
     """Keeps its items in a dictionary of its own, which a copy of the object shares."""
 
