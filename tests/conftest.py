@@ -18,6 +18,10 @@ from lightning_memtools.memory.virtual import VirtualDevice
 # The models are small: a second thread would only wait, and slow down what runs beside it.
 torch.set_num_threads(1)
 
+# On some processors MKL adds up in another order where memory is aligned otherwise, which differs from run to run: what
+# is compared bit by bit must not depend on it. MKL reads this when it is first called.
+os.environ["MKL_CBWR"] = "COMPATIBLE"
+
 # Processes that tests start import this source, and Lightning in less time.
 TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS / "faster_imports")])
