@@ -1,4 +1,4 @@
-"""What docs/checkpointing-compared.md says of models' own switches and of equal bits. Run as a program, it updates it.
+"""What docs/checkpointing-compared.md says of measurements. Run as a program, it updates the page.
 
 python -m tests.checkpointing_docs
 """
@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "checkpointing-compared.md"
 RESULTS = ROOT / "benchmarks" / "results"
-_PARTS = ("switches", "bit for bit")
+_PARTS = ("segments", "switches", "bit for bit")
 _OWN = ("gradient_checkpointing_enable()", "set_grad_checkpointing()")
 _POLICIES = (
     "every block",
@@ -56,7 +56,7 @@ def divided(model: Mapping[str, Any]) -> tuple[float, float | None]:
 
 def texts() -> dict[str, str]:
     """Returns each part of the page that is made from measurements, by name."""
-    made = _of_switches(models()), _of_bits(models("checkpointing_bitwise"))
+    made = _of_segments(), _of_switches(models()), _of_bits(models("checkpointing_bitwise"))
     return dict(zip(_PARTS, made, strict=True))
 
 
@@ -87,6 +87,37 @@ def in_all_styles(model: Mapping[str, Any]) -> bool:
         for precision in ("fp32", "bf16")
         for style in ("", "_as_of_transformers", "_in_lightning")
     )
+
+
+def _of_segments() -> str:
+    """Returns the table of plans beside checkpoint_sequential and uniform segments, and a paragraph below it."""
+    found = json.loads((RESULTS / "checkpointing.json").read_text(encoding="utf-8"))["frontier"]
+    heads = ["model", "plain, MiB", "lowest of the others, MiB", "its operations", "ours within these, MiB"]
+    lines = [[*heads, "matched", "strictly lower", "fails"], ["---", "---:", "---", *["---:"] * 5]]
+    for name, one in found.items():
+        lowest = one["lowest_baseline"]
+        lines.append(
+            [
+                name,
+                f"{one['plain_peak_bytes'] / 2**20:,.0f}",
+                f"{lowest['peak_bytes'] / 2**20:,.0f} ({lowest['name']})",
+                f"{lowest['operations'] / one['plain_operations'] - 1:+.0%}",
+                f"{one['ours_at_its_operations_bytes'] / 2**20:,.0f}",
+                f"{one['matched_or_beaten']} of {one['baselines']}",
+                str(one["strictly_lower"]),
+                str(sum(one["baselines_that_fail"].values())),
+            ]
+        )
+    matched, others, lower = (
+        sum(one[key] for one in found.values()) for key in ("matched_or_beaten", "baselines", "strictly_lower")
+    )
+    errors = sorted(one["largest_error_of_the_memory_model"] for one in found.values())
+    counts = (
+        f"Of {others} ways in all, plans match or beat {matched}, and have a lower peak than {lower}. The memory model "
+        f"by which plans are chosen is at most {errors[-1]:.1%} off the traced peak of a plan, and at most "
+        f"{errors[-2]:.1%} for all models but one."
+    )
+    return f"{_lines(lines)}\n\n{counts}\n"
 
 
 def _of_bits(found: Mapping[str, Any]) -> str:
