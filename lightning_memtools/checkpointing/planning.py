@@ -43,6 +43,7 @@ MOST_OPERATIONS = 1.33
 LEAST_SAVING = 0.01
 _MOST_ATTEMPTS = 6
 _MOST_COMPARED = 8
+_FEW_UNITS = 100
 _WORTH_A_NOTE = 0.1  # of the peak
 
 
@@ -152,6 +153,11 @@ class StepPlanner:
         if plan.refused is not None and not options.has_budget:
             return replace(plan, refused=f"{plan.refused} {self._alternatives(options)}")
         return plan
+
+    def least_peak(self, options: CheckpointOptions) -> int:
+        """Returns the lowest peak of any plan in bytes, as computed from the profile: some percent off a traced one."""
+        widest = self._all_chains(replace(options, bn_dropout="recompute"))
+        return _GroupPlan(self._group(widest), self._all_chains(options), options).least_peak()
 
     def with_advice(self, plan: CheckpointPlan) -> CheckpointPlan:
         """Returns the plan, with a note where much of its peak is what no plan lowers: a language model's logits."""
@@ -266,17 +272,21 @@ class _PlanningGroup:
         self.resident_bytes = resident_bytes(step.model, profiled.plain)
         self._step = step
         self._progress = progress
-        self._solved: tuple[tuple[list[Unit], list[Row]], OptimalRanges] | None = None
+        self._solved: list[tuple[tuple[list[Unit], list[Row]], OptimalRanges]] = []
         self._predicted: dict[tuple[tuple[str, Ranges], ...], StepCost] = {}
 
     def optimal(self, units: list[Unit], rows: list[Row]) -> OptimalRanges:
-        """Returns all optimal plans of these units. Only the last ones are kept: they can take 100 MB."""
-        if self._solved is None or self._solved[0] != (units, rows):
-            # A little above the plain peak, because sizes are rounded.
-            self._progress.doing = f"choosing what to recompute among {len(units)} layers"
-            limit = int(1.02 * max(estimate(units, ()).peak_bytes, self.profile.plain.peak_bytes))
-            self._solved = (units, rows), OptimalRanges(units, limit, rows)
-        return self._solved[1]
+        """Returns all optimal plans of these units. The last ones are kept; of many units they can take 100 MB."""
+        for known, optimal in self._solved:
+            if known == (units, rows):
+                return optimal
+        # A little above the plain peak, because sizes are rounded.
+        self._progress.doing = f"choosing what to recompute among {len(units)} layers"
+        limit = int(1.02 * max(estimate(units, ()).peak_bytes, self.profile.plain.peak_bytes))
+        # With and without BatchNorm and Dropout in turn.
+        self._solved = self._solved[-1:] if len(units) <= _FEW_UNITS else []
+        self._solved.append(((units, rows), OptimalRanges(units, limit, rows)))
+        return self._solved[-1][1]
 
     def predicted(self, plans: Sequence[ChainPlan]) -> StepCost:
         """Returns the memory and operations of the step under these plans, traced at most once."""
@@ -314,6 +324,10 @@ class _GroupPlan:
             reason = f"The plain step's peak of {format_size(plain.peak_bytes)} is within the budget."
             return CheckpointPlan(self._chain_plans((), forced=False), plain, plain, reason)
         return self._fitting(limit)
+
+    def least_peak(self) -> int:
+        frontier = self._group.optimal(self._units, self._rows).frontier()
+        return min((peak for peak, _ in frontier), default=self._plain.peak_bytes)
 
     def _chain_plans(self, ranges: Ranges, *, forced: bool = True) -> tuple[ChainPlan, ...]:
         plans = chain_plans(self._group.profile, self._chains, ranges, forced=forced)

@@ -216,7 +216,7 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
         # The plan's own trace shows that it is not enough. Another one would only add what the allocator reserves.
         yield with_peak(trials, plan.peak_bytes, _recompute(plan, code), fits=False, price=_price(plan))
         return
-    yield compared(trials, trials.failed.estimate(plan=plan), _recompute(plan, code), price=_price(plan))
+    yield compared(trials, trials.under(plan), _recompute(plan, code), price=_price(plan))
 
 
 def chunked_loss(trials: StepTrials) -> Iterator[Action]:

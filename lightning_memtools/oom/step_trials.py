@@ -17,6 +17,7 @@ from lightning_memtools._torch import AnyBatchNorm, AnyDropout
 from lightning_memtools.checkpointing.chains import NothingToApplyTo, candidates
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.checkpointing.memory_model import Ranges
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
@@ -27,6 +28,8 @@ from lightning_memtools.oom.failed_step import FailedStep
 _BUDGET_STEPS = 4
 # As a share of the plain step's peak. Smaller savings are not worth a line.
 _LEAST_SAVING = 0.01
+# Peaks that are computed from a profile are within some percent of traced ones.
+_FAR_TOO_MUCH = 1.25
 
 
 NOT_REACHED = "not reached within the time for checks"
@@ -140,6 +143,7 @@ class StepTrials:
         self.failed = failed
         self._deadline = deadline
         self._estimates: dict[tuple[int, int], MemoryEstimate] = {}
+        self._under: dict[tuple[tuple[str, Ranges], ...], MemoryEstimate] = {}
         self.why_not = failed.why_not_traced() or self._try_plain()
 
     def _try_plain(self) -> str:
@@ -199,6 +203,14 @@ class StepTrials:
             self._deadline.check()
             self._estimates[key] = self.failed.estimate(size, accumulate=accumulate)
         return self._estimates[key]
+
+    def under(self, plan: CheckpointPlan) -> MemoryEstimate:
+        """Return the estimate of the step with a checkpoint plan."""
+        key = tuple((chain.name, chain.ranges) for chain in plan.chains)
+        if key not in self._under:
+            self._deadline.check()
+            self._under[key] = self.failed.estimate(plan=plan)
+        return self._under[key]
 
     @cached_property
     def smallest_batch(self) -> int | None:
@@ -341,19 +353,31 @@ class StepTrials:
             self._deadline.check()
             options = CheckpointOptions.parse(memory_budget=f"{budget}MiB", bn_dropout=bn_dropout)
             try:
-                plan = self._planner.plan(options)
+                plan = self._plan_within(options)
             except BudgetTooSmallError:
-                if bn_dropout == "auto" or not self._may_recompute_norms:
+                if bn_dropout == "recompute" or not self._may_recompute_norms:
                     return None
-                bn_dropout = "auto"
+                bn_dropout = "recompute"
                 continue
-            estimate = self.failed.estimate(plan=plan)
+            estimate = self.under(plan)
             if self.fits(estimate):
-                auto = ', bn_dropout="auto"' if bn_dropout == "auto" else ""
+                # No plan without these layers fits, so "auto" takes this one too.
+                auto = ', bn_dropout="auto"' if bn_dropout == "recompute" else ""
                 return FittingPlan(plan, estimate, f'GradientCheckpointing(memory_budget="{budget}MiB"{auto})')
             # The budget counts what tensors hold. The allocator asks the device for more.
             budget -= max(budget // 20, 1)
         return None
+
+    def _plan_within(self, options: CheckpointOptions) -> CheckpointPlan:
+        """Return the plan for a budget.
+
+        Raises:
+            BudgetTooSmallError: No plan is within it. Where it is far too small, no plan is traced to tell.
+        """
+        least = self._planner.least_peak(options)
+        if options.budget_bytes is not None and least > _FAR_TOO_MUCH * options.budget_bytes:
+            raise BudgetTooSmallError(f"The least peak of any plan is about {format_size(least)}.", least)
+        return self._planner.plan(options)
 
     # --- in words
 
