@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -13,20 +12,17 @@ from lightning_memtools._lightning import (
     EitherCallback,
     LoggedValues,
     StepClosure,
-    callbacks_of,
     replace_closures,
     replace_step,
     replace_update,
-    training_step,
 )
+from lightning_memtools.callbacks.oom_recovery_run import ToldRecoveries
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.recovery_by_strategy import recovery_under, refuse_training
 from lightning_memtools.oom.step_recovery import Recoveries, StepRecovery
 from lightning_memtools.oom.step_start import BatchStep
 from lightning_memtools.oom.update_recovery import UpdateRecovery
 from lightning_memtools.reporting.console import print_on_console
-from lightning_memtools.reporting.loggers import log_scalars
-from lightning_memtools.reporting.ranks import RankPosts
 from lightning_memtools.reporting.strategies import why_unsupported
 
 _EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
@@ -75,7 +71,7 @@ class OOMRecovery(EitherCallback):
     """BatchSizeTuner's trials leave this callback out."""
 
     # What is replaced stays with the original: it is undone once.
-    parts_of_a_run = ("_undo", "_recovery", "_updates", "_posts")
+    parts_of_a_run = ("_undo", "_recovery", "_told")
 
     def __init__(
         self,
@@ -109,10 +105,8 @@ class OOMRecovery(EitherCallback):
         self.on_recover = on_recover
         self._undo: list[Callable[[], None]] | None = None
         self._recovery: StepRecovery | None = None
-        self._updates: UpdateRecovery | None = None
+        self._told: ToldRecoveries | None = None
         self.recoveries = Recoveries()
-        self._posts: RankPosts | None = None
-        self._told = (0, 0, False, 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies under which a rank that fails would leave the others waiting."""
@@ -134,8 +128,9 @@ class OOMRecovery(EitherCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the optimizers' updates."""
         assert self._undo is not None
-        self._updates = UpdateRecovery(trainer.strategy.root_device, n_ranks=trainer.world_size)
-        self._undo += [replace_update(each, partial(self._updates.run, each)) for each in trainer.optimizers]
+        assert self._told is not None
+        self._told.updates = updates = UpdateRecovery(trainer.strategy.root_device, n_ranks=trainer.world_size)
+        self._undo += [replace_update(each, partial(updates.run, each)) for each in trainer.optimizers]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the steps, unless that was done when fit began."""
@@ -148,11 +143,13 @@ class OOMRecovery(EitherCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log what happened in this batch."""
-        self._tell(trainer, training_step(trainer))
+        if self._told is not None:
+            self._told.tell(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what happened, with what other ranks have told by now."""
-        self._tell(trainer, training_step(trainer), of_all=True)
+        if self._told is not None:
+            self._told.tell(trainer, of_all=True)
 
     on_train_end = on_test_end = on_predict_end = on_validation_end
 
@@ -165,7 +162,6 @@ class OOMRecovery(EitherCallback):
         self._stop()
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> list[Callable[[], None]]:
-        self._updates, self._told = None, (0, 0, False, 0)
         self._recovery = recovery_under(
             trainer.strategy,
             pl_module,
@@ -178,7 +174,7 @@ class OOMRecovery(EitherCallback):
             tell=partial(_say, trainer),
         )
         self.recoveries = self._recovery.recoveries
-        self._posts = RankPosts(type(self).__name__)
+        self._told = ToldRecoveries(type(self).__name__, self.recoveries, warns=self.on_recover == "warn")
         run = partial(self._run_evaluation, trainer)
         self._undo = [replace_step(pl_module, name, run) for name in _EVALUATION_STEPS]
         return self._undo
@@ -196,36 +192,7 @@ class OOMRecovery(EitherCallback):
     @property
     def memory_remark(self) -> str:
         """A line on the latest call of the Trainer for the summary of MemoryMonitor; "" where nothing happened."""
-        return " ".join(
-            [*filter(None, [self._own_remark()]), *(f"Rank {r}: {text}" for r, text, _ in self._others() if text)]
-        )
-
-    def _own_remark(self) -> str:
-        return " ".join(filter(None, [str(self.recoveries), self._updates.told if self._updates else ""]))
-
-    def _others(self) -> list[tuple[int, str, int]]:
-        """Return what other ranks have told so far: the rank, its remark and its number of recoveries."""
-        posted, own = ([], 0) if self._posts is None else (self._posts.read(), self._posts.rank)
-        return [(rank, *one.values["told"]) for rank, one in enumerate(posted) if one.values and rank != own]
-
-    def _tell(self, trainer: Trainer, step: int, *, of_all: bool = False) -> None:
-        found, told = self.recoveries, self._updates.told if self._updates else ""
-        elsewhere = sum(n for *_, n in self._others()) if of_all else self._told[3]
-        now = (found.n_recovered, found.n_skipped, bool(told), elsewhere)
-        if now == self._told:
-            return
-        pairs = zip((found.latest, found.latest, told), now, self._told, strict=False)
-        new = [text for text, n, before in pairs if n and not before]
-        is_first, self._told = not any(self._told), now
-        if self._posts is not None:
-            self._posts.post({"told": [self._own_remark(), found.n_recovered]})
-        for text in dict.fromkeys(new) if self.on_recover == "warn" else ():
-            warnings.warn(f"OOMRecovery: {text}", stacklevel=2)
-        for callback in callbacks_of(trainer) if is_first and new else ():
-            if hasattr(callback, "report_recovered"):
-                callback.report_recovered(trainer, new[0])
-        scalars = {"memory/oom_recoveries": found.n_recovered + elsewhere, "memory/micro_batches": found.n_parts}
-        log_scalars(trainer, scalars | {"memory/oom_skipped_batches": found.n_skipped}, step)
+        return "" if self._told is None else self._told.remark
 
     def _stop(self) -> None:
         for undo in reversed(self._undo or []):

@@ -13,8 +13,9 @@ from torchmetrics import Metric
 from lightning_memtools._torch import AnyBatchNorm, StatisticsNorm, has_accumulation_hook
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory
-from lightning_memtools.oom.batch_parts import CannotSplitError, join_parts, n_samples_in, split_batch, weighted_mean
+from lightning_memtools.oom.batch_parts import CannotSplitError, n_samples_in, split_batch
 from lightning_memtools.oom.gradient_exchange import ONE_RANK, GradientExchange, no_collectives
+from lightning_memtools.oom.joined_outputs import join_parts, weighted_mean
 from lightning_memtools.oom.known_sizes import KnownSizes
 from lightning_memtools.oom.logged_parts import logged_by_whole
 from lightning_memtools.oom.loss_proof import LossKind, LossProof

@@ -14,11 +14,11 @@ from transformers import BatchEncoding
 
 from lightning_memtools.oom.batch_parts import (
     CannotSplitError,
-    join_parts,
     n_samples_in,
     samples_that_differ,
     split_batch,
 )
+from lightning_memtools.oom.joined_outputs import join_parts
 
 
 class Graphs:
