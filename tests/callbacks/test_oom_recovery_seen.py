@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice
+from lightning_memtools import HaltOnNaN, NonFiniteError, OOMRecovery, OOMReport, VirtualDevice, replay
 from lightning_memtools.memory.readers import allocated_bytes
 from lightning_memtools.oom.step_recovery import StepRecovery
 from lightning_memtools.oom.step_start import BatchStep
@@ -190,6 +190,44 @@ def test_a_skipped_batch_is_reported(tmp_path):
     assert recovery.recoveries.n_skipped == 1
     (page,) = (tmp_path / "reports").glob("*.md")
     assert "The run goes on. A batch was skipped: even its smallest parts ran out of memory." in page.read_text()
+
+
+class TakesLogarithm(Sequences):
+    """The loss of a batch with a negative sample is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.now = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.now = None
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) + torch.log(batch[1][:, 0, 0]).mean() * 0.01
+
+
+def test_a_nan_in_a_part_is_found_in_the_whole_batch_and_the_replay_says_that_it_had_parts(tmp_path):
+    torch.manual_seed(3)
+    data = batches((8,) * 3)
+    for _, y in data:
+        y.abs_()
+    data[1][1][13, 0, 0] = -1.0
+    model = TakesLogarithm()
+    recovery = OOMRecovery(on_recover="ignore", loss="mean")
+    run = trainer(tmp_path, recovery, HaltOnNaN(directory=str(tmp_path)), logger=False)
+    with FailsOnce(model, 12, batch=1), pytest.raises(NonFiniteError, match="loss is nan at step 1 ") as caught:
+        run.fit(model, DataLoader(data, batch_size=None))
+    assert model.seen[:4] == [16, 16, 8, 8]
+    assert "made by torch.log in TakesLogarithm.loss" in str(caught.value)
+    assert "it affects sample 13 of batch 1" in str(caught.value)
+    (capsule,) = tmp_path.glob("*capsule.pt")
+    again = replay(capsule, model=TakesLogarithm)
+    assert not again.is_finite
+    assert again.mismatches[0] == "It gave 1 losses, the step 2."  # the whole batch is replayed
 
 
 class Manual(Sequences):
