@@ -13,12 +13,12 @@ demo: .venv/installed
 
 # A process for each core, four at most; a file's tests stay in one process, since they share runs.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Lines that the suite runs, of each file that it does not run all of; what scripts run in other processes counts too.
 coverage: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
-		--cov --cov-report=term:skip-covered
+		--no-loadscope-reorder --cov --cov-report=term:skip-covered
 
 test-fast: .venv/installed
 	$(BIN)/python -m pytest tests/test_package.py tests/memory tests/state tests/reporting tests/nonfinite/test_detect.py \

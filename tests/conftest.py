@@ -34,8 +34,17 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
+# The files that take longest begin first, so that no process works on one of them alone at the end.
+LONGEST = (
+    *("test_examples.py", "test_exact_recomputation.py", "test_gradient_checkpointing.py", "test_planning.py"),
+    *("test_memory_tab_in_browser.py", "test_either_lightning.py", "test_oom_report.py", "test_recovery_on_ranks.py"),
+    *("test_faults.py", "test_empty_cache_ledger.py", "test_user_models.py", "test_batch_size_tuner.py"),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where there is no CUDA device, or one that computes nothing."""
+    """Begin with the longest files; skip tests marked gpu where no CUDA device is, or one that computes nothing."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     has_allocator = torch.cuda.is_available()
     computes = has_allocator and not torch.cuda.get_device_name().endswith("(dry run)")
     for item in items:

@@ -17,7 +17,7 @@ from tests.checkpointing.models import SMALL, ZOO, harshest, same_seed
 MODES = ("skip", "recompute", "avoid")
 
 
-def train(model: nn.Module, shape: tuple[int, ...], steps: int = 20) -> dict[str, torch.Tensor]:
+def train(model: nn.Module, shape: tuple[int, ...], steps: int = 6) -> dict[str, torch.Tensor]:
     """Returns the result of training: weights, buffers, the last gradients, and the state of the random generator."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     torch.manual_seed(1)
@@ -52,7 +52,7 @@ def plainly():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SMALL | ZOO)
-def test_gradients_weights_buffers_and_random_numbers_after_20_steps(name, mode, plainly):
+def test_gradients_weights_buffers_and_random_numbers_after_six_steps(name, mode, plainly):
     make, shape = (SMALL | ZOO)[name]
     plain = plainly(name)
     model = same_seed(make)

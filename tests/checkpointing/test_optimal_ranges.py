@@ -85,6 +85,7 @@ def chains(draw, least: int, most: int) -> list[Unit]:
         inside = tuple(draw(st.lists(products, max_size=2))) if at % 4 == 1 else ()
         operations = draw(st.integers(0, 9)) + sum(one.operations for one in inside)
         base, forward = draw(sizes), draw(sizes)
+        top = draw(st.one_of(st.none(), st.integers(base, base + 6)))
         units.append(
             Unit(
                 own_bytes=draw(sizes),
@@ -103,7 +104,9 @@ def chains(draw, least: int, most: int) -> list[Unit]:
                 dropping_bytes=draw(st.integers(0, forward)),
                 forward_base=draw(sizes),
                 backward_base=base,
-                backward_peak=draw(st.one_of(st.none(), st.integers(base, base + 6))),
+                backward_peak=top,
+                again_backward_peak=None if top is None else draw(st.integers(0, top)),
+                freed_input_bytes=draw(st.integers(0, 3)),
                 products=inside,
                 alongside=tuple(draw(st.lists(st.tuples(st.integers(0, at - 1), sizes), max_size=2)) if at else ()),
             )
