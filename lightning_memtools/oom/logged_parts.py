@@ -87,7 +87,7 @@ def _whole(
 
 def _whole_size(sizes: Tensor, counts: Sequence[int], n_samples: int) -> tuple[Tensor, Tensor]:
     """Return the size that the whole batch would have given, and the parts' shares of it."""
-    given = torch.tensor(counts, device=sizes.device)
+    given = torch.tensor(counts).to(sizes.device, non_blocking=True)
     are_counts = (sizes == given).all()
     # `self.log(..., batch_size=...)` with the size of the whole batch, or with 1, is no number of what a part has.
     is_of_whole = (sizes[0] == 1) | (sizes[0] == n_samples)
@@ -99,7 +99,7 @@ def _whole_size(sizes: Tensor, counts: Sequence[int], n_samples: int) -> tuple[T
 
 def _shares(weights: Sequence[float], like: Any) -> Tensor:
     value = like.on_step if like.of_epoch is None else like.of_epoch
-    return torch.tensor(weights, dtype=value.dtype, device=value.device) / sum(weights)
+    return torch.tensor(weights, dtype=value.dtype).to(value.device, non_blocking=True) / sum(weights)
 
 
 def _reduced(stacked: Tensor, reduction: str, shares: Tensor) -> Tensor:
