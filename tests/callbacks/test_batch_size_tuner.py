@@ -231,19 +231,22 @@ def test_the_note_quotes_the_highest_rate_of_a_schedule(tmp_path):
     assert "the learning rate is still 0.01 at its highest" in note, "OneCycle begins at a 25th of it"
 
 
-def test_a_peak_is_what_the_monitor_logs_and_of_a_failed_trial_a_lower_bound(tmp_path):
+@pytest.mark.parametrize(("capacity", "context"), [(192, 0), (692, 500)])
+def test_a_peak_is_what_the_monitor_logs_and_of_a_failed_trial_a_lower_bound(tmp_path, capacity, context):
+    """Without what the CUDA context takes, which the limit leaves out too."""
+
     class Reserved(L.Callback):
         def on_train_batch_end(self, *args):
             peaks.append(VirtualDevice.current().stats().peak_reserved)
 
     peaks, tuner = [], Tuner(stages=("train",), init_val=150, max_trials=4)
-    with VirtualDevice("192MiB", used_by_others="32MiB"):
+    with VirtualDevice(f"{capacity}MiB", used_by_others="32MiB", context=f"{context}MiB"):
         L.seed_everything(0, verbose=False)
         run = trainer(tmp_path, tuner, Reserved(), logger=False, limit_val_batches=0)
         run.fit(Small())
     result = tuner.result
     assert result.peaks["train"] == max(peaks[-3:])
-    assert result.trials[0].readings[0].limit == int(0.95 * 192 * MIB) - 32 * MIB
+    assert result.trials[0].readings[0].limit == int(0.95 * capacity * MIB) - (32 + context) * MIB
     failed = next(row for row in result.rows() if row[2] == "out of memory")
     assert failed[3].startswith("over ")
 

@@ -128,6 +128,13 @@ def failed(tmp_path_factory):
     return of
 
 
+def test_the_page_has_no_block_of_code_which_would_not_wrap_in_tensorboard(failed):
+    outcome = failed("forward")
+    assert "```" not in outcome.report
+    assert not re.search(r"^ {4}", outcome.report, re.MULTILINE)  # indented, that is code too
+    assert f"> {outcome.error}".splitlines()[0] in outcome.report.splitlines()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed):
     case, outcome = CASES[name], failed(name)
