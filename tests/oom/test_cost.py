@@ -11,10 +11,14 @@ MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "o
 
 
 @pytest.mark.parametrize("case", MEASURED)
-def test_a_report_takes_less_than_ten_seconds(case):
-    measured = MEASURED[case]["seconds"]
-    assert measured["runs"] >= 4
-    assert measured["three_quarters"] < 10
+def test_a_report_reaches_every_check_in_less_than_ten_seconds(case):
+    """Of processor time, as its limit is; of a model of 124 million parameters also by the clock."""
+    measured = MEASURED[case]
+    assert measured["cpu_seconds"]["runs"] >= 4
+    assert measured["cpu_seconds"]["three_quarters"] < 10
+    if case.startswith("GPT-2"):
+        assert measured["seconds"]["three_quarters"] < 10
+    assert max(measured["not_reached"]) == 0
 
 
 def test_training_and_validation_of_large_models_were_measured():
