@@ -10,6 +10,7 @@ measure these models only.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 from machine import RESULTS, save
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+# On some processors MKL's sums depend on where memory lies. MKL reads this when it is first called.
+os.environ["MKL_CBWR"] = "COMPATIBLE"
 
 from lightning_memtools.checkpointing.planning import plan_checkpoints
 from tests.checkpointing.foreign_models import (
