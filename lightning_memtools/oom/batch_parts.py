@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -156,20 +157,21 @@ def _cut(thing: Any, whole: int, rows: slice | list[int]) -> Any:
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return type(thing)(*(_cut(one, whole, rows) for one in thing))
     if isinstance(thing, Mapping):
-        return _rebuilt(thing, {key: _cut(value, whole, rows) for key, value in thing.items()})
+        return _rebuilt(thing, partial(_cut, whole=whole, rows=rows))
     return map_tensors(thing, lambda tensor: tensor[rows] if tensor.dim() and len(tensor) == whole else tensor)
 
 
-def _rebuilt(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class with other values.
+def _rebuilt(mapping: Mapping[Any, Any], cut: Callable[[Any], Any]) -> Any:
+    """Return a mapping of the same class with samples of its values.
 
     Raises:
         CannotSplitError: Neither a copy takes them nor does the class.
     """
+    values = {key: cut(value) for key, value in mapping.items()}
     if type(mapping) is dict or all(values[key] is value for key, value in mapping.items()):
         return values if type(mapping) is dict else mapping
     with suppress(Exception):  # a class of the user's, which may refuse in any way
-        if _holds(made := _filled_copy(mapping, values), values, type(mapping)):
+        if _holds(made := _filled_copy(mapping, values, cut), values, type(mapping)):
             return made
     with suppress(Exception):
         kind: Any = type(mapping)
@@ -182,11 +184,13 @@ def _rebuilt(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     )
 
 
-def _filled_copy(mapping: Any, values: dict[Any, Any]) -> Any:
+def _filled_copy(mapping: Any, values: dict[Any, Any], cut: Callable[[Any], Any]) -> Any:
     made, before = copy(mapping), dict(mapping)
     for name, held in attributes_of(made).items():
         if isinstance(held, dict):  # a copy of the object shares it
             setattr(made, name, copy(held))
+        elif isinstance(held, list):  # such as the tokens of each text in a BatchEncoding
+            setattr(made, name, cut(held))
     for key, value in values.items():
         made[key] = value
     if _holds(mapping, before, type(mapping)):

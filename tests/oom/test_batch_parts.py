@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import BatchEncoding
 
 from lightning_memtools.oom.batch_parts import (
@@ -51,6 +53,17 @@ def test_a_batch_encoding_stays_one():
     assert [type(part) for part, _ in parts] == [BatchEncoding, BatchEncoding]
     assert torch.equal(torch.cat([part["input_ids"] for part, _ in parts]), ids)
     assert torch.equal(parts[1][0]["attention_mask"], (ids > 2)[2:])
+
+
+def test_the_tokens_of_a_batch_encoding_stay_with_their_texts():
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2}))
+    texts = [["a", "b"], ["b", "c"], ["c", "a"], ["c", "c"]]
+    encodings = tokenizer.encode_batch(texts, is_pretokenized=True)
+    ids = torch.tensor([one.ids for one in encodings])
+    whole = BatchEncoding({"input_ids": ids}, encoding=encodings)
+    parts = [part for part, _ in split_batch(whole, 2)]
+    assert [[part.tokens(row) for row in range(2)] for part in parts] == [texts[:2], texts[2:]]
+    assert [whole.tokens(row) for row in range(4)] == texts
 
 
 class Pair(NamedTuple):
