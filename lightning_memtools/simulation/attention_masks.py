@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_memtools._torch import (
     LOCAL_SCALAR,
+    FakeTensor,
     OperatorMode,
     has_readable_values,
     in_backward,
@@ -85,6 +86,33 @@ class HostValues:
         with without_dispatch_modes():
             return values.as_strided(tensor.shape, tensor.stride(), offset)
 
+    def change(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do to known values what an operator does to its first argument; where it takes unknown ones, forget them."""
+        tensor, *others = args
+        storage = storage_of(tensor)
+        found = None if storage is None else self._known.get(storage[0])
+        if storage is None or found is None:
+            return
+        reference, values, begin = self._known.pop(storage[0])
+        given = [one for one in tree_leaves((others, kwargs)) if isinstance(one, Tensor)]
+        known = [
+            one.constant if isinstance(one, FakeTensor) and one.constant is not None else self.read(one)
+            for one in given
+        ]
+        if any(one is None for one in known):
+            return
+        with without_dispatch_modes():
+            values = values.clone()  # others may have been noted with the same
+        self._known[storage[0]] = reference, values, begin
+        own = self.of(tensor)
+        if own is None:
+            del self._known[storage[0]]
+            return
+        on_host = iter(known)
+        others, kwargs = tree_map_only(Tensor, lambda _: next(on_host), (others, kwargs))
+        with without_dispatch_modes():
+            operator(own, *others, **kwargs)
+
 
 _VALUES: ContextVar[HostValues | None] = ContextVar("values of the batch", default=None)
 
@@ -123,6 +151,13 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
     values = _VALUES.get()
     if values is not None:
         values.note(tensor, original)
+
+
+def note_change(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Do to known values what an operator does to its first argument in place, within `masks_by_their_values`."""
+    values = _VALUES.get()
+    if values is not None:
+        values.change(operator, args, kwargs)
 
 
 @contextmanager

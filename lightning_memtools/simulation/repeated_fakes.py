@@ -28,6 +28,7 @@ from lightning_memtools._torch import (
     without_torch_dispatch,
 )
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.simulation.attention_masks import note_change
 from lightning_memtools.simulation.size_names import SizeNames, has_sizes_of_arguments
 
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
@@ -75,6 +76,8 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         key = _key(func, args, kwargs) if _is_repeatable(func) else None
         named = _key_in_names(func, args, kwargs) if key is not None else None
         out = func(*args, **kwargs)
+        if args and out is args[0]:
+            _note_change(func, args, kwargs)
         if key is not None and key not in _known:
             described = _described(out, args, kwargs)
             _remember(key, described)
@@ -104,7 +107,10 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
                 _remember(key, known)
         if known is None:
             return NotImplemented
-        return args[0] if known == "the first argument" else self._made(*known)
+        if known != "the first argument":
+            return self._made(*known)
+        _note_change(func, args, kwargs)
+        return args[0]
 
     def _made(self, is_one: bool, made: list[Made | None]) -> Any:
         found = [None if one is None else self._make(*one) for one in made]
@@ -176,6 +182,12 @@ def _remember(key: Any, known: Known) -> None:
         _known.clear()
         _known_by_names.clear()
     _known[key] = known
+
+
+def _note_change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # Floating-point values are not kept.
+    if not args[0].is_floating_point() and operator_schema(func).is_mutable:
+        note_change(func, args, kwargs)
 
 
 def _in_names(known: Known, sizes: SizeNames) -> Any:

@@ -11,6 +11,7 @@ import torch
 from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.simulation.attention_masks import HostValues, masks_by_their_values
 from lightning_memtools.simulation.fakes import TensorExchange, fake_mode
+from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from tests.checkpointing.foreign_models import made, measured_peak
 
 transformers = pytest.importorskip("transformers")
@@ -139,3 +140,43 @@ def test_threads_that_overlap_leave_all_as_before_and_each_answers_from_its_own_
         first_has_left.set()
         assert results[1].result(60)
     assert {name: vars(masking)[name] for name in before} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "left_out"),
+    [
+        (lambda mask: mask.fill_(1), True),
+        (lambda mask: mask[:, -2:].fill_(1), True),
+        (lambda mask: mask.__setitem__((slice(None), slice(-2, None)), 1), True),
+        (lambda mask: mask.masked_fill_(mask == 0, 1), True),
+        (lambda mask: mask.copy_(torch.tensor(1)), True),
+        (lambda mask: mask[:1].fill_(1), False),
+        (lambda mask: mask.add_(0), False),
+    ],
+)
+def test_a_mask_that_a_step_changes_has_the_new_values(change, left_out):
+    given = PADDED.clone()
+    config = transformers.BertConfig(attn_implementation="sdpa")
+    for _ in range(2):  # the second time with what is known of the operators
+        with fake_mode() as mode, RepeatedFakes(mode), masks_by_their_values():
+            exchange = TensorExchange()
+            change(mask := exchange(given))
+            made = masking.create_bidirectional_mask(config, exchange(torch.empty(*given.shape, 8)), mask)
+            assert (made is None) is left_out
+    assert torch.equal(given, PADDED)
+
+
+def test_words_that_a_step_leaves_out_are_not_attended_to():
+    config = transformers.BertConfig(attn_implementation="sdpa")
+    with fake_mode() as mode, RepeatedFakes(mode), masks_by_their_values():
+        mask = TensorExchange()(ONES)
+        mask[:, -2:] = 0
+        assert masking.create_bidirectional_mask(config, torch.ones(2, 5, 8), mask) is not None
+
+
+def test_a_mask_that_is_changed_by_what_is_not_known_is_not_known():
+    with fake_mode() as mode, RepeatedFakes(mode), masks_by_their_values():
+        mask = TensorExchange()(PADDED)
+        mask.copy_(torch.ones(2, 5, dtype=torch.long))
+        config = transformers.BertConfig(attn_implementation="sdpa")
+        assert masking.create_bidirectional_mask(config, torch.ones(2, 5, 8), mask) is None
