@@ -13,12 +13,13 @@ demo: .venv/installed
 
 # A process for each core, four at most; a file's tests stay in one process, since they share runs.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(COVER)
 
-# Lines that the suite runs, of each file that it does not run all of; what scripts run in other processes counts too.
-coverage: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
-		--no-loadscope-reorder --cov --cov-report=term:skip-covered
+# Lines that both suites run, of each file that they do not run all of. What scripts run in other processes counts too,
+# but for those of a dry run, which end before they could write it.
+coverage:
+	$(MAKE) test COVER="--cov --cov-report="
+	$(MAKE) test-cuda COVER="--cov --cov-append --cov-report=term:skip-covered"
 
 test-fast: .venv/installed
 	$(BIN)/python -m pytest tests/test_package.py tests/memory tests/state tests/reporting tests/nonfinite/test_detect.py \
@@ -31,7 +32,7 @@ FIRST_CUDA_TESTS = $(wildcard tests/null_cuda/test_dry_run*.py) tests/null_cuda/
 CUDA_TESTS = $(FIRST_CUDA_TESTS) $(filter-out $(FIRST_CUDA_TESTS),$(shell grep -rl cuda_memory tests --include='test_*.py'))
 test-cuda: .venv-cuda/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) .venv-cuda/bin/python -m lightning_memtools.null_cuda --capacity 4GiB \
-		-m pytest -m cuda_memory -n 2 --dist loadfile --no-loadscope-reorder $(CUDA_TESTS)
+		-m pytest -m cuda_memory -n 2 --dist loadfile --no-loadscope-reorder $(COVER) $(CUDA_TESTS)
 
 lint: .venv/installed
 	$(BIN)/ruff check
