@@ -134,6 +134,14 @@ def test_plans_are_beside_or_below_what_users_have():
     assert sum(one <= 0.85 for one in measured.values()) >= 0.5 * len(measured)
 
 
+def test_plans_are_below_the_budgets_of_torch_compile_on_whole_models():
+    measured = [one for model in models().values() for one in model.get("partitions", {}).values()]
+    assert len(measured) >= 15
+    for one in measured:
+        assert one["ours"]["flops"] <= one["flops"]
+        assert one["ours"]["allocator_peak_bytes"] <= one["allocator_peak_bytes"]
+
+
 def test_planning_takes_seconds_for_the_models_that_people_train():
     seconds = {name: model["default"]["processor_seconds"] for name, model in models().items()}
     assert seconds.pop("HRNet-W48 (timm)") < 10
