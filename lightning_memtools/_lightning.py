@@ -483,6 +483,7 @@ def ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the code within at once, as it ends a training between two batches.
 
     The Trainer only notes the signal, and looks after the next batch: long work in a hook would not be ended by it.
+    Python drops what is raised while it finalizes an object, as a tensor that is counted: then it is raised at the end.
     Outside of the main thread, which Python runs handlers in, nothing changes.
     """
     before = signal.getsignal(signal.SIGTERM)
@@ -490,14 +491,19 @@ def ended_by_sigterm() -> Iterator[None]:
         yield
         return
     noted = before
+    received = False
 
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
         noted(number, frame)
         raise SIGTERMException
 
     signal.signal(signal.SIGTERM, end)
     try:
         yield
+        if received:
+            raise SIGTERMException
     finally:
         signal.signal(signal.SIGTERM, before)
 

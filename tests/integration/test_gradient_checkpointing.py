@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import signal
@@ -13,8 +14,10 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
+from lightning_memtools._lightning import ended_by_sigterm
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -300,3 +303,16 @@ def test_long_planning_says_so_and_is_ended_by_a_signal(sent, tmp_path):
     assert re.search(r"GradientCheckpointing is (tracing a step|choosing what).* \(\d+ s so far\)", "".join(said)), said
     assert not {"a step ran", "fit is over"} & set(said)  # planning itself was ended
     assert process.returncode == (0 if sent == signal.SIGTERM else 1), said  # as Lightning ends between two batches
+
+
+def test_a_signal_that_arrives_in_a_finalizer_ends_the_work_too():
+    noted = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
+    try:
+        # Python drops what a finalizer raises.
+        with pytest.raises(SIGTERMException), ended_by_sigterm(), contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # as before again: only noted
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == [signal.SIGTERM, signal.SIGTERM]
