@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.optim import adadelta, adam, adamax, asgd, nadam, optimizer, radam, rmsprop, rprop, swa_utils
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
@@ -890,6 +891,32 @@ def remove_kernels(library: Any) -> None:
 current_graph_task = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+# The function that `backward` and `torch.autograd.grad` call to run the engine, and the name of the attribute.
+ENGINE_RUN = torch.autograd, "_engine_run_backward"
+
+
+def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function that runs the engine from one that does, with a function mode entered as it is outside.
+
+    `Tensor.backward` is a function that modes see, and while they do, torch takes them off: a layer that runs again in
+    the backward pass would run without them. No public way tells whether a mode is off.
+    """
+
+    def make(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_with_mode(*args: Any, **kwargs: Any) -> Any:
+            if mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+                return run(*args, **kwargs)
+            TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
+            try:
+                return run(*args, **kwargs)
+            finally:
+                TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
+
+        return run_with_mode
+
+    return make
+
 
 CAN_COUNT_REFERENCES = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 

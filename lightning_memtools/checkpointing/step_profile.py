@@ -119,6 +119,8 @@ class _Recorder:
         if self._keeping:
             self.static = {entry.block.id for entry in self._trace.device.blocks()}
             self._trace.counted.listener = self._note_operator
+            # From now on, since training_step itself may run backward passes.
+            self._trace.device.listen(self._spent)
         self._begin(None, ())
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._spent.hand_out)
 
@@ -128,7 +130,6 @@ class _Recorder:
         self._trace.counted.listener = None
         for record in self.records:
             record.overwrites |= _was_written(record.given)
-        self._trace.device.listen(self._spent)
         self._enter_backward(self.records[-1])
 
     def finish(self) -> None:

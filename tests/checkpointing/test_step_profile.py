@@ -128,6 +128,44 @@ def test_the_memory_model_is_exact_where_sums_over_biases_take_buffers(model, sh
         )
 
 
+class LastOutput(nn.Module):
+    """An LSTM, of which only the outputs count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("norm", [LastOutput, lambda: nn.RMSNorm(WIDTH), lambda: nn.GroupNorm(4, 32)])
+def test_layers_that_cuda_runs_otherwise_run_so_again(norm):
+    """While `backward` runs, torch takes off the modes that run them as CUDA does, unless they are kept on."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(), nn.Tanh()) for _ in range(4)))
+    chains = find_chains(model, CheckpointOptions.parse(bn_dropout="recompute"))[:1]
+    step = TracedStep(model, (torch.empty(16, 32, WIDTH),), lambda copy, args: copy(*args), device="cuda")
+    profile = profile_step(step, chains)
+    layers = [at for at, place in enumerate(profile.places) if place is not None]
+    ranges = (Range(layers[0], layers[-1] + 1),)
+    again = predict(step, chain_plans(profile, chains, ranges))
+    assert estimate(profile.units, ranges).peak_bytes == pytest.approx(again.peak_bytes, abs=512)
+    assert estimate(profile.units, ranges).extra_operations == again.operations - profile.plain.operations
+
+
+def test_a_step_that_runs_backward_itself_is_measured_like_one_that_does_not():
+    model = encoder()
+    chains = find_chains(model, CheckpointOptions.parse(bn_dropout="recompute"))[:1]
+
+    def forward(copy, args):
+        copy(*args).sum().backward()
+
+    step = TracedStep(model, (torch.empty(32, 128, 256),), forward, device="cuda")
+    profile = profile_step(step, chains)
+    ranges = tuple(Range(at, at + 1) for at, place in enumerate(profile.places) if place is not None)
+    assert estimate(profile.units, ranges).peak_bytes == predict(step, chain_plans(profile, chains, ranges)).peak_bytes
+
+
 def test_the_table_shows_what_each_chain_keeps_before_and_after():
     blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3)]
 

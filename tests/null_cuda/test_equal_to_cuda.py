@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.zoo import timm, torchvision_models
 
@@ -44,6 +45,18 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.function(x * self.scale)
+
+
+class RunAgain(nn.Module):
+    """A module that runs again in the backward pass."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+        self.module = module
+
+    def forward(self, x):
+        return checkpoint(self.module, x * self.scale, use_reentrant=False)
 
 
 class Outputs(nn.Module):
@@ -113,6 +126,11 @@ KERNELS = {
     "bag of embeddings": (partial(nn.EmbeddingBag, 5000, 128), {"x": ((256, 32), INT)}, {}),
     "softmax": (lambda: Scaled(lambda x: x.transpose(1, 2).softmax(-1)), {"x": ((8, 64, 512), FLOAT)}, {}),
     "rms norm": (lambda: Scaled(nn.RMSNorm(96)), {"x": ((70_000, 96), FLOAT)}, {}),
+    "rms norm that runs again": (lambda: RunAgain(nn.RMSNorm(96)), {"x": ((70_000, 96), FLOAT)}, {}),
+    "group norm that runs again, moved": (
+        lambda: RunAgain(nn.Sequential(Applied(lambda x: x + torch.ones(8, device="cuda")), nn.GroupNorm(4, 64))),
+        {"x": ((16, 64, 8), FLOAT)}, {},
+    ),
     "smooth l1": (lambda: Scaled(lambda x: F.smooth_l1_loss(x, x.detach())), {"x": ((512, 512), FLOAT)}, {}),
     "indexing": (
         lambda: Scaled(lambda x: x[torch.zeros(40_000, dtype=INT, device=x.device)]), {"x": ((700, 12), FLOAT)}, {}
@@ -133,6 +151,7 @@ RECURRENT = {
         lambda: nn.Sequential(Turned(Outputs(nn.GRU(24, 128, batch_first=True)), 1, 2), nn.Linear(128, 64)),
         {},
     ),
+    "run again": (lambda: RunAgain(Outputs(nn.LSTM(64, 128, 2, batch_first=True))), {}),
     "bfloat16": (lambda: Outputs(nn.LSTM(64, 128, 2, batch_first=True)), {"precision": "bf16-true"}),
     "without biases": (lambda: Outputs(nn.RNN(64, 128, 3, bias=False)), {}),
     "bfloat16 without biases": (

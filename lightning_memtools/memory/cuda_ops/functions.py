@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_memtools._torch import without_autocast_on_cpu
+from lightning_memtools._torch import ENGINE_RUN, kept_in_backward, without_autocast_on_cpu
 from lightning_memtools.memory.convolution_workspaces import memory_format_of
 from lightning_memtools.memory.cuda_ops.attention import attention
 from lightning_memtools.memory.cuda_ops.autocast import cast
@@ -38,6 +38,7 @@ class CudaFunctions(TorchFunctionMode):
         self._patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attention))
         self._patches.replace(F, "linear", lambda original: partial(linear, original))
         self._patches.replace(torch, "clear_autocast_cache", lambda original: partial(_clear_casts, original))
+        self._patches.replace(*ENGINE_RUN, kept_in_backward(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -162,6 +163,21 @@ class AlreadyOnCuda(TorchFunctionMode):
     In an estimate everything is on the device already. These tensors are on the CPU (see `autocast`), and a build of
     torch without CUDA would refuse to move them.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patches = Patches()
+
+    def __enter__(self) -> Self:
+        """Enter it for backward passes, too: a layer that runs again there moves its tensors again."""
+        self._patches.replace(*ENGINE_RUN, kept_in_backward(self))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave it."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.undo()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function with "cpu" in place of every CUDA device."""

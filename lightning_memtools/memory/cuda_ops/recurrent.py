@@ -63,6 +63,8 @@ class _CudnnRnn(torch.autograd.Function):
             between = n_out * (n_layers - 1) * (2 if dropout else 1)
             reserve = source.new_empty(n_places * (kept + between))
             ctx.save_for_backward(source, hx, cx, *weights, out, reserve, flat)
+        # Zeros in place of missing gradients are made when what was kept is there: a layer may run again for that.
+        ctx.set_materialize_grads(False)
         ctx.n_weights, ctx.n_biases = len(weights), n_biases
         ctx.batch_first = batch_first
         del in_time_order
@@ -70,7 +72,10 @@ class _CudnnRnn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        source, hx, cx, *weights = ctx.saved_tensors[: 3 + ctx.n_weights]
+        saved = ctx.saved_tensors  # all of them until the end: cuDNN reads the reserve space
+        source, hx, cx, *weights, out = saved[: 4 + ctx.n_weights]
+        of_results = zip(gradients, (out, hx, cx), strict=False)
+        gradients = tuple(torch.zeros_like(like) if one is None else one for one, like in of_results)
         # Time steps come first in cuDNN: without batch_first, input and gradient mostly lie so already.
         in_time_order = [_turned(one, ctx.batch_first).contiguous() for one in (source, gradients[0])]
         # cuDNN computes these gradients on its way to those of the weights, wanted or not.
