@@ -101,6 +101,7 @@ class _Recorder:
         self._alive: _AliveBlocks | None = None
         self._spent = SpentTensors(trace.device)
         self._products: dict[int, ProductRecord] = {}
+        self._taken: dict[int, int] = {}  # by layers that hold chains, since the last unit
         # A layer that holds another chain is no unit of its own: the layers of that chain are, and the code between.
         holding = {chain.name for chain in chains if not chain.is_module}
         for chain in chains:
@@ -164,6 +165,8 @@ class _Recorder:
         self._begin(None if holding else place, (args, kwargs))
         first = self._open
         assert first is not None
+        if holding:
+            self._taken |= first.input
         given = first.given = [(weakref.ref(one), write_count(one)) for one in tensors_in((args, kwargs))]
         self._inside = not holding
         self.calls.append(place)
@@ -200,6 +203,7 @@ class _Recorder:
         record.peak = self._trace.peak_since()
         record.operations = self._trace.counted.total
         record.output = self._keys(value)
+        record.taken, self._taken = self._taken | record.input, {}
         self._open = None
         self.records.append(record)
         for one in tensors_in(value):

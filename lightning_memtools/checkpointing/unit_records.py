@@ -28,7 +28,8 @@ class ProductRecord:
 class UnitRecord:
     """The measurements of one unit. Blocks are by id, with their sizes; a `place` of None is code between chains.
 
-    `again_backward_peaks`: of its backward pass after it ran again, where others hold its input, and where not.
+    `taken`: its input, and that of the layers around it that begin with it. `again_backward_peaks`: of its backward
+    pass after it ran again, where others hold its input, and where not.
     """
 
     place: Place | None
@@ -43,6 +44,7 @@ class UnitRecord:
     saves: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     input: dict[int, int] = field(default_factory=dict)
+    taken: dict[int, int] = field(default_factory=dict)
     output: dict[int, int] = field(default_factory=dict)
     overwrites: bool = False
     given: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
@@ -58,11 +60,13 @@ def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[
     keepers = _keepers(records)
     kept_before: set[int] = set()
     before: dict[int, int] = {}
-    # By the memory model, so that its peak of the plain step is the measured one.
-    kept, input_held = 0, True
+    # By the memory model, and really. Of two tensors that are passed on, the model counts both where one is kept: what
+    # it counts too much must not be taken off the rest, which plans do not free.
+    kept, input_held, really = 0, True, 0
     for at, (record, after) in enumerate(zip(records, [*records[1:], None], strict=True)):
         keeps = {key for key in record.saved if keepers[key] <= at}
         new = keeps - kept_before
+        not_kept = sum(size for key, size in before.items() if key not in kept_before)
         kept_before |= new
         passed = _passed_on(record, after, kept_before)
         same = bool(passed) and passed.keys() <= before.keys()
@@ -84,16 +88,18 @@ def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[
             products=tuple(_product_of(one, record, passed) for one in record.products),
         )
         in_bytes = sum(before.values())
-        forward_base = record.allocated_before - kept - (0 if input_held else in_bytes)
+        forward_base = record.allocated_before - min(kept + (0 if input_held else in_bytes), really + not_kept)
         added, input_held = after_keeping(unit, input_held=input_held, in_bytes=in_bytes)
         kept += added
+        really += sum(record.saved[key] for key in new)
+        counted = min(kept, really)
         units.append(
             replace(
                 unit,
                 forward_base=forward_base,
-                backward_base=0 if record.backward_before is None else record.backward_before - kept,
-                backward_peak=None if record.backward_peak is None else record.backward_peak - kept,
-                again_backward_peak=None if record.backward_peak is None else record.again_backward_peaks[0] - kept,
+                backward_base=0 if record.backward_before is None else record.backward_before - counted,
+                backward_peak=None if record.backward_peak is None else record.backward_peak - counted,
+                again_backward_peak=None if record.backward_peak is None else record.again_backward_peaks[0] - counted,
                 freed_input_bytes=record.again_backward_peaks[0] - record.again_backward_peaks[1],
             )
         )
@@ -122,11 +128,12 @@ def _passed_on(record: UnitRecord, after: UnitRecord | None, kept: Collection[in
     """Returns the blocks between a unit and the next one, by their sizes: the unit's output, if the next one takes it.
 
     Where it takes something else, as each of three projections takes the same tensor, these are the next unit's input.
-    What of that is kept already is there in any case.
+    What of that is kept already is there in any case. A layer of several units takes its input with the first, even if
+    that works on something else: a block that computes scales from a condition first.
     """
-    if after is None or after.input.keys() & record.output.keys():
+    if after is None or after.taken.keys() & record.output.keys():
         return record.output
-    return {key: size for key, size in after.input.items() if key not in kept}
+    return {key: size for key, size in after.taken.items() if key not in kept}
 
 
 def _product_of(one: ProductRecord, record: UnitRecord, passed: Collection[int]) -> Product:

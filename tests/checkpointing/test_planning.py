@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import pickle
+import re
 import weakref
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from lightning_memtools.checkpointing import planning
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import NothingToApplyTo, find_chains, find_modules
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
-from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan, chain_plans
+from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan, chain_plans, rows_of
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, estimate
+from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict, profile_step
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -375,6 +378,96 @@ def test_layers_that_take_the_same_tensor_or_lie_side_by_side_keep_it_once(kind,
     for ranges, off in ((blocks, 0.05), (tuple(sorted(inside, key=lambda one: one.start)), 0)):
         traced = predict(step, chain_plans(measured, chains, ranges))
         assert estimate(measured.units, ranges).peak_bytes == pytest.approx(traced.peak_bytes, rel=off)
+
+
+class Reversible(nn.Module):
+    """A layer of two streams, which it takes and returns as a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp_block(), mlp_block()
+
+    def forward(self, streams: Any) -> Any:
+        first, second = streams if isinstance(streams, tuple) else (streams, streams)
+        first = first + self.first(second)
+        return first, second + self.second(first)
+
+
+class Skipping(nn.Module):
+    """A layer that hands on a sum beside its result, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, given: Any) -> Any:
+        x, skip = (given["x"], given["skip"]) if isinstance(given, dict) else (given, given)
+        return {"x": torch.tanh(self.layer(x)), "skip": x + skip}
+
+
+class Masked(nn.Module):
+    """A layer that hands on a mask which the first layer made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, given: Any) -> Any:
+        x, mask = given if isinstance(given, tuple) else (given, given.sigmoid())
+        return torch.tanh(self.layer(x)) * mask, mask
+
+
+class ConditionedBlock(nn.Module):
+    """A block that first computes a scale from a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layers = nn.Sequential(nn.SiLU(), nn.Linear(32, 32)), mlp_block()
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        scale = self.scale(condition).unsqueeze(1)
+        out: torch.Tensor = x + self.layers(nn.functional.layer_norm(x, (32,)) * scale)
+        return out
+
+
+class Conditioned(nn.Module):
+    """Blocks that all take the same condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.blocks = nn.Linear(32, 32), nn.ModuleList([ConditionedBlock() for _ in range(5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        condition, x = x.mean(1), self.into(x)
+        for block in self.blocks:
+            x = block(x, condition)
+        return x
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(*[kind() for _ in range(5)]) for kind in (Reversible, Skipping, Masked)] + [Conditioned()],
+    ids=["tuple", "dict", "mask", "condition"],
+)
+def test_plans_for_layers_that_take_several_tensors_are_not_estimated_too_low(model):
+    step = TracedStep(model, (torch.empty(16, 24, 32),), lambda copy, args: copy(*args), device="cuda")
+    options = CheckpointOptions.parse()
+    found = find_chains(model, options)
+    chains = [*found, *find_modules(model, found, options)]
+    measured = profile_step(step, chains)
+    most = 2 * measured.plain.peak_bytes
+    planner = OptimalRanges(measured.units, most, rows_of(measured, chains))
+    plans = {planner.best(peak) for peak, _ in planner.frontier()}
+    blocks = [
+        Range(*span)
+        for (index, at), span in measured.spans.items()
+        if re.fullmatch(r"(blocks\.)?\d", chains[index].layers[at])
+    ]
+    plans.add(tuple(sorted(blocks, key=lambda one: one.start)))
+    assert len(plans) > 3
+    for ranges in plans:
+        traced = predict(step, chain_plans(measured, chains, ranges))
+        assert estimate(measured.units, ranges).peak_bytes >= 0.99 * traced.peak_bytes
 
 
 def test_nothing_to_apply_to_is_a_warning_with_what_could_be_taken():
