@@ -7,6 +7,7 @@ soon as the node's formula ends, before that sum, whose buffers can be large.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from lightning_memtools.memory.allocator import Block
     from lightning_memtools.memory.virtual import VirtualDevice
     from lightning_memtools.memory.virtual.categories import Category
+
+# By its attribute below, and by the call that counts.
+_OWN_REFERENCES = 2
 
 
 class SavedTensor:
@@ -71,13 +75,15 @@ class SpentTensors(DeviceListener):
         """Return the sizes of the blocks that are spent, by id."""
         alive = {id(saved): saved for ref in self._handed_out if (saved := ref()) is not None}
         self._handed_out = [weakref.ref(saved) for saved in alive.values()]
-        counts: Counter[int] = Counter()
-        found: dict[int, int] = {}
+        times: Counter[int] = Counter()
+        references: dict[int, tuple[int, int]] = {}
+        held: set[int] = set()
         for saved in alive.values():
             entry = self._device.block_of(saved.tensor)
             if entry is not None:
-                counts[entry.block.id] += 1
-                found[entry.block.id] = entry.block.size
-                if counts[entry.block.id] < storage_references(saved.tensor):
-                    del found[entry.block.id]
-        return found
+                times[entry.block.id] += 1
+                references[entry.block.id] = storage_references(saved.tensor), entry.block.size
+                # A node that is written in Python gets the object itself, and holds it while its formula runs.
+                if sys.getrefcount(saved.tensor) > _OWN_REFERENCES:
+                    held.add(entry.block.id)
+        return {key: size for key, (n, size) in references.items() if n == times[key] and key not in held}
