@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from lightning_utilities.core.inheritance import get_all_subclasses
 from torch import Tensor
@@ -628,13 +629,20 @@ class LoggedValue(NamedTuple):
         reduction: How the values of an epoch are reduced.
         on_step: The value of the step; None if it is not logged on steps.
         of_epoch: What the step adds to the epoch, which of a mean is the value times its size; None if nothing.
-        size: Over how many samples the value is a mean; None if it is none, or not logged on epochs.
+        size: Over how many samples the value is a mean, over all calls; None if it is none, or if the value is not
+            logged on epochs and came without a size.
+        n_calls: How often it was logged.
+        is_inferred: Lightning inferred its size from the batch.
+        is_loss: The tensor that was logged is the loss.
     """
 
     reduction: Literal["mean", "sum", "max", "min"]
     on_step: Tensor | None
     of_epoch: Tensor | None
     size: Tensor | None
+    n_calls: int = 1
+    is_inferred: bool = False
+    is_loss: bool = False
 
 
 class LoggedValues:
@@ -648,6 +656,9 @@ class LoggedValues:
         self._trainer = trainer
         self._before: dict[str, dict[str, Any]] = {}
         self._empty: dict[str, Tensor] = {}
+        # Of the present part, by the hook's name and the value's: each call's tensor, and the size that it gave.
+        self._calls: dict[tuple[str | None, str], list[tuple[Tensor | None, Any]]] = {}
+        self._loss: Tensor | None = None
 
     @property
     def loss_divisor(self) -> int:
@@ -678,8 +689,45 @@ class LoggedValues:
 
         return restore
 
-    def begin_part(self, part: Any) -> None:
-        """Take a part's size as the batch size of what is logged, and begin with no value."""
+    def size_of(self, batch: Any) -> int:
+        """Return the size that Lightning infers from a batch."""
+        return extract_batch_size(batch)
+
+    @contextmanager
+    def running(self, part: Any) -> Iterator[None]:
+        """Take a part's size as the batch size of what is logged in the context, and begin with no value."""
+        self._begin_part(part)
+        module = self._trainer.lightning_module
+        # What Lightning keeps of a call tells neither which tensor was logged nor whether its size was given.
+        watches = [
+            _MethodWithAddition(module, "log", around=partial(self._note_call, module)),
+            _MethodWithAddition(module, "training_step", around=self._note_loss),
+        ]
+        try:
+            yield
+        finally:
+            for watch in watches:
+                watch.undo()
+
+    def _note_call(self, module: Any, log: Callable[..., Any], name: str, value: Any, *args: Any, **given: Any) -> None:
+        tensor = value.detach() if isinstance(value, Tensor) else None
+        size = inspect.signature(log).bind(name, value, *args, **given).arguments.get("batch_size")
+        self._calls.setdefault((module._current_fx_name, name), []).append((tensor, size))
+        log(name, value, *args, **given)
+
+    def _note_loss(self, run: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        output = run(*args, **given)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        self._loss = loss.detach() if isinstance(loss, Tensor) else None
+        return output
+
+    def _is_loss(self, value: Tensor | None) -> bool:
+        if type(value) is not Tensor or type(self._loss) is not Tensor:  # others may have no memory of their own
+            return False
+        return value.data_ptr() == self._loss.data_ptr()
+
+    def _begin_part(self, part: Any) -> None:
+        self._calls, self._loss = {}, None
         self._results().batch, self._results().batch_size = part, None
         for key, metric in self._numbers():
             # Its own tensors for nothing: no memory is allocated.
@@ -698,8 +746,22 @@ class LoggedValues:
             kind: Any = ("max" if meta.is_max_reduction else "min" if meta.is_min_reduction
                     else "sum" if meta.is_sum_reduction else "mean")  # fmt: skip
             of_epoch = metric.value if meta.on_epoch else None
-            size = metric.cumulated_batch_size if meta.on_epoch and kind == "mean" else None
-            found[key] = LoggedValue(kind, metric._forward_cache if meta.on_step else None, of_epoch, size)
+            calls = self._calls.get((meta.fx.partition(".")[0], meta.name), [])
+            sizes = [given for _, given in calls if given is not None]
+            size = None
+            if kind == "mean" and meta.on_epoch:
+                size = metric.cumulated_batch_size
+            elif kind == "mean" and sizes:  # of which Lightning keeps nothing
+                size = torch.as_tensor(sum(sizes)).to(metric.value.device, non_blocking=True)
+            found[key] = LoggedValue(
+                kind,
+                metric._forward_cache if meta.on_step else None,
+                of_epoch,
+                size,
+                n_calls=max(len(calls), 1),
+                is_inferred=bool(calls) and not sizes,
+                is_loss=bool(calls) and all(self._is_loss(value) for value, _ in calls),
+            )
         return found
 
     def put(self, batch: Any, whole: Mapping[str, LoggedValue]) -> None:
@@ -720,5 +782,5 @@ class LoggedValues:
                 metric.value = metric.meta.reduce_fx(before.get("value", value.of_epoch), value.of_epoch)
             else:
                 metric.value = before.get("value", 0.0) + value.of_epoch
-            if value.size is not None:
+            if value.size is not None and value.of_epoch is not None:
                 metric.cumulated_batch_size = before.get("cumulated_batch_size", 0) + value.size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,20 +11,24 @@ from torch import Tensor
 
 def logged_by_whole(
     n_samples: int,
+    inferred: Callable[[], int],
     logged: Sequence[Mapping[str, Any]],
     counts: Sequence[int],
+    *,
     weights: Sequence[float] | None,
     losses: Sequence[Tensor] | None,
-    *,
     adds: bool,
 ) -> dict[str, Any]:
     """Return what the whole batch would have logged.
 
     A value that is the loss is put together as the loss is. Any other one is a mean over what `weights` count, or over
     as many samples as Lightning took each part's value for; or what its reduction says.
+    The loss is the same tensor, or has the same value in all parts, unless each is of one sample: of one number, mean,
+    sum and extremes are all that number.
 
     Args:
         n_samples: The number of samples of the batch, with those of parts that were left out.
+        inferred: Returns the size that Lightning infers from the batch. It need not be the number of samples.
         logged: Of each part, what it has logged: `LoggedValue` by name.
         counts: The numbers of samples of the parts.
         weights: Over how much of each part its loss is a mean; None for the samples.
@@ -36,10 +40,11 @@ def logged_by_whole(
         rows = [index for index, one in enumerate(logged) if key in one]
         whole[key] = _whole(
             n_samples,
+            inferred,
             [logged[row][key] for row in rows],
             [counts[row] for row in rows],
-            None if weights is None else [weights[row] for row in rows],
-            None if losses is None else torch.stack([losses[row].detach() for row in rows]),
+            weights=None if weights is None else [weights[row] for row in rows],
+            losses=None if losses is None else torch.stack([losses[row].detach() for row in rows]),
             adds=adds,
         )
     return whole
@@ -47,11 +52,12 @@ def logged_by_whole(
 
 def _whole(
     n_samples: int,
+    inferred: Callable[[], int],
     parts: Sequence[Any],
     counts: Sequence[int],
+    *,
     weights: Sequence[float] | None,
     losses: Tensor | None,
-    *,
     adds: bool,
 ) -> Any:
     first = parts[0]
@@ -59,8 +65,12 @@ def _whole(
     size = None
     if first.size is not None:
         sizes = torch.stack([part.size for part in parts])
-        size, of_sizes = _whole_size(sizes, counts, n_samples)
-        shares = of_sizes if weights is None else shares
+        if first.is_inferred:
+            size = torch.full_like(sizes[0], first.n_calls * inferred())
+        else:
+            size, of_sizes = _whole_size(sizes // first.n_calls, counts, n_samples)
+            size = size * first.n_calls
+            shares = of_sizes if weights is None else shares
 
     def of_parts(values: Sequence[Tensor | None]) -> Tensor | None:
         return None if values[0] is None else torch.stack([value for value in values if value is not None])
@@ -69,7 +79,9 @@ def _whole(
     if epochs is not None and size is not None:
         epochs = epochs / sizes
     # With sync_dist=True, the values of the step are means over the ranks.
-    is_loss = None if losses is None else _are_losses(steps if epochs is None else epochs, losses)
+    is_loss = None
+    if losses is not None and (max(counts) > 1 or all(part.is_loss for part in parts)):
+        is_loss = _are_losses(steps if epochs is None else epochs, losses)
 
     def put_together(values: Tensor | None) -> Tensor | None:
         if values is None:
@@ -117,5 +129,5 @@ def _mean(stacked: Tensor, shares: Tensor) -> Tensor:
 def _are_losses(values: Tensor | None, losses: Tensor) -> Tensor:
     assert values is not None
     rounding = 2 * max(torch.finfo(losses.dtype).eps, torch.finfo(values.dtype).eps)
-    losses = losses.to(values)
+    losses = losses.reshape(-1).to(values)
     return ((values - losses).abs() <= rounding * losses.abs()).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -225,8 +226,8 @@ class StepRecovery:
         for part, weight in zip(parts, weights, strict=True):
             if why_not := exchange.why_late():
                 raise CannotSplitError(why_not)
-            step.log.begin_part(part)
-            results.append(before.run_part(step, part, 1.0 if self._kind == "sum" else weight / sum(weights)))
+            with step.log.running(part):
+                results.append(before.run_part(step, part, 1.0 if self._kind == "sum" else weight / sum(weights)))
             logged.append(step.log.of_part())
         if step.backward is not None and self._kind is None:
             raise CannotSplitError(
@@ -241,10 +242,11 @@ class StepRecovery:
             step.batch,
             logged_by_whole(
                 n_samples_in(step.batch) or sum(counts),
+                partial(step.log.size_of, step.batch),
                 logged,
                 counts,
-                weights if self._proof.is_weighted else None,
-                [loss * step.log.loss_divisor for loss in losses] if any(has_losses) else None,
+                weights=weights if self._proof.is_weighted else None,
+                losses=[loss * step.log.loss_divisor for loss in losses] if any(has_losses) else None,
                 adds=self._kind == "sum",
             ),
         )

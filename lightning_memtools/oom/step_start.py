@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -33,8 +34,11 @@ class StepLog(Protocol):
     def save(self) -> Callable[[], None]:
         """Return the function that takes back what is logged from now on."""
 
-    def begin_part(self, part: Any) -> None:
-        """Take a part's size as the batch size of what is logged."""
+    def size_of(self, batch: Any) -> int:
+        """Return the size that is inferred from a batch, where what is logged comes without one."""
+
+    def running(self, part: Any) -> AbstractContextManager[None]:
+        """Return a context in which a part's size is the batch size of what is logged."""
 
     def of_part(self) -> Mapping[str, Any]:
         """Return what the part has logged, as `logged_by_whole` takes it."""

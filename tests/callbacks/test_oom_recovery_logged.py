@@ -104,3 +104,89 @@ def test_values_are_those_of_whole_batches_whatever_the_loss_is_a_mean_over(kind
     assert logged.keys() == expected.keys()
     assert logged == pytest.approx(expected, rel=1e-5)
     assert model.n_losses == pytest.approx(larger.n_losses, rel=1e-5)
+
+
+class Errors(L.LightningModule):
+    """Logs what `log_errors` logs of the errors of its samples."""
+
+    def __init__(self, log_errors: Any, kind: str, fits: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.log_errors, self.kind, self.fits = nn.Linear(3, 1), log_errors, kind, fits
+        self.of_steps: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = torch.stack([image.mean((1, 2)) for image in batch[0]]) if not isinstance(batch, Tensor) else batch
+        if len(x) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        errors = (self.net(x) - 1).square()
+        loss = {"mean": errors.mean(), "sum": errors.sum(), "sum of shape [1]": errors.sum(0)}[self.kind]
+        self.log_errors(self, errors[:, 0], loss)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        values = self.trainer.callback_metrics.items()
+        self.of_steps.append({name: float(value) for name, value in values if name.endswith("_step")})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def log_all(model: Any, errors: Tensor, loss: Tensor) -> None:
+    model.log("loss", loss, **EACH)
+    model.log("detached", loss.detach(), **EACH)
+    model.log("total", loss, reduce_fx="sum", **EACH)
+    model.log_dict({"mean": errors.mean()}, **EACH)
+    model.log("sum", errors.sum(), reduce_fx="sum", **EACH)
+    model.log("largest", errors.max(), reduce_fx="max", **EACH)
+    model.log("least", errors.min(), reduce_fx="min", **EACH)
+
+
+def log_twice(model: Any, errors: Tensor, loss: Tensor) -> None:
+    for added in (0, 1):
+        model.log("twice", errors.mean() + added, **EACH)
+        model.log("given", errors.mean() + added, batch_size=len(errors), **EACH)
+        model.log("constant", errors.mean() + added, batch_size=4, **EACH)
+
+
+def log_loss(model: Any, errors: Tensor, loss: Tensor) -> None:
+    model.log("loss", loss, **EACH)
+    model.log("mean", errors.mean(), **EACH)
+
+
+def log_weighted(model: Any, errors: Tensor, loss: Tensor) -> None:
+    n = (errors.detach() * 100).long().sum()
+    model.log("weighted_step", (errors * errors.detach().mul(100).long()).sum() / n, batch_size=n, on_step=True)
+
+
+def images(*counts: int) -> list[Any]:
+    return [
+        ([torch.randn(3, 4, 4) for _ in range(n)], [{"boxes": torch.randn(2, 4)} for _ in range(n)]) for n in counts
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize(
+    ("log_errors", "kind", "sizes", "fits"),
+    [
+        (log_all, "sum", (1, 4), 1),  # of one sample, mean and sum are the same
+        (log_all, "mean", (1, 4), 1),
+        (log_all, "sum", (2, 5), 2),
+        (log_twice, "mean", (2, 4, 2), 2),  # 2 parts of 2, and twice 2 is 4
+        (log_loss, "mean", images, 4),  # Lightning takes the 3 channels for the size
+        (log_loss, "sum of shape [1]", (2, 4), 2),
+        (log_weighted, "mean", (2, 4), 2),
+    ],
+)
+def test_whatever_else_is_logged_is_that_of_whole_batches(log_errors, kind, sizes, fits, tmp_path):
+    logged = []
+    for n in (99, fits):
+        torch.manual_seed(1)
+        data: Any = images(4, 5, 4) if sizes is images else [torch.randn(size, 3) for size in sizes]
+        recovery = OOMRecovery(on_recover="ignore", loss=kind.partition(" ")[0])
+        model, run_ = Errors(log_errors, kind, n), trainer(tmp_path, recovery, logger=False)
+        run_.fit(model, DataLoader(data, batch_size=None))
+        logged.append([*model.of_steps, {name: float(value) for name, value in run_.callback_metrics.items()}])
+        assert recovery.recoveries.n_recovered == (n != 99)
+    for whole, parts in zip(*logged, strict=True):
+        assert parts == pytest.approx(whole, rel=1e-5)

@@ -29,7 +29,7 @@ def test_nothing_waits_for_the_device():
             losses[0].item()
         for weights in (None, [3.0, 5.0]):
             for adds in (False, True):
-                whole = logged_by_whole(4, parts, [2, 2], weights, losses, adds=adds)
+                whole = logged_by_whole(4, lambda: 4, parts, [2, 2], weights=weights, losses=losses, adds=adds)
                 assert whole.keys() == {"loss", "most"}
     finally:
         torch.cuda.set_sync_debug_mode("default")
