@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
+from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memtools.memory.nested_tensors import attributes_of, map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import attributes_of, is_plain_object, map_tensors, tensors_in
 
 
 class CannotSplitError(Exception):
@@ -23,21 +26,26 @@ def n_samples_in(batch: Any) -> int | None:
     """Return the size of the first dimension that a batch's tensors have in common; None where there is none.
 
     Of a batch that is made of a list, as those of PyTorch Geometric are, it is the length of that list. Of lists side
-    by side, one of tensors and one of dictionaries, as images and targets of object detection, it is that of each.
+    by side, one of tensors and one of dictionaries, as images and targets of object detection, it is that of each,
+    unless all tensors agree in their first dimension.
     """
     if _is_made_of_list(batch):
         return len(batch.to_data_list())
     if _is_lists_of_samples(batch):
         return len(batch[0])
-    sizes = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
+    sizes = _sizes_in(batch)
     return sizes[0] if sizes and sizes.count(sizes[0]) > len(sizes) / 2 else None
+
+
+def _sizes_in(batch: Any) -> list[int]:
+    return [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
 
 
 def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, int]]:
     """Cut a batch into parts of nearly equal size, each with its number of samples; their order is the batch's.
 
-    Tensors that are as long as the batch are cut, and lists and tuples of as many texts or numbers; everything else
-    goes into every part.
+    Tensors and arrays that are as long as the batch are cut, and lists and tuples of as many items, whatever they are;
+    everything else goes into every part.
 
     Args:
         batch: The batch. Parts are views of its tensors.
@@ -72,7 +80,7 @@ def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, in
     if _is_made_of_list(batch):
         samples = batch.to_data_list()
         return [(type(batch).from_data_list(samples[start:end]), end - start) for start, end in pairwise(ends)]
-    return [(_cut(batch, n_samples, slice(start, end)), end - start) for start, end in pairwise(ends)]
+    return [(_part(batch, n_samples, slice(start, end)), end - start) for start, end in pairwise(ends)]
 
 
 def samples_that_differ(batch: Any, most: int, own: Any = None) -> list[tuple[Any, int]]:
@@ -100,7 +108,7 @@ def samples_that_differ(batch: Any, most: int, own: Any = None) -> list[tuple[An
     rows, most = _by_padding(batch, n_samples), min(most, n_samples)
     few, many = rows[: most // 2], rows[n_samples - most + most // 2 :]
     if not _is_made_of_list(batch):
-        return [(_cut(batch, n_samples, group), len(group)) for group in (few, many, few + many)]
+        return [(_part(batch, n_samples, group), len(group)) for group in (few, many, few + many)]
     samples = batch.to_data_list()
     return [(type(batch).from_data_list([samples[i] for i in g]), len(g)) for g in (few, many, few + many)]
 
@@ -141,24 +149,79 @@ def _is_lists_of_samples(batch: Any) -> bool:
         and len(batch) > 1
         and all(type(one) in {list, tuple} and len(one) == len(batch[0]) > 0 for one in batch)
         and all(any(all(isinstance(sample, kind) for sample in one) for one in batch) for kind in (Tensor, Mapping))
+        and len(set(_sizes_in(batch))) > 1
     )
 
 
-def _cut(thing: Any, whole: int, rows: slice | list[int]) -> Any:
+def _part(batch: Any, whole: int, rows: slice | list[int]) -> Any:
     """Return samples of a batch; a slice of them as views."""
-    if _is_lists_of_samples(thing):
-        return type(thing)(
-            one[rows] if isinstance(rows, slice) else type(one)(one[row] for row in rows) for one in thing
-        )
-    if type(thing) in {list, tuple}:
-        if len(thing) == whole and not any(isinstance(one, (Tensor, Mapping, list, tuple)) for one in thing):
-            return thing[rows] if isinstance(rows, slice) else type(thing)(thing[row] for row in rows)
-        return type(thing)(_cut(one, whole, rows) for one in thing)
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(_cut(one, whole, rows) for one in thing))
+    if type(batch) not in {list, tuple}:
+        return _cut(batch, whole, rows)
+    # The batch itself is made of columns, also if it has as many items as samples.
+    return type(batch)((_taken if _is_lists_of_samples(batch) else _cut)(one, whole, rows) for one in batch)
+
+
+def _cut(thing: Any, whole: int, rows: slice | list[int]) -> Any:  # noqa: PLR0911, one per kind
+    """Return the same samples of something in a batch.
+
+    Raises:
+        CannotSplitError: It cannot be told where it has its samples, or no part of it can be made.
+    """
+    if isinstance(thing, (Tensor, np.ndarray)):
+        return thing[rows] if thing.ndim and len(thing) == whole else thing
     if isinstance(thing, Mapping):
         return _rebuilt(thing, partial(_cut, whole=whole, rows=rows))
-    return map_tensors(thing, lambda tensor: tensor[rows] if tensor.dim() and len(tensor) == whole else tensor)
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(_cut(one, whole, rows) for one in thing))
+    if isinstance(thing, (list, tuple)):
+        if len(thing) == whole and _is_of_samples(thing, whole):
+            return _taken(thing, whole, rows)
+        made = [_cut(one, whole, rows) for one in thing]
+        return thing if all(map(is_, made, thing)) else type(thing)(made)
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return _with_parts(
+            thing, {field.name: getattr(thing, field.name, None) for field in fields(thing)}, whole, rows
+        )
+    if is_plain_object(thing) and next(tensors_in(thing), None) is not None:
+        return _with_parts(thing, attributes_of(thing), whole, rows)
+    return map_tensors(thing, partial(_cut, whole=whole, rows=rows))
+
+
+def _with_parts(thing: Any, held: Mapping[str, Any], whole: int, rows: slice | list[int]) -> Any:
+    new = copy(thing)
+    for name, value in held.items():
+        if (part := _cut(value, whole, rows)) is not value:
+            object.__setattr__(new, name, part)
+    return new
+
+
+def _taken(items: Any, _whole: int, rows: slice | list[int]) -> Any:
+    return items[rows] if isinstance(rows, slice) else type(items)(items[row] for row in rows)
+
+
+def _is_of_samples(items: Sequence[Any], whole: int) -> bool:
+    """Return whether a list with as many items as the batch has samples has one for each; else they are columns.
+
+    Raises:
+        CannotSplitError: They may be either.
+    """
+    are_columns = [_may_be_column(item, whole) for item in items]
+    if not any(are_columns):
+        return True
+    if len({(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in items}) > 1:
+        return False
+    if all(are_columns):
+        raise CannotSplitError(
+            f"the batch of {whole} samples has a {type(items).__name__} of {whole} items of {type(items[0]).__name__}, "
+            f"each with {whole} rows, which may be samples or columns; give the module a method "
+            "split_batch(batch, n_parts) that returns the parts"
+        )
+    return True
+
+
+def _may_be_column(item: Any, whole: int) -> bool:
+    is_sized = isinstance(item, (list, tuple, np.ndarray)) and len(item) == whole
+    return is_sized or any(size == whole for size in _sizes_in(item))
 
 
 def _rebuilt(mapping: Mapping[Any, Any], cut: Callable[[Any], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import BatchEncoding
 
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.oom.batch_parts import (
     CannotSplitError,
     n_samples_in,
@@ -227,3 +229,62 @@ def test_a_mapping_that_takes_no_other_values_is_named_and_left_as_it_was(kind):
     ):
         split_batch(kind(path=""), 2)
     assert {"x": x} == STORED
+
+
+@dataclass
+class Sheet:
+    """A batch of a class of the user's."""
+
+    x: torch.Tensor
+    meta: Any
+
+
+METAS: dict[str, Any] = {
+    "dictionaries": [{"file": name, "size": (3, 4)} for name in "abcd"],
+    "lists": [[name, 1] for name in "abcd"],
+    "tuples": tuple((name, 1) for name in "abcd"),
+    "tensors of unequal length": [torch.ones(n) for n in (7, 9, 4, 8)],
+    "array": np.array([*"abcd"]),
+    "numbers": [torch.tensor(n) for n in range(4)],
+}
+
+
+@pytest.mark.parametrize("kind", METAS)
+def test_what_has_an_item_for_each_sample_is_cut_between_items_wherever_it_is(kind):
+    x, meta = torch.arange(8 * 4).reshape(4, 8), METAS[kind]
+    # Tensors by which the samples are found, whatever the items hold.
+    more = [x + i for i in range(8)]
+    for make, read in (
+        (lambda: (x, meta, *more), lambda part: part[1]),
+        (lambda: {"x": [x, *more], "deep": {"meta": meta}}, lambda part: part["deep"]["meta"]),
+        (lambda: [Sheet(x, meta), *more], lambda part: part[0].meta),
+    ):
+        batch = make()
+        for (part, n), rows in zip(split_batch(batch, 2), (slice(0, 2), slice(2, 4)), strict=True):
+            assert n == 2
+            assert type(read(part)) is type(meta)
+            assert all(a is b or a == b for a, b in zip(read(part), meta[rows], strict=True))
+        few, many, _ = samples_that_differ(batch, 4)
+        assert [len(read(group)) for group in (few[0], many[0])] == [2, 2]
+        assert read(batch) is meta
+
+
+def test_columns_stay_columns_also_where_there_are_as_many_as_samples():
+    def rows(n: int, *shape: int) -> torch.Tensor:
+        return torch.arange(n * 3.0).reshape(n, 3, *shape)
+
+    # Two views of eight samples, each with its targets.
+    views = ([rows(8), rows(8)], [{"y": rows(8)}, {"y": rows(8)}])
+    assert n_samples_in(views) == 8
+    assert [one["y"].tolist() for one in split_batch(views, 2)[1][0][1]] == [rows(8)[4:].tolist()] * 2
+    for batch in ([rows(2), rows(2)], {"one": [rows(2), torch.arange(2)]}, [[rows(2), torch.arange(2)]]):
+        ((part, n), _) = split_batch(batch, 2)
+        assert n == 1
+        assert [len(each) for each in tensors_in(part)] == [1, 1]
+    for batch in (
+        {"x": rows(2), "pair": [rows(2), rows(2)]},
+        (rows(2, 1), [{"boxes": rows(2)}, {"boxes": rows(2)}]),
+        {"x": rows(2), "words": [("a", "b"), ("c", "d")]},
+    ):
+        with pytest.raises(CannotSplitError, match=r"2 items of .*, which may be samples or columns"):
+            split_batch(batch, 2)
