@@ -1,4 +1,4 @@
-"""What docs/checkpointing-compared.md says of measurements. Run as a program, it updates the page.
+"""What two pages of docs say of measured plans. Run as a program, it updates them.
 
 python -m tests.checkpointing_docs
 """
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "checkpointing-compared.md"
+PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("gradient-checkpointing", "checkpointing-compared")}
 RESULTS = ROOT / "benchmarks" / "results"
-_PARTS = ("segments", "switches", "bit for bit")
 _OWN = ("gradient_checkpointing_enable()", "set_grad_checkpointing()")
 _POLICIES = (
     "every block",
@@ -55,15 +54,24 @@ def divided(model: Mapping[str, Any]) -> tuple[float, float | None]:
     )
 
 
-def texts() -> dict[str, str]:
-    """Returns each part of the page that is made from measurements, by name."""
-    made = _of_segments(), _of_switches(models()), _of_bits(models("checkpointing_bitwise"))
-    return dict(zip(_PARTS, made, strict=True))
+def texts() -> dict[str, dict[str, str]]:
+    """Returns the parts of each page that are made from measurements, by page and name."""
+    gains = {"gains": _of_gains()}
+    compared = {
+        "segments": _of_segments(),
+        "switches": _of_switches(models()),
+        "bit for bit": _of_bits(models("checkpointing_bitwise")),
+    }
+    return dict(zip(PAGES, (gains, compared), strict=True))
 
 
-def shown(page: str) -> dict[str, str]:
-    """Returns these parts as the page has them."""
-    return {name: page.partition(_begin(name))[2].partition(_end(name))[0] for name in _PARTS}
+def shown() -> dict[str, dict[str, str]]:
+    """Returns these parts as the pages have them."""
+    found: dict[str, dict[str, str]] = {}
+    for name, parts in texts().items():
+        page = PAGES[name].read_text("utf-8")
+        found[name] = {part: page.partition(_begin(part))[2].partition(_end(part))[0] for part in parts}
+    return found
 
 
 def sentences() -> dict[str, list[str]]:
@@ -95,6 +103,40 @@ def in_all_styles(model: Mapping[str, Any]) -> bool:
         model.get(f"{precision}_differs{style}") == {}
         for precision in ("fp32", "bf16")
         for style in ("", "_as_of_transformers", "_in_lightning")
+    )
+
+
+def _of_gains() -> str:
+    """Returns the tables of the encoder with both budgets and of the models with default arguments."""
+    results = json.loads((RESULTS / "checkpointing.json").read_text(encoding="utf-8"))
+    head = ["activation", "dropout", "KiB per sample", "with the plan", "less memory", "FLOPs"]
+    whole, small = (
+        [[*columns], ["---", *["---:"] * (len(columns) - 1)]]
+        for columns in ([*head, "largest batch", "with the plan", "larger"], head)
+    )
+    for one in results["headline"]:
+        plain, planned = one["plain"], one["planned"]
+        row = [{"gelu": "GELU", "relu": "ReLU"}[one["activation"]], f"{one['dropout']:g}"]
+        row += [f"{kind['kib_per_sample']:,.0f}" for kind in (plain, planned)]
+        row += [f"{one['memory_ratio']:.1f}x", f"{one['flops_ratio']:.2f}x"]
+        if one["memory_budget"] is not None:
+            small.append(row)
+        elif one["planned_for_batch"] == max(other["planned_for_batch"] for other in results["headline"]):
+            largest = [f"{kind['largest_batch']:,}" for kind in (plain, planned)]
+            whole.append([*row, *largest, f"{one['batch_ratio']:.1f}x"])
+    with_defaults = [
+        ["model", "KiB per sample", "with the plan", "more operations", "largest batch", "with the plan", "larger"]
+    ]
+    with_defaults.append(["---", *["---:"] * 6])
+    for name, one in results["gained_with_default_arguments"].items():
+        sizes, batches = (
+            [f"{one[kind][key]:,.0f}" for kind in ("plain", "planned")] for key in ("kib_per_sample", "largest_batch")
+        )
+        with_defaults.append([name, *sizes, f"{one['extra_operations']:.0%}", *batches, f"{one['batch_ratio']:.1f}x"])
+    return (
+        f"{_lines(whole)}\n\nWith `memory_budget=0.05`:\n\n{_lines(small)}\n\n"
+        "Default arguments on real models at 224 x 224, planned for a batch of 64; largest batch on 24 GiB:\n\n"
+        f"{_lines(with_defaults)}\n"
     )
 
 
@@ -286,11 +328,12 @@ def _end(name: str) -> str:
 
 def main() -> None:
     """Write what is made from the measurements into the page."""
-    page = PAGE.read_text("utf-8")
-    for name, text in texts().items():
-        before, _, rest = page.partition(_begin(name))
-        page = f"{before}{_begin(name)}{text}{_end(name)}{rest.partition(_end(name))[2]}"
-    PAGE.write_text(page, "utf-8")
+    for name, parts in texts().items():
+        page = PAGES[name].read_text("utf-8")
+        for part, text in parts.items():
+            before, _, rest = page.partition(_begin(part))
+            page = f"{before}{_begin(part)}{text}{_end(part)}{rest.partition(_end(part))[2]}"
+        PAGES[name].write_text(page, "utf-8")
 
 
 if __name__ == "__main__":
