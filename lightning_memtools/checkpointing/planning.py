@@ -45,6 +45,7 @@ _MOST_ATTEMPTS = 6
 _MOST_COMPARED = 8
 _FEW_UNITS = 100
 _WORTH_A_NOTE = 0.1  # of the peak
+_FAR_OFF = 0.1  # for an estimate of the plain peak
 
 
 class BudgetTooSmallError(ValueError):
@@ -154,8 +155,12 @@ class StepPlanner:
             return replace(plan, refused=f"{plan.refused} {self._alternatives(options)}")
         return plan
 
-    def least_peak(self, options: CheckpointOptions) -> int:
-        """Returns the lowest peak of any plan in bytes, as computed from the profile: some percent off a traced one."""
+    def least_peak(self, options: CheckpointOptions) -> int | None:
+        """Returns the lowest peak of any plan in bytes, as computed from the profile: some percent off a traced one.
+
+        None where only a trace can tell: a plan recomputes a layer in all its calls, but the profile counts the first;
+        and where the estimate of the plain step is too high, those of plans may be, too.
+        """
         widest = self._all_chains(replace(options, bn_dropout="recompute"))
         return _GroupPlan(self._group(widest), self._all_chains(options), options).least_peak()
 
@@ -325,9 +330,12 @@ class _GroupPlan:
             return CheckpointPlan(self._chain_plans((), forced=False), plain, plain, reason)
         return self._fitting(limit)
 
-    def least_peak(self) -> int:
+    def least_peak(self) -> int | None:
+        plain, profile = self._plain.peak_bytes, self._group.profile
+        if profile.calls_layers_again or estimate(self._units, ()).peak_bytes > (1 + _FAR_OFF) * plain:
+            return None
         frontier = self._group.optimal(self._units, self._rows).frontier()
-        return min((peak for peak, _ in frontier), default=self._plain.peak_bytes)
+        return min((peak for peak, _ in frontier), default=plain)
 
     def _chain_plans(self, ranges: Ranges, *, forced: bool = True) -> tuple[ChainPlan, ...]:
         plans = chain_plans(self._group.profile, self._chains, ranges, forced=forced)

@@ -47,6 +47,11 @@ class StepProfile:
     outside: dict[tuple[int, int], str]
     spans: dict[tuple[int, int], tuple[int, int]]
 
+    @property
+    def calls_layers_again(self) -> bool:
+        """True if a layer runs after its first call has ended."""
+        return any(place is not None and at >= self.spans[place][1] for at, place in enumerate(self.places))
+
 
 def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
     """Run one step on fake tensors, and return what each layer of the chains and the code between them needs.

@@ -372,10 +372,10 @@ class StepTrials:
         """Return the plan for a budget.
 
         Raises:
-            BudgetTooSmallError: No plan is within it. Where it is far too small, no plan is traced to tell.
+            BudgetTooSmallError: No plan is within it. Where it is surely far too small, no plan is traced to tell.
         """
         least = self._planner.least_peak(options)
-        if options.budget_bytes is not None and least > _FAR_TOO_MUCH * options.budget_bytes:
+        if least is not None and options.budget_bytes is not None and least > _FAR_TOO_MUCH * options.budget_bytes:
             raise BudgetTooSmallError(f"The least peak of any plan is about {format_size(least)}.", least)
         return self._planner.plan(options)
 

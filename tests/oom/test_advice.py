@@ -275,6 +275,24 @@ def test_a_search_for_the_least_recomputation_that_was_not_reached_is_named(monk
     assert (least.title, least.detail) == ("Recompute only as much as is needed to fit", NOT_REACHED)
 
 
+def test_plans_for_layers_that_run_several_times_are_found() -> None:
+    """A profile counts a layer's first call only: what it says about the least peak is far too high."""
+
+    class Repeated(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            for _ in range(12):
+                batch = batch + self.net(batch)
+            return batch.square().mean()
+
+    found = checks_of(Repeated(), torch.ones(8192, 64), 90 * MIB)
+    (action,) = [one for one in of_kind(found, ActionKind.CHECKPOINTING) if one.fits]
+    assert "memory_budget=" in action.code
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
