@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from lightning_memtools._torch import AnyDropout, StatisticsNorm
 from lightning_memtools.null_cuda.launch import is_on_null_device
 from lightning_memtools.oom.batch_parts import CannotSplitError, samples_that_differ
+from lightning_memtools.oom.batch_start import BatchStart
 from lightning_memtools.oom.gradient_exchange import no_collectives
 from lightning_memtools.oom.step_start import BatchStep, has_node
 from lightning_memtools.state.random_state import RandomState
@@ -177,7 +178,10 @@ def _relation(whole: float, mean: float, total: float, off: float, tolerance: fl
 
 
 def _loss_of(step: BatchStep, part: Any) -> Tensor:
+    before = BatchStart(part)  # it runs again
     loss: Tensor | None = step.forward(part).closure_loss
+    if reason := before.restore():
+        raise CannotSplitError(reason)
     if loss is None:
         raise CannotSplitError("training_step returned no loss for some of its samples")
     return loss

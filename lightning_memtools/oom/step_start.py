@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_memtools._torch import WRITE_COUNT, buffers_of, write_count_or_none
+from lightning_memtools._torch import WRITE_COUNT, buffers_of
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
+from lightning_memtools.oom.batch_start import BatchStart, write_counts
 from lightning_memtools.state.random_state import NumpyStateReader, PythonStateReader, RandomState
 
 _IS_SET: Any = partial(is_not, None)
@@ -95,7 +96,7 @@ class StepBuffers:
             if self._before is None or self._n_steps < _LISTED_EVERY or self._n_steps % _LISTED_EVERY == 0:
                 now = self._now()
             else:
-                now = self._before[0], _write_counts(self._tensors)
+                now = self._before[0], write_counts(self._tensors)
             self._are_written = now != self._before and not is_first
             self._are_copied = self._are_written or is_first
             self._before = now
@@ -116,7 +117,7 @@ class StepBuffers:
     def _now(self) -> tuple[list[int], list[int]]:
         # The tensors are held, so that no other gets the identity of one.
         self._tensors = list(filter(_IS_SET, chain.from_iterable(map(dict.values, self._registers))))
-        return list(map(id, self._tensors)), _write_counts(self._tensors)
+        return list(map(id, self._tensors)), write_counts(self._tensors)
 
     def _changed(self) -> list[str]:
         now = self._now()
@@ -157,6 +158,7 @@ class StepStart:
         random: RandomState,
     ) -> None:
         self._step = step
+        self._batch = BatchStart(step.batch)
         self._parameters = parameters
         self._buffers = buffers
         self._random = random
@@ -182,7 +184,10 @@ class StepStart:
 
     def run_part(self, step: BatchStep, part: Any, weight: float) -> Any:
         """Run forward and backward of the batch or of a part."""
+        of_part = None if part is step.batch else BatchStart(part)
         result = step.forward(part)
+        if of_part is not None:  # it may run again
+            of_part.restore()
         if step.backward is None:
             return result
         self.zero_once()
@@ -269,7 +274,10 @@ class StepStart:
         return ""
 
     def take_back_all_but_gradients(self) -> str:
-        """Restore random streams, logged values, metrics and buffers; return the reason why one cannot be, else ""."""
+        """Restore random streams, logged values, metrics, buffers and the batch.
+
+        Returns the reason why one cannot be restored, else "".
+        """
         self._random.restore()
         self._take_back_log()
         for metric, values in self._metrics:
@@ -277,17 +285,11 @@ class StepStart:
                 vars(metric).update(_copied(values))
             elif metric.update_count:
                 metric.reset()
-        return "" if self._buffers is None else self._buffers.restore()
+        of_batch = self._batch.restore()
+        return of_batch or ("" if self._buffers is None else self._buffers.restore())
 
     def _count_writes(self) -> None:
         self._write_counts = list(map(WRITE_COUNT, filter(_IS_SET, self._accumulated)))
-
-
-def _write_counts(tensors: list[Tensor]) -> list[int]:
-    try:
-        return list(map(WRITE_COUNT, tensors))  # without a loop in Python: it is asked in every step
-    except RuntimeError:  # an inference tensor is among them
-        return list(map(write_count_or_none, tensors))
 
 
 def has_node(loss: Tensor, name: str) -> bool:
