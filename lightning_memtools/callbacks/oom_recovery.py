@@ -185,9 +185,12 @@ class OOMRecovery(EitherCallback):
             BatchStep(step.batch, step.forward, LoggedValues(trainer), step.backward, step.zero_grad, step.skipped)
         )
 
-    def _run_evaluation(self, trainer: Trainer, own: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+    def _run_evaluation(self, trainer: Trainer, own: Callable[..., Any], *given: Any, **named: Any) -> Any:
         assert self._recovery is not None
-        return self._recovery.run(BatchStep(batch, lambda part: own(part, *rest), LoggedValues(trainer)))
+        if trainer.training or not given:  # training_step calls it, which is run in parts itself
+            return own(*given, **named)
+        batch, *rest = given
+        return self._recovery.run(BatchStep(batch, lambda part: own(part, *rest, **named), LoggedValues(trainer)))
 
     @property
     def memory_remark(self) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_memtools._torch import WRITE_COUNT, write_count_or_none
 from lightning_memtools.memory.nested_tensors import is_plain_object, named_tensors
 
+_DEEPEST = 6  # levels of containers
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 
 
@@ -76,7 +77,7 @@ def _note(thing: Any, copies: list[tuple[Any, Any]], tensors: list[Tensor], with
     for item in items:
         if type(item) is Tensor:
             tensors.append(item)
-        elif type(item) not in _PLAIN and id(item) not in within:
+        elif type(item) not in _PLAIN and id(item) not in within and len(within) < _DEEPEST:
             _note(item, copies, tensors, (*within, id(item)))
 
 
@@ -90,7 +91,13 @@ def _other_items(thing: Any, copies: list[tuple[Any, Any]], tensors: list[Tensor
     elif isinstance(thing, dict):
         copies.append((thing, dict(thing)))
         items += thing.values()
-    if type(thing) not in _PLAIN and is_plain_object(thing) and hasattr(thing, "__dict__"):
+    # An iterator of batches is none, and leads to datasets and loops.
+    if (
+        type(thing) not in _PLAIN
+        and is_plain_object(thing)
+        and hasattr(thing, "__dict__")
+        and not hasattr(thing, "__next__")
+    ):
         copies.append((vars(thing), vars(thing).copy()))
         items += vars(thing).values()
     return items

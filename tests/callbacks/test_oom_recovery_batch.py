@@ -1,4 +1,4 @@
-"""A step that changes its batch and then runs out of memory finds it in its parts as it was."""
+"""Steps that change their batch, or call another step, and then run out of memory."""
 
 from __future__ import annotations
 
@@ -101,3 +101,31 @@ def test_a_tensor_of_the_batch_that_was_written_in_place_is_named(loss, tmp_path
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(tmp_path, recovery, logger=False).fit(Changes(writes, 4), DataLoader(data, batch_size=None))
     assert 'the step wrote batch["x"] in place' in caught.value.__notes__[0]
+
+
+class Shares(Changes):
+    """Its training_step is its validation_step: a mean over the pixels that a mask shows."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, mask = batch
+        if len(x) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return ((self.net(x).squeeze(-1) - 1).square() * mask).sum() / mask.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.validation_step(batch, batch_idx)
+
+
+def test_an_evaluation_step_that_training_step_calls_runs_in_the_parts_of_training(tmp_path):
+    torch.manual_seed(1)
+    x, mask = torch.randn(8, 5, 3), (torch.arange(5) < torch.randint(1, 6, (8, 1))).float()
+    data: Any = [[x, mask]]
+    weights = []
+    for fits in (99, 4):
+        model, recovery = Shares(None, fits), OOMRecovery(on_recover="ignore", loss_weight=lambda part: part[1].sum())
+        trainer(tmp_path, recovery, logger=False).fit(model, DataLoader(data, batch_size=None))
+        weights.append(model.net.weight.detach())
+    torch.testing.assert_close(*weights)
+    assert recovery.recoveries.latest.endswith("Its loss is a mean over them.")
+    with pytest.raises(torch.OutOfMemoryError, match="neither their mean nor their sum"):
+        trainer(tmp_path, OOMRecovery(), logger=False).fit(Shares(None, 4), DataLoader(data, batch_size=None))
