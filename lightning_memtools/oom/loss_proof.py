@@ -13,8 +13,8 @@ from torch.nn.utils import get_total_norm
 from lightning_memtools._torch import AnyDropout, StatisticsNorm
 from lightning_memtools.null_cuda.launch import is_on_null_device
 from lightning_memtools.oom.batch_parts import CannotSplitError, samples_that_differ
-from lightning_memtools.oom.batch_start import BatchStart
 from lightning_memtools.oom.gradient_exchange import no_collectives
+from lightning_memtools.oom.restorable_batch import RestorableBatch
 from lightning_memtools.oom.step_start import BatchStep, has_node
 from lightning_memtools.state.random_state import RandomState
 
@@ -178,7 +178,7 @@ def _relation(whole: float, mean: float, total: float, off: float, tolerance: fl
 
 
 def _loss_of(step: BatchStep, part: Any) -> Tensor:
-    before = BatchStart(part)  # it runs again
+    before = RestorableBatch(part)  # it runs again
     loss: Tensor | None = step.forward(part).closure_loss
     if reason := before.restore():
         raise CannotSplitError(reason)

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from lightning_memtools._torch import WRITE_COUNT, buffers_of
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
-from lightning_memtools.oom.batch_start import BatchStart, write_counts
+from lightning_memtools.oom.restorable_batch import RestorableBatch, write_counts
 from lightning_memtools.state.random_state import NumpyStateReader, PythonStateReader, RandomState
 
 _IS_SET: Any = partial(is_not, None)
@@ -158,7 +158,7 @@ class StepStart:
         random: RandomState,
     ) -> None:
         self._step = step
-        self._batch = BatchStart(step.batch)
+        self._batch = RestorableBatch(step.batch)
         self._parameters = parameters
         self._buffers = buffers
         self._random = random
@@ -184,7 +184,7 @@ class StepStart:
 
     def run_part(self, step: BatchStep, part: Any, weight: float) -> Any:
         """Run forward and backward of the batch or of a part."""
-        of_part = None if part is step.batch else BatchStart(part)
+        of_part = None if part is step.batch else RestorableBatch(part)
         result = step.forward(part)
         if of_part is not None:  # it may run again
             of_part.restore()

@@ -18,7 +18,7 @@ from tests.lightning_models import trainer
 
 
 @dataclass
-class Sheet:
+class PlainBatch:
     """A batch of a class of the user's."""
 
     x: Tensor
@@ -76,7 +76,7 @@ MAKE: dict[Any, Any] = {
     puts: lambda x, y: {"x": x, "y": y},
     pops: lambda x, y: {"x": x, "y": y},
     puts_deep: lambda x, y: {"of": {"x": [x]}, "y": y},
-    sets: Sheet,
+    sets: PlainBatch,
 }
 
 

@@ -13,7 +13,7 @@ _DEEPEST = 6  # levels of containers
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 
 
-class BatchStart:
+class RestorableBatch:
     """Restores what a failed attempt has changed in a batch: items of dictionaries and lists, attributes of objects.
 
     Tensors are not copied. One that was written in place is named.
