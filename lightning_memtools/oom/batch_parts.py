@@ -205,7 +205,7 @@ def _is_of_samples(items: Sequence[Any], whole: int) -> bool:
     Raises:
         CannotSplitError: They may be either.
     """
-    are_columns = [_may_be_column(item, whole) for item in items]
+    are_columns = [may_be_column(item, whole) for item in items]
     if not any(are_columns):
         return True
     if len({(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in items}) > 1:
@@ -219,7 +219,8 @@ def _is_of_samples(items: Sequence[Any], whole: int) -> bool:
     return True
 
 
-def _may_be_column(item: Any, whole: int) -> bool:
+def may_be_column(item: Any, whole: int) -> bool:
+    """Return whether something may have a row for each of so many samples."""
     is_sized = isinstance(item, (list, tuple, np.ndarray)) and len(item) == whole
     return is_sized or any(size == whole for size in _sizes_in(item))
 

@@ -165,6 +165,7 @@ class StepRecovery:
                 raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step in parts: {error}.") from None
             except Exception as error:
                 if not is_out_of_memory(error):
+                    _tell_of_parts(error, n_parts, text)
                     raise
                 complete = before.completed()
                 more, why_not = self._after_failure(step, n_parts, before)
@@ -378,3 +379,12 @@ class StepRecovery:
             unrestored = before.take_back()
         if unrestored:
             raise CannotSplitError(unrestored)
+
+
+def _tell_of_parts(error: Exception, n_parts: int, text: str) -> None:
+    """Say that an error was raised while a batch ran in parts, which the whole batch may not raise."""
+    if n_parts == 1:
+        return
+    error.add_note(f"OOMRecovery ran this batch in {n_parts} parts when this was raised, after: {text}")
+    if error.__context__ is None:
+        error.__context__ = torch.OutOfMemoryError(text)

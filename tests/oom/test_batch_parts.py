@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.oom.batch_parts import (
@@ -288,3 +289,43 @@ def test_columns_stay_columns_also_where_there_are_as_many_as_samples():
     ):
         with pytest.raises(CannotSplitError, match=r"2 items of .*, which may be samples or columns"):
             split_batch(batch, 2)
+
+
+def test_a_tuple_of_columns_is_joined_by_columns_whatever_they_are():
+    def of_part(first: int) -> Any:
+        rows = torch.arange(first, first + 2.0)
+        return rows, ["a", "b"], rows.mean()
+
+    rows, names, mean = join_parts([of_part(0), of_part(2)], [2, 2], is_strict=True)
+    assert (rows.tolist(), names, float(mean)) == ([0, 1, 2, 3], [*"abab"], 1.5)
+    # As many items as samples in each part.
+    joined = join_parts([of_part(0)[1::-1], of_part(2)[1::-1]], [2, 2], is_strict=True)
+    assert (joined[0], joined[1].tolist()) == ([*"abab"], [0, 1, 2, 3])
+    loss, logits = join_parts([of_part(0)[2::-2], of_part(2)[2::-2]], [2, 2], is_strict=True)
+    assert (float(loss), logits.tolist()) == (1.5, [0, 1, 2, 3])
+    # One item for each sample: predicted tokens, of which some texts have two.
+    tokens = [[[1, 2], [3]], [[4], [5, 6]]]
+    assert join_parts(tokens, [2, 2], is_strict=True) == [[1, 2], [3], [4], [5, 6]]
+    assert join_parts([[[1], [2], [3]], [[4], [5]]], [3, 2], is_strict=True) == [[1], [2], [3], [4], [5]]
+
+
+@pytest.mark.parametrize(
+    ("of_part", "message"),
+    [
+        (lambda rows: rows[None], "values of Tensor that differ"),  # the samples are in the second dimension
+        (lambda rows: (rows, torch.stack([rows, rows, rows])), "values of Tensor that differ"),
+        (lambda rows: [{"a": rows}, {"b": rows}], "lists of 2 items of dict, each with 2 rows, which may be samples"),
+    ],
+)
+def test_outputs_that_may_have_their_samples_elsewhere_are_refused_in_evaluation(of_part, message):
+    outputs = [of_part(torch.arange(2.0)), of_part(torch.arange(2.0) + 2)]
+    with pytest.raises(CannotSplitError, match=message):
+        join_parts(outputs, [2, 2], is_strict=True)
+
+
+def test_joined_mappings_are_of_their_own_class():
+    parts = [BaseModelOutput(last_hidden_state=torch.full((2, 3), value)) for value in (1.0, 2.0)]
+    joined = join_parts(parts, [2, 2], is_strict=True)
+    assert type(joined) is BaseModelOutput
+    assert joined.last_hidden_state[:, 0].tolist() == [1, 1, 2, 2]
+    assert parts[0].last_hidden_state.shape == (2, 3)
