@@ -106,6 +106,7 @@ class _Recorder:
         self._alive: _AliveBlocks | None = None
         self._spent = SpentTensors(trace.device)
         self._products: dict[int, ProductRecord] = {}
+        self._within: tuple[int, ...] = ()  # the calls of layers that hold chains, by their first unit
         self._taken: dict[int, int] = {}  # by layers that hold chains, since the last unit
         # A layer that holds another chain is no unit of its own: the layers of that chain are, and the code between.
         holding = {chain.name for chain in chains if not chain.is_module}
@@ -170,8 +171,10 @@ class _Recorder:
         self._begin(None if holding else place, (args, kwargs))
         first = self._open
         assert first is not None
+        within = self._within
         if holding:
             self._taken |= first.input
+            self._within = (*within, start)
         given = first.given = [(weakref.ref(one), write_count(one)) for one in tensors_in((args, kwargs))]
         self._inside = not holding
         self.calls.append(place)
@@ -181,6 +184,7 @@ class _Recorder:
             if not holding:
                 self._inside = False
         self.calls.pop()
+        self._within = within
         record = self._open
         assert record is not None
         first.overwrites |= _was_written(given)
@@ -196,7 +200,7 @@ class _Recorder:
     def _begin(self, place: tuple[int, int] | None, value: Any) -> None:
         record = UnitRecord(place, self._trace.allocated(), operations_before=self._trace.counted.total)
         record.operations_at_last_save = record.operations_before
-        record.input = self._keys(value)
+        record.input, record.within = self._keys(value), self._within
         if self._alive is not None:
             record.alongside = self._alive.besides(record.input)
         self._trace.peak_since()

@@ -28,8 +28,9 @@ class ProductRecord:
 class UnitRecord:
     """The measurements of one unit. Blocks are by id, with their sizes; a `place` of None is code between chains.
 
-    `taken`: its input, and that of the layers around it that begin with it. `again_backward_peaks`: of its backward
-    pass after it ran again, where others hold its input, and where not.
+    `taken`: its input, and that of the layers around it that begin with it. `within`: the calls of these layers, and of
+    others around it. `again_backward_peaks`: of its backward pass after it ran again, where others hold its input, and
+    where not.
     """
 
     place: Place | None
@@ -45,6 +46,7 @@ class UnitRecord:
     saved: dict[int, int] = field(default_factory=dict)
     input: dict[int, int] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
+    within: tuple[int, ...] = ()
     output: dict[int, int] = field(default_factory=dict)
     overwrites: bool = False
     given: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
@@ -63,12 +65,22 @@ def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[
     # By the memory model, and really. Of two tensors that are passed on, the model counts both where one is kept: what
     # it counts too much must not be taken off the rest, which plans do not free.
     kept, input_held, really = 0, True, 0
+    # What a chain's first unit keeps of its input is there until the layers around the chain end, whatever a plan does.
+    lasting: dict[int, tuple[int, ...]] = {}
     for at, (record, after) in enumerate(zip(records, [*records[1:], None], strict=True)):
         keeps = {key for key in record.saved if keepers[key] <= at}
         new = keeps - kept_before
         not_kept = sum(size for key, size in before.items() if key not in kept_before)
         kept_before |= new
         passed = _passed_on(record, after, kept_before)
+        if at and _lies_between(records[at - 1], record):
+            lasting |= dict.fromkeys(keeps & before.keys(), record.within)
+        now = () if after is None else after.within
+        passed = {
+            key: size
+            for key, size in passed.items()
+            if key in before or key not in lasting or now[: len(lasting[key])] != lasting[key]
+        }
         same = bool(passed) and passed.keys() <= before.keys()
         unit = Unit(
             own_bytes=sum(record.saved[key] for key in new if key not in before and key not in passed),
@@ -134,6 +146,11 @@ def _passed_on(record: UnitRecord, after: UnitRecord | None, kept: Collection[in
     if after is None or after.taken.keys() & record.output.keys():
         return record.output
     return {key: size for key, size in after.taken.items() if key not in kept}
+
+
+def _lies_between(record: UnitRecord, after: UnitRecord) -> bool:
+    """Returns whether no range of layers crosses the place between two units, but for those around both chains."""
+    return record.place is None or after.place is None or record.place[0] != after.place[0]
 
 
 def _product_of(one: ProductRecord, record: UnitRecord, passed: Collection[int]) -> Product:

@@ -356,12 +356,25 @@ class Gated(nn.Module):
         return out
 
 
+class Joined(nn.Module):
+    """Three branches of one tensor, of which two are multiplied before the third begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.first, self.second, self.third = (mlp_block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.into(x)
+        out: torch.Tensor = self.first(y) * self.second(y) + self.third(y)
+        return out
+
+
 def mlp_block() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 32), nn.Sigmoid())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("kind", [Projected, Branched, Gated])
+@pytest.mark.parametrize("kind", [Projected, Branched, Gated, Joined])
 def test_layers_that_take_the_same_tensor_or_lie_side_by_side_keep_it_once(kind, device):
     model, x = nn.Sequential(*[kind() for _ in range(3)]), torch.empty(16, 24, 32)
     step = TracedStep(model, (x,), lambda copy, args: copy(*args), device=device)
