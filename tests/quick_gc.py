@@ -6,13 +6,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning_memtools.memory.quick_collections import quick_collections
+
 
 @contextmanager
 def only_new_objects() -> Iterator[None]:
     """Python's garbage collector, and what asks it, sees only objects that are made within."""
     gc.collect()
-    gc.freeze()
-    try:
+    with quick_collections():
         yield
-    finally:
-        gc.unfreeze()
