@@ -77,8 +77,10 @@ def step_with_chunked_loss(step: TracedStep, plans: Sequence[ChainPlan] = ()) ->
     if not may_have_large_logits(step.model):
         return None
     with tracing(step) as trace, AppliedPlan(trace.model, plans), _LossInChunks(trace.device) as loss:
-        cost = trace.run()
-    return None if loss.n_chunked != 1 else ChunkedLoss(*loss.shape, loss.logits_bytes, cost)
+        trace.run()
+        if loss.n_chunked != 1:
+            return None
+        return ChunkedLoss(*loss.shape, loss.logits_bytes, trace.run())
 
 
 class _LossInChunks(TorchFunctionMode):

@@ -242,7 +242,7 @@ class StepPlanner:
     def _product(self, plan: CheckpointPlan) -> int:
         """Returns the product of memory and operations, which "auto" keeps low, as traced."""
         assert plan.planned is not None
-        resident = resident_bytes(self._step.model, plan.planned)
+        resident = plan.planned.resident_bytes
         return max(plan.planned.peak_bytes - resident, 1) * plan.planned.operations
 
     def _group(self, chains: Sequence[Chain]) -> _PlanningGroup:
@@ -274,7 +274,6 @@ class _PlanningGroup:
 
     def __init__(self, step: TracedStep, profiled: StepProfile, progress: PlanningProgress) -> None:
         self.profile = profiled
-        self.resident_bytes = resident_bytes(step.model, profiled.plain)
         self._step = step
         self._progress = progress
         self._solved: list[tuple[tuple[list[Unit], list[Row]], OptimalRanges]] = []
@@ -350,7 +349,7 @@ class _GroupPlan:
         """Returns the plan with the lowest product of memory and operations."""
         optimal = self._group.optimal(self._units, self._rows)
         operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
-        resident = self._group.resident_bytes
+        resident = self._plain.resident_bytes
 
         def product(peak: int, extra: int) -> int:
             return max(peak - resident, 1) * (operations + extra)
@@ -421,12 +420,6 @@ def _worth_showing(plans: Sequence[ChainPlan], profile: StepProfile) -> Iterator
         others = left_out if plan.is_module else chains
         if plan.ranges or (plan.name in others and others.isdisjoint(ancestors(plan.name))):
             yield plan
-
-
-def resident_bytes(model: nn.Module, cost: StepCost) -> int:
-    """Returns what is allocated all the time: not the gradients, which are new in every step."""
-    gradients = sum(one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
-    return cost.static_bytes - gradients
 
 
 def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:

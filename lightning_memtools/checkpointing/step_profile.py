@@ -64,6 +64,7 @@ def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
         Exception: Whatever the step raises on fake tensors, for instance when it reads values.
     """
     with tracing(step) as trace:
+        trace.run()
         # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
         filling = trace.run() if configs_with_caches(trace.model) else None
         with caches_off(trace.model):
@@ -77,8 +78,9 @@ def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan]) -> StepCost:
-    """StepTrace a step under a plan, and return its peak and operations; without plans, those of the plain step."""
+    """Trace a step under a plan, and return its memory and operations; without plans, those of the plain step."""
     with tracing(step) as trace, AppliedPlan(trace.model, plans):
+        trace.run()
         return trace.run()
 
 

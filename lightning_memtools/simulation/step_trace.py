@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from lightning_memtools._torch import (
     operator_packet,
     without_sharding_hooks,
 )
+from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.memory.virtual.operators import is_gradient_sum
@@ -57,7 +59,9 @@ class StepCost:
 
     Attributes:
         peak_bytes: The peak of allocated memory.
-        static_bytes: The memory that was allocated before the step: parameters, gradients, optimizer state, the batch.
+        static_bytes: The memory that was allocated before the step: parameters, gradients, optimizer state, the batch,
+            and the workspaces of libraries.
+        gradient_bytes: The part of it that gradients take, which every step makes anew.
         operations: The floating-point operations of matrix products and convolutions, plus one for each element that
             any other operator returned.
         flops: Those of matrix products and convolutions alone, as torch's FlopCounterMode counts them.
@@ -65,6 +69,7 @@ class StepCost:
 
     peak_bytes: int
     static_bytes: int
+    gradient_bytes: int
     operations: int
     flops: int
 
@@ -72,6 +77,11 @@ class StepCost:
     def activation_bytes(self) -> int:
         """The part of the peak that the step itself allocated."""
         return self.peak_bytes - self.static_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is allocated all the time."""
+        return self.static_bytes - self.gradient_bytes
 
 
 class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
@@ -162,32 +172,29 @@ class StepTrace:
         return self.device.stats().peak_allocated or 0
 
     def prepare(self, step: TracedStep, exchange: TensorExchange) -> None:
-        """Put the batch, gradients and the optimizers' state on the device."""
+        """Put the batch on the device, and make the optimizers."""
         with self.device.host():
             self._batch = map_tensors(step.batch, TensorExchange())
         if next(tensors_in(self._batch), None) is not None:
             self.device.count_batch(self._batch)
-        # From the last to the first, as backward makes them: which blocks the allocator leaves whole depends on it.
-        for parameter in reversed(list(self.model.parameters())):
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-        # Training loops hold the loss of one step until the next one is computed.
-        self._loss = torch.empty(())
-        for one in step.optimizers:
-            clone = copy_optimizer(one, exchange.known, with_state=False)
-            clone.step()
-            self._optimizers.append(clone)
+        self._optimizers = [copy_optimizer(one, exchange.known, with_state=False) for one in step.optimizers]
 
     def run(
         self, around_forward: Callable[[], Any] = nullcontext, before_backward: Callable[[], None] = lambda: None
     ) -> StepCost:
-        """Run the step as Lightning does: forward, zero_grad, backward, optimizer."""
+        """Run the step as Lightning does: forward, zero_grad, backward, optimizer.
+
+        The first step makes the gradients, the optimizers' state and the workspaces of libraries. It leaves the
+        allocator's blocks as later steps find them, on which the peak depends: what is measured is a later step.
+        """
         self._peak = 0
         self.device.reset_peaks()
         static = self.allocated()
+        gradients = sum(one.grad.nbytes for one in self.model.parameters() if one.grad is not None)
         self.counted.total = self.counted.flops = 0
         with around_forward():
             loss = _scalar(self._forward(self.model, self._batch))
+        # Training loops hold the loss of one step until the next one is computed.
         self._loss = None
         self.model.zero_grad(set_to_none=True)
         before_backward()
@@ -199,7 +206,7 @@ class StepTrace:
         for one in self._optimizers:
             one.step()
         self.peak_since()
-        return StepCost(self._peak, static, operations, flops)
+        return StepCost(self._peak, static, gradients, operations, flops)
 
     def run_forward(self) -> None:
         """Run the forward pass alone, as often as wanted."""
@@ -217,7 +224,7 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
 
     A checkpointing plan that is applied to the model is removed within, and a model that FSDP 2 shards is whole.
     """
-    device = VirtualDevice(cuda_like=step.device != "cpu")
+    device = VirtualDevice(cuda_like=step.device != "cpu", cublas_workspace=f"{_cublas_workspace(step.device)}B")
     exchange = TensorExchange()
     with (
         without_sharding_hooks(step.model),
@@ -249,6 +256,20 @@ def device_of(*, cuda: bool) -> Device:
         return "cuda"
     virtual = VirtualDevice.current()
     return "cuda-like" if virtual is not None and virtual.cuda_like else "cpu"
+
+
+def _cublas_workspace(device: Device) -> int:
+    """Return the size of the workspace that cuBLAS takes where the step will run, in bytes."""
+    virtual = VirtualDevice.current()
+    if device != "cuda":
+        return virtual.cublas_workspace if virtual is not None and device == "cuda-like" else 0
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    try:
+        return cublas_workspace_bytes(
+            compute_capability=capability, config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+        )
+    except ValueError:  # torch takes its default then
+        return cublas_workspace_bytes(compute_capability=capability)
 
 
 def _scalar(value: Any) -> Tensor | None:

@@ -381,6 +381,11 @@ class VirtualDevice:
         return self._cuda_like
 
     @property
+    def cublas_workspace(self) -> int:
+        """The bytes of a workspace of cuBLAS."""
+        return self._cublas_workspace
+
+    @property
     def context_bytes(self) -> int:
         """The part of the capacity that the CUDA context takes."""
         return self._context
