@@ -80,6 +80,7 @@ def step_with_chunked_loss(step: TracedStep, plans: Sequence[ChainPlan] = ()) ->
         trace.run()
         if loss.n_chunked != 1:
             return None
+        loss.forget()
         return ChunkedLoss(*loss.shape, loss.logits_bytes, trace.run())
 
 
@@ -104,6 +105,10 @@ class _LossInChunks(TorchFunctionMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.undo()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the logits of a step that has ended, and of what they were made of."""
         self._logits.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
