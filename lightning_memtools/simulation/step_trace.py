@@ -80,7 +80,7 @@ class StepCost:
 
     @property
     def resident_bytes(self) -> int:
-        """What is allocated all the time."""
+        """The memory that is allocated all the time."""
         return self.static_bytes - self.gradient_bytes
 
 
