@@ -105,6 +105,18 @@ def test_the_reference_has_every_public_name():
         assert public.__module__ == module, f"api.md looks for {name} in {module}"
 
 
+def test_the_reference_lists_members_that_exist():
+    listed = re.findall(r"^::: [\w.]+\.(\w+)\n +options:\n +members: \[(.*)\]$", PAGES["api.md"], re.MULTILINE)
+    missing = [
+        f"{name}.{member}"
+        for name, members in listed
+        for member in members.split(", ")
+        if not hasattr(getattr(lightning_memtools, name), member)
+    ]
+    assert missing == []
+    assert len(listed) > 3
+
+
 def test_every_file_that_a_page_names_exists():
     for page, text in PAGES.items():
         for named in re.findall(r"`((?:benchmarks|tests|examples|lightning_memtools|docs)/[\w./-]+\.\w+)`", text):

@@ -73,6 +73,16 @@ for (const table of document.querySelectorAll('article table')) {
     const scrolls = ['auto', 'scroll'].includes(getComputedStyle(frame).overflowX);
     if (frame.scrollWidth > frame.clientWidth + 1 && (wide || !scrolls)) wrong.push(`a table is cut off: ${first}`);
 }
+for (const code of document.querySelectorAll('article :not(pre) > code')) {
+    const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT), range = document.createRange();
+    while (texts.nextNode()) {
+        range.selectNodeContents(texts.currentNode);
+        const lines = new Set([...range.getClientRects()].map((part) => Math.round(part.top)));
+        if (lines.size > 1) wrong.push(`broken inside of a name: ${code.textContent}`);
+    }
+}
+for (const code of document.querySelectorAll('article pre > code'))
+    if (wide && code.scrollWidth > code.clientWidth) wrong.push(`cut off: ${code.textContent.slice(0, 60)}`);
 for (const picture of document.querySelectorAll('article img')) {
     if (!picture.complete || !picture.naturalWidth) wrong.push(`${picture.src} is missing`);
     if (picture.getBoundingClientRect().right > innerWidth + 1) wrong.push(`${picture.src} is cut off`);
