@@ -38,7 +38,7 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """
     for name, accepted in _checked_arguments(function).items():
         if name in given and not any(_is_of(given[name], annotation) for annotation in accepted):
-            kinds = dict.fromkeys(_WORDS.get(kind, getattr(kind, "__name__", "")) for kind in map(_kind, accepted))
+            kinds = dict.fromkeys(_WORDS.get(kind) or _with_article(kind.__name__) for kind in map(_kind, accepted))
             raise ValueError(f"{name}={given[name]!r} is not accepted: give {' or '.join(kinds)}.")
 
 
@@ -57,6 +57,10 @@ def _is_checked(annotations: list[Any]) -> bool:
     # The same class exists in lightning and in pytorch_lightning; a file may be of any class.
     are_known = not any("lightning." in getattr(kind, "__module__", "") or kind is typing.IO for kind in kinds)
     return are_classes and are_known and not kinds & {int, Any, object} and not kinds >= {float, str}
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def _holds_objects(annotation: Any) -> bool:

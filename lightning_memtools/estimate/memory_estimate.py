@@ -97,9 +97,9 @@ class MemoryEstimate:
     parameter_count: int
     gradient_count: int
     parameter_bytes: int
-    modules: tuple[ModuleMemory, ...]
+    modules: tuple[ModuleMemory, ...] = field(repr=False)
     step_peaks: tuple[int, ...]
-    timeline: MemoryTimeline
+    timeline: MemoryTimeline = field(repr=False)
     batch_size: int | None
     device: str
     notes: tuple[str, ...] = ()

@@ -180,10 +180,13 @@ def parse_capacity(text: str | int) -> int:
         return gpu.usable_bytes
     try:
         size = parse_size(text)
-    except ValueError as error:
+    except ValueError:
         # A size with half a unit ("1G") resembles the names of GPUs.
-        nearest = "" if _suggested_units(text) else _suggestion(text)
-        raise ValueError(f"Not a capacity: {text!r}.{nearest} A capacity is a GPU's name or a size. {error}") from None
+        nearest = _suggested_units(text) or _suggestion(text)
+        raise ValueError(
+            f'Not a capacity: {text!r}.{nearest} Give a size with a unit, such as "24GiB" (24 x 2^30 bytes) or "24GB" '
+            '(24 x 10^9 bytes), or the name of a GPU, such as "RTX 4090".'
+        ) from None
     if size <= 0:
         raise ValueError(f"Not a capacity: {text!r}. A device has more than zero bytes.")
     return size

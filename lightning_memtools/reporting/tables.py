@@ -41,7 +41,8 @@ def console_table(table: Table) -> rich.table.Table:
     """Return the table for a terminal."""
     drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for head, letter in zip(table.heads, table.alignment(), strict=True):
-        drawn.add_column(head, justify="right" if letter == "r" else "left")
+        # Narrow terminals wrap the name of a module; the end of it must not be missing.
+        drawn.add_column(head, justify="right" if letter == "r" else "left", overflow="fold")
     for row in table.rows:
         drawn.add_row(*(rich.text.Text(cell) for cell in row))  # Text: "[0]" is no markup
     return drawn

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import pickle
 from dataclasses import is_dataclass
 
 import pytest
+import rich.console
+import torch
 
 import lightning_memtools
-from lightning_memtools import DryRunResult, EmptyCache, HaltOnNaN, MemoryMonitor, default_callbacks
+from lightning_memtools import DryRunResult, EmptyCache, HaltOnNaN, MemoryMonitor, default_callbacks, estimate_memory
 from lightning_memtools.doctor.findings import DoctorReport
 from lightning_memtools.reporting.notebooks import shown_as
+from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 
 RESULTS = ["BatchSizeResult", "CheckpointPlan", "DoctorReport", "DryRunResult", "MemoryEstimate", "Replay"]
 
@@ -58,14 +62,32 @@ def test_every_result_has_a_repr_and_a_page_in_a_notebook(name):
 
 
 def test_a_notebook_shows_text_and_never_markup():
-    html = shown_as(lambda text: text)("<script>x</script> & y")
-    assert html == '<pre style="white-space: pre-wrap">&lt;script&gt;x&lt;/script&gt; &amp; y</pre>'
-    assert "TrainingDoctor" in DoctorReport(checks=())._repr_html_()
+    html = shown_as(lambda text: text)("<script>x</script> & y\nz")
+    assert html == "<p>&lt;script&gt;x&lt;/script&gt; &amp; y<br />\nz</p>\n"
+    table = shown_as(lambda row: markdown_table(Table(("name", "size"), [row])))(("__a__ <b>", "1"))
+    assert "<td>__a__ &lt;b&gt;</td>" in table
+    assert '<td style="text-align:right">1</td>' in table
+    assert DoctorReport(checks=())._repr_html_().startswith("<h3>TrainingDoctor</h3>")
+
+
+def test_a_long_result_is_shown_in_a_line_at_a_prompt():
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(20)])
+    made = estimate_memory(model, torch.zeros(4, 8), step=lambda model, rows: model(rows).sum())
+    assert repr(made).startswith(f"MemoryEstimate(peak_allocated={made.peak_allocated}, ")
+    assert len(repr(made)) < 1000
+
+
+def test_no_word_is_missing_in_a_narrow_terminal():
+    name = "encoder.layers.11.self_attention.projection"
+    lines = io.StringIO()
+    rich.console.Console(file=lines, width=30).print(console_table(Table(("module",), [(name,)])))
+    _, _, *cells = lines.getvalue().split()
+    assert "".join(cells) == name
 
 
 def test_a_dry_run_says_if_it_fits():
     page = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=0)._repr_html_()
     assert "The run fits (RTX 4090, 24.0 GiB)." in page
-    assert "stage | peak allocated" in page
+    assert "<th>stage</th>" in page
     full = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=3, error="CUDA out of memory")
     assert "CUDA out of memory" in str(full)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class Replay:
     path: Path
     step: int
     losses: tuple[float, ...]
-    gradients: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor] = field(repr=False)
     is_finite: bool
     mismatches: tuple[str, ...]
     differences: tuple[str, ...]
@@ -74,8 +74,8 @@ class Replay:
     n_values: int
     says_nothing: bool
     explanation: Explanation | None
-    model: nn.Module
-    batches: tuple[Any, ...]
+    model: nn.Module = field(repr=False)
+    batches: tuple[Any, ...] = field(repr=False)
 
     @property
     def exact(self) -> bool:

@@ -124,7 +124,7 @@ def test_record_keeps_a_trace() -> None:
         ({"capacity": 24}, "Not a capacity: 24.*whole number of bytes, at least 1048576"),
         ({"capacity": True}, "Not a capacity: True"),
         ({"capacity": 2.0**30}, "Not a capacity: 1073741824.0"),
-        ({"capacity": "1G"}, r"Not a capacity: '1G'\. A capacity.*Did you mean '1GiB' or '1GB'\?"),
+        ({"capacity": "1G"}, r"Not a capacity: '1G'\. Did you mean '1GiB' or '1GB'\? Give a size"),
         ({"context": 1}, "context=1: Not a size: 1"),
         ({"used_by_others": 1}, "used_by_others=1: Not a size: 1"),
         ({"used_by_others": None}, "used_by_others=None: Not a size: None"),
