@@ -92,9 +92,9 @@ def test_the_page_of_oom_recovery_says_its_figures():
     assert max(plain, accumulated) < result["goal_us"]
     for sentence in (
         f"its own work takes {plain:.0f} microseconds on the host, whatever the number of parameters",
-        f"with 50 buffers that no step writes, {own['100 parameters, 50 constant buffers']:.0f} microseconds)",
-        f"with 100 parameters it takes {accumulated:.0f} microseconds, {(accumulated - plain) / 100:.2f} more for each",
+        f"with 50 buffers that no step writes, it takes {own['100 parameters, 50 constant buffers']:.0f} microseconds",
+        f"{accumulated:.0f} microseconds with 100 parameters, and {(accumulated - plain) / 100:.2f} more for each",
         f"took {steps[0]} microseconds with it, {steps[1]} with a callback without hooks and {steps[2]} without any",
-        f"`allow_batch_norm=True` its work takes {own['200 parameters, 50 BatchNorms, allowed']:.0f} microseconds",
+        f"`allow_batch_norm=True`, this takes {own['200 parameters, 50 BatchNorms, allowed']:.0f} microseconds",
     ):
         assert sentence in page, sentence
