@@ -1,10 +1,10 @@
 """Plans beside what users have for the models they train: the models' own switches, and policies applied by hand.
 
 For each model in its usual size: the peak, FLOPs and operations of the plain step; of the plan by default, with the
-processor time of planning; of the lowest plan with at most a third more FLOPs; of each switch; and of the lowest plan
-with no more operations than that switch. Everything is traced on fake tensors in the simulated allocator, with CUDA's
-operators and AdamW. On a device of the dry run, the peak of the second step by PyTorch's own CUDA allocator stands
-beside it:
+processor time of planning; of the lowest plan with at most a third more FLOPs, for language models with their loss in
+chunks too; of each switch; and of the lowest plan with no more operations than that switch. Everything is traced on
+fake tensors in the simulated allocator, with CUDA's operators and AdamW. On a device of the dry run, the peak of the
+second step by PyTorch's own CUDA allocator stands beside it:
     .venv-cuda/bin/python -m lightning_memtools.null_cuda benchmarks/checkpointing_switches.py
 Writes results/checkpointing_switches.json; names on the command line measure these models only.
 """
@@ -38,7 +38,6 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import caches_off
-from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
 from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner
 from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.null_cuda.launch import is_on_null_device
@@ -199,9 +198,9 @@ def measured(name: str) -> dict[str, Any]:
     lowest = lowest_within(planner, plain.peak_bytes, lambda cost: cost.flops <= MOST_OPERATIONS * plain.flops, default)
     assert lowest is not None
     found["a third more flops"] = with_plan(case, lowest)
-    head = step_with_chunked_loss(case.step(), lowest.chains)
-    if head is not None:
-        found["a third more flops"]["with linear_cross_entropy"] = figures(head.cost)
+    in_chunks = with_loss_in_chunks(name)
+    if in_chunks is not None:
+        found["a third more flops"]["with linear_cross_entropy"] = lowest_in_chunks(in_chunks, plain)
     for other, (cost, allocated) in switches(case):
         print(" ", other, cost, allocated, flush=True)
         if isinstance(cost, StepCost):
@@ -211,6 +210,23 @@ def measured(name: str) -> dict[str, Any]:
         else:
             found["failed"][other] = {"why": cost, "allocator_peak_bytes": allocated}
     return found
+
+
+def lowest_in_chunks(case: Case, plain: StepCost) -> dict[str, Any] | None:
+    """The lowest plan of a step with its loss in chunks that has at most a third more FLOPs than the plain step.
+
+    torch does not count the FLOPs of `linear_cross_entropy` on fake tensors: those of its three products are added.
+    """
+    planner = StepPlanner(case.step())
+    default = planner.plan(CheckpointOptions.parse(bn_dropout="recompute"))
+    assert default.plain is not None
+    products = 3 * 2 * case.batch["labels"].numel() * case.model.get_parameter("head.weight").numel()
+    most = MOST_OPERATIONS * plain.flops - products
+    lowest = lowest_within(planner, default.plain.peak_bytes, lambda cost: cost.flops <= most, default)
+    if lowest is None:
+        return None
+    found = with_plan(case, lowest)
+    return {**found, "flops": found["flops"] + products}
 
 
 def planned(name: str) -> tuple[Case, StepPlanner, CheckpointPlan, float]:
@@ -258,6 +274,47 @@ def lowest_within(
 
 
 # --- the models
+
+
+class LossInChunks(nn.Module):
+    """A language model of transformers whose last layer and loss are `linear_cross_entropy`, which keeps no logits.
+
+    Args:
+        model: The model. Its last layer is taken off, so that its logits are what it computes them from.
+        head: The name of that layer.
+    """
+
+    def __init__(self, model: nn.Module, head: str) -> None:
+        super().__init__()
+        self.head: Any = model.get_submodule(head)
+        model.set_submodule(head, nn.Identity())
+        self.model = model
+        self.predicts_next = type(model).__name__.endswith(("CausalLM", "LMHeadModel"))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        labels, given = batch["labels"], {"input_ids": batch["input_ids"]}
+        model: Any = self.model
+        if model.config.is_encoder_decoder:
+            given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+        hidden = model(**given).logits
+        if self.predicts_next:
+            labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        options = torch.nn.LinearCrossEntropyOptions(acc_policy="compact", chunking_method="aspect_ratio:2")
+        loss: Tensor = nn.functional.linear_cross_entropy(
+            hidden.flatten(0, 1), self.head.weight, labels.flatten(), linear_bias=self.head.bias, options=options
+        )
+        return loss
+
+
+def with_loss_in_chunks(name: str) -> Case | None:
+    """A case whose loss is written with `linear_cross_entropy`; None for models that are no language models."""
+    torch.manual_seed(0)
+    case = MODELS[name]()
+    if not isinstance(case.batch, dict) or "input_ids" not in case.batch:
+        return None
+    model = case.model.get_submodule("model")
+    case.model = LossInChunks(model, "cls.predictions.decoder" if hasattr(model, "cls") else "lm_head").train()
+    return case
 
 
 def _words(vocabulary: int, batch: int, length: int) -> dict[str, Tensor]:
