@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from checkpointing_switches import MODELS, Case, add, loss_of, lowest_within, planned, with_plan
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._pytree import tree_map
@@ -28,7 +28,30 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_memtools.checkpointing.key_value_caches import caches_off
 from lightning_memtools.simulation.step_trace import StepCost
 
+aten = torch.ops.aten
 BUDGETS = (0.5, 0.2, 0.1)
+
+
+def _batch_norm(
+    source: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, training: bool, momentum: float, eps: float
+) -> Any:
+    """BatchNorm with its update of the running statistics apart.
+
+    Else graphs that run BatchNorm again in backward would keep the statistics for it, which the step has updated then.
+    """
+    if not training:
+        return NotImplemented
+    out, own_mean, scale = aten._native_batch_norm_legit.no_stats(source, weight, bias, True, momentum, eps)
+    n = source.numel() // source.shape[1]
+    own_variance = (scale.pow(-2) - eps) * (n / max(n - 1, 1))
+    return out, own_mean, scale, mean.lerp(own_mean, momentum), variance.lerp(own_variance, momentum)
+
+
+def _batch_norm_backward(*args: Any) -> Any:
+    """The backward of BatchNorm does not use the running statistics in training."""
+    if not args[7] or args[3] is None:
+        return NotImplemented
+    return aten.native_batch_norm_backward.default(*args[:3], None, None, *args[5:])
 
 
 def partitioned(case: Case, budget: float) -> dict[str, int]:
@@ -55,7 +78,13 @@ def partitioned(case: Case, budget: float) -> dict[str, int]:
         return run
 
     backend = aot_autograd(
-        fw_compiler=interpreted, bw_compiler=interpreted, partition_fn=min_cut_rematerialization_partition
+        fw_compiler=interpreted,
+        bw_compiler=interpreted,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions={
+            aten._native_batch_norm_legit_functional.default: _batch_norm,
+            aten.native_batch_norm_backward.default: _batch_norm_backward,
+        },
     )
     with functorch_config.patch(activation_memory_budget=budget), caches_off(model):
         compiled = torch.compile(model, backend=backend)
