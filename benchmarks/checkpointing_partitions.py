@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from checkpointing_switches import MODELS, Case, add, loss_of, lowest_within, planned, with_plan
-from torch import Tensor, fx
+from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._pytree import tree_map
@@ -32,16 +32,15 @@ aten = torch.ops.aten
 BUDGETS = (0.5, 0.2, 0.1)
 
 
-def _batch_norm(
-    source: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, training: bool, momentum: float, eps: float
-) -> Any:
+def _batch_norm(*args: Any) -> Any:
     """BatchNorm with its update of the running statistics apart.
 
     Else graphs that run BatchNorm again in backward would keep the statistics for it, which the step has updated then.
     """
+    source, weight, bias, mean, variance, training, momentum, eps = args
     if not training:
         return NotImplemented
-    out, own_mean, scale = aten._native_batch_norm_legit.no_stats(source, weight, bias, True, momentum, eps)
+    out, own_mean, scale = aten._native_batch_norm_legit.no_stats(source, weight, bias, training, momentum, eps)
     n = source.numel() // source.shape[1]
     own_variance = (scale.pow(-2) - eps) * (n / max(n - 1, 1))
     return out, own_mean, scale, mean.lerp(own_mean, momentum), variance.lerp(own_variance, momentum)
