@@ -4,7 +4,6 @@ import contextlib
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import lightning as L
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_memtools
 from lightning_memtools import NonFiniteError
 from tests import gpu_docs
+from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text("utf-8") for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -65,7 +65,7 @@ def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
 def write_the_capsule():
     """The example of HaltOnNaN's page leaves the capsule that the page on replays begins with."""
     Path("train.py").write_text(blocks("halt-on-nan.md")[0])
-    done = subprocess.run([sys.executable, "train.py"], check=False)
+    done = subprocess.run([prepared_python(), "train.py"], check=False)
     assert done.returncode == 1
 
 

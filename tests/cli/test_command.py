@@ -13,13 +13,14 @@ import pytest
 import lightning_memtools
 from lightning_memtools.cli import estimate
 from lightning_memtools.cli.targets import print_error
+from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
 
 
 def memtools(*arguments):
-    line = [sys.executable, "-m", "lightning_memtools", *arguments]
+    line = [prepared_python(), "-m", "lightning_memtools", *arguments]
     return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 

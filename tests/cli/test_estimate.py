@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from lightning_memtools.cli.estimate import around_the_boundary
 from lightning_memtools.cli.main import main
+from tests.prepared.starting import prepared_python
 
 TARGET = """
 import torch
@@ -88,7 +88,7 @@ def test_only_the_gpus_around_the_boundary_are_listed():
 def command(root, *arguments):
     """The command in a process of its own, as a console starts it."""
     here = {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "lightning_memtools.cli.main", "estimate", *arguments]
+    line = [prepared_python(), "-m", "lightning_memtools.cli.main", "estimate", *arguments]
     return subprocess.run(line, cwd=root, env=os.environ | here, capture_output=True, text=True, check=False)
 
 

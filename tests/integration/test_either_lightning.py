@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ def seen(tmp_path_factory):
     found = {}
     for package, first in RUNS:
         root = tmp_path_factory.mktemp("run")
-        run_script(Path(__file__).with_name("either_lightning_run.py"), package, first, root)
+        script = Path(__file__).with_name("either_lightning_run.py")
+        run_script(script, package, first, root, python=sys.executable)  # which imports one of them first
         found[package, first] = json.loads((root / "seen.json").read_text())
     return found
 

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import nbclient
@@ -11,6 +10,7 @@ import nbformat
 import pytest
 
 from tests.integration.shown_outputs import SHOWN, not_printed
+from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def test_every_script_is_on_the_page_and_short():
 @pytest.mark.parametrize("name", sorted(SHOWN.keys() - {"digits.py"}))  # test_tensorboard.py runs that one
 def test_an_example_prints_what_the_page_shows(name, tmp_path):
     here = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    line = [sys.executable, str(ROOT / "examples" / name)]
+    line = [prepared_python(), str(ROOT / "examples" / name)]
     done = subprocess.run(line, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert not_printed(name, done.stdout + done.stderr) == []

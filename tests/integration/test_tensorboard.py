@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.browser import chromium, count_curves, get, seen, tensorboard, wait_until
 from tests.integration.shown_outputs import not_printed
+from tests.prepared.starting import prepared_python
 
 ROOT = Path(__file__).parents[2]
 RUN = "lightning_logs/version_0"
@@ -19,7 +19,7 @@ RUN = "lightning_logs/version_0"
 def demo(tmp_path_factory):
     """What the example printed, and where it logged."""
     logs = tmp_path_factory.mktemp("demo") / "logs"
-    command = [sys.executable, str(ROOT / "examples" / "digits.py"), "--logs", str(logs)]
+    command = [prepared_python(), str(ROOT / "examples" / "digits.py"), "--logs", str(logs)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=ROOT)
     return result.stdout, logs
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from lightning_memtools import OOMReport, VirtualDevice
 from lightning_memtools.cli.main import main
 from tests.lightning_models import trainer
 from tests.oom_models import Layers
+from tests.prepared.starting import prepared_python
 
 
 class HyperLayers(Layers):
@@ -70,7 +70,7 @@ def test_a_finished_report_is_that_of_unlimited_time(failure, tmp_path, monkeypa
 def test_another_process_asks_for_trust_and_then_finishes(tmp_path, monkeypatch):
     shortened(monkeypatch, 0.0)
     path = report_of(tmp_path, "fit", "280MiB", Layers(batch=48))
-    command = [sys.executable, "-m", "lightning_memtools", "oom-report", str(path), "--finish"]
+    command = [prepared_python(), "-m", "lightning_memtools", "oom-report", str(path), "--finish"]
     refused = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     assert refused.returncode == 1
     assert "importing tests.oom_models" in refused.stderr

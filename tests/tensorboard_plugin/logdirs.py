@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import FileWriter, SummaryWriter
 
 SPIKES = (7_123, 25_001, 49_998)
 N_LONG = 50_000
@@ -13,15 +14,17 @@ ATTACK = '<img src=x onerror="window.attacked = 1"><script>window.attacked = 1</
 
 def write_long_run(directory: Path, n_points: int = N_LONG) -> None:
     """A run of one point per step, with peaks of 3 GiB at the steps of SPIKES and 1 GiB elsewhere."""
-    with SummaryWriter(str(directory)) as writer:
-        for step in range(n_points):
-            spike = 2.0 if step in SPIKES else 0.0
-            writer.add_scalar("memory/train/peak_allocated_gib", 1.0 + spike + 0.01 * (step % 7), step)
-            writer.add_scalar("memory/train/allocated_gib", 0.5, step)
-            writer.add_scalar("memory/train/peak_reserved_gib", 3.5, step)
-            writer.add_scalar("memory/train/reserved_gib", 3.5, step)
-            writer.add_scalar("loss/train", 2.0 / (1 + step / 1000), step)
-        writer.add_scalar("memory/capacity_gib", 8.0, 0)
+    writer = FileWriter(str(directory))  # it writes all values of a step at once, which takes less time
+    for step in range(n_points):
+        values = {
+            "memory/train/peak_allocated_gib": 1.0 + (2.0 if step in SPIKES else 0.0) + 0.01 * (step % 7),
+            "memory/train/allocated_gib": 0.5,
+            "memory/train/peak_reserved_gib": 3.5,
+            "memory/train/reserved_gib": 3.5,
+            "loss/train": 2.0 / (1 + step / 1000),
+        } | ({"memory/capacity_gib": 8.0} if step == 0 else {})
+        writer.add_summary(Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]), step)
+    writer.close()
 
 
 def write_failed_run(directory: Path) -> None:

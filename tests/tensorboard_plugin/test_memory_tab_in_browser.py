@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from torch.utils.tensorboard import SummaryWriter
 
 from tests.browser import MEMORY_TAB, chromium, enter_memory_tab, get, open_memory_tab, tensorboard, wait_until
+from tests.prepared.starting import prepared_python
 from tests.tensorboard_plugin.logdirs import ATTACK, write_cpu_run, write_failed_run, write_long_run, write_small_run
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def log_dir(tmp_path_factory):
     logs = tmp_path_factory.mktemp("browser") / "logs"
-    command = [sys.executable, str(ROOT / "examples" / "digits.py"), "--logs", str(logs), "--epochs", "2"]
+    command = [prepared_python(), str(ROOT / "examples" / "digits.py"), "--logs", str(logs), "--epochs", "2"]
     subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, cwd=ROOT)
     write_long_run(logs / "long")
     write_small_run(
@@ -258,6 +258,8 @@ def test_names_and_texts_from_the_logs_never_become_markup(window, board):
 
 
 def test_the_page_is_quiet_and_asks_nobody_but_the_server(window, board):
+    window.switch_to.default_content()
+    window.get("about:blank")  # TensorBoard is to be loaded too
     window.get_log("browser")
     open_memory_tab(window, board, "lightning_logs/version_0")
     assert [line for line in window.get_log("browser") if line["level"] == "SEVERE"] == []
