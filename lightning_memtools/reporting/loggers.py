@@ -64,7 +64,7 @@ def for_each_logger(trainer: Trainer, write: Callable[[Logger], None]) -> None:
             failed.add(logger)
             warnings.warn(
                 f"{type(logger).__name__} failed while writing ({_in_words(error)}). Training goes on; "
-                "what lightning_memtools logs may be missing there. This is said once.",
+                "what lightning_memtools logs may be missing there. This warning is given once.",
                 stacklevel=2,
             )
 

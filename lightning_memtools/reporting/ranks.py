@@ -245,7 +245,7 @@ class RankPoints:
         warnings.warn(
             f"{self._name}: the values of {ranks} for {label} have not arrived, so what is logged there is that of the "
             "other ranks alone. Such a rank has fewer batches, has ended, or is slow; training does not wait for it. "
-            "This is said once.",
+            "This warning is given once.",
             stacklevel=2,
         )
 

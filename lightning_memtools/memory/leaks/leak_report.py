@@ -67,7 +67,7 @@ class LeakReport:
             lines += [f"  - {_place(finding)}: {_contents(finding)}{_makers(finding)}.", f"    {_fix(finding)}"]
         if any(_may_be_filling_up(finding) for finding in self.findings):
             lines.append("A container that stops growing by itself may be filling up, and is then no leak.")
-        lines.append("This is said once.")
+        lines.append("This warning is given once.")
         return "\n".join(lines)
 
 

@@ -350,7 +350,7 @@ def test_the_warning_names_growth_tensors_holder_and_fix(device):
         "    Clear Model.kept when the epoch ends, or keep only what is needed, off the device: `.cpu()` or "
         "`.item()`.\n"
         "A container that stops growing by itself may be filling up, and is then no leak.\n"
-        "This is said once."
+        "This warning is given once."
     )
 
 
