@@ -8,6 +8,15 @@ SHOWN = dict(re.findall(r"\npython examples/(\w+\.py).*?\n```\n\n```text\n(.*?)`
 
 
 def not_printed(example: str, printed: str) -> list[str]:
-    """Return the lines that the page shows of an example and that it did not print; spaces do not count."""
+    """Return the lines that the page shows of an example and that it did not print; spaces do not count.
+
+    "..." stands for what the page leaves out, within a line too.
+    """
     one_line = " ".join(printed.split())
-    return [line for line in SHOWN[example].splitlines() if line != "..." and " ".join(line.split()) not in one_line]
+    lines = [line for line in SHOWN[example].splitlines() if line != "..."]
+    return [line for line in lines if not re.search(_pattern(line), one_line)]
+
+
+def _pattern(line: str) -> str:
+    parts = [re.escape(" ".join(part.split())) for part in line.split("...")]
+    return r".{0,300}?".join(parts)
