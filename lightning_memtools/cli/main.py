@@ -24,11 +24,17 @@ def command_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0; 1 after an error or a serious finding; 130 after Ctrl-C.
 
+    Without arguments it prints the help and returns 2, which argparse gives for a wrong option too.
+
     Args:
         arguments: The command line; by default that of the process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = command_parser().parse_args(given, argparse.Namespace(command_line=given))
+    parser = command_parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    chosen = parser.parse_args(given, argparse.Namespace(command_line=given))
     try:
         return chosen.run(chosen) or 0
     except UsageError as error:
