@@ -1,13 +1,15 @@
 """Names in running text are broken between lines only where a reader would break them. `mkdocs.yml` names this hook."""
 
+import html
 import re
 
 BLOCK_OR_CODE = re.compile(r"(<pre\b.*?</pre>)|(<code\b[^>]*>)(.*?)(</code>)", re.DOTALL)
 TAG_OR_TEXT = re.compile(r"(<[^>]*>)|([^<]+)")
-# Between words, and after a separator inside of a name, but neither in a number nor before the ending of a file's name.
-BREAK = re.compile(
-    r"(?<= )(?=\S)|(?<=[/_,=(:])(?=[\w&\"'\[{-])|(?<=\.)(?<!\d\.)(?=\w)(?!(?:py|md|json|html|yaml|pt|svg|pickle)\b)"
+# After a separator, but neither in a number nor before the ending of a file's name.
+SEPARATOR = re.compile(
+    r"(?<=[/_,=(:])(?=[\w&\"'\[{-])|(?<=\.)(?<!\d\.)(?=\w)(?!(?:py|md|json|html|yaml|pt|svg|pickle)\b)"
 )
+LONGEST_WHOLE = 20
 
 
 def on_post_page(output: str, **_: object) -> str:
@@ -16,5 +18,9 @@ def on_post_page(output: str, **_: object) -> str:
 
 
 def breakable(code: str) -> str:
-    """`memory/train/allocated_gib` may be broken after "/" and "_", a command between its words."""
-    return TAG_OR_TEXT.sub(lambda part: part[1] or BREAK.sub("<wbr>", part[2]), code)
+    """`memory/train/allocated_gib` may be broken after "/" and "_", a command between its words; short names stay whole."""
+    return TAG_OR_TEXT.sub(lambda part: part[1] or " <wbr>".join(map(_word, part[2].split(" "))), code)
+
+
+def _word(text: str) -> str:
+    return text if len(html.unescape(text)) <= LONGEST_WHOLE else SEPARATOR.sub("<wbr>", text)

@@ -27,9 +27,9 @@ from lightning_memtools.reporting.loggers import Charts, log_scalars, write_layo
 class EmptyCache(EitherCallback):
     """Releases cached memory at the start and end of evaluation and at the end of fit, and watches what stays.
 
-    PyTorch keeps the memory that it once requested, divided for the shapes of training; evaluation at other shapes may
-    then not fit beside it. At each of these boundaries unreachable objects are collected, and whole free segments are
-    released if they are large enough: all that is released has to be requested again.
+    PyTorch keeps the memory that it has once requested, cut for the shapes of training. Evaluation at other shapes may
+    then not fit beside it. At each of these boundaries unreachable objects are collected, and segments that are wholly
+    free are released, if they are large enough: what is released has to be requested again.
 
     | logged | meaning |
     | --- | --- |
@@ -44,7 +44,7 @@ class EmptyCache(EitherCallback):
     out where all allocated memory belongs to the model and its optimizers, or was there after the last one: a healthy
     run pays for two or three at its beginning. A collection that takes over half a second (0.05 s where it could not
     free enough memory to be worth releasing) waits until its time is a small share of the time since the last one, or
-    until a warning. Every rank decides for itself; none waits for another.
+    until a warning is due. Every rank decides for itself; none waits for another.
 
     Args:
         stages: The stages that count: "val" (with the sanity check), "test", "predict". The end of fit always does.

@@ -27,7 +27,7 @@ class HaltOnNaN(EitherCallback):
 
     Every optimizer step is checked between backward and update, on all gradients (before clipping) and the loss of
     every micro-batch. At a bad step all ranks raise `NonFiniteError` with a diagnosis; weights, optimizer state and
-    buffers are bit for bit those from before the step, and no checkpoint holds NaN or Inf.
+    buffers are bit for bit those of before the step, and no checkpoint holds NaN or Inf.
 
     | logged | when |
     | --- | --- |
@@ -36,15 +36,15 @@ class HaltOnNaN(EitherCallback):
 
     The report also goes to `<log_dir>/memtools/`, with the last good checkpoint and the step as a file.
 
-    Cost, with fused SGD, Adam, AdamW or Adagrad (`fused=True`) without a gradient scaler: nothing waits for the device.
-    A flag on the device holds back the bad step and all that follow; the host reads it one step late, and before each
-    checkpoint, evaluation run and end of epoch. With all other optimizers, with 16-mixed and with FSDP: one read of a
-    few hundred bytes in each step, for which the host waits. Either way one pass over the gradients, one over the
-    updated weights, and a copy of what forward passes write. FSDP and ModelParallelStrategy add one all-reduce of two
-    numbers to each step, an evaluation run under several ranks one gather.
+    With fused SGD, Adam, AdamW or Adagrad (`fused=True`) and without a gradient scaler, nothing waits for the device: a
+    flag on the device holds back the bad step and all that follow, and the host reads it one step late, and before each
+    checkpoint, evaluation run and end of epoch. With all other optimizers, with 16-mixed and with FSDP, the host reads
+    a few hundred bytes in each step, and waits for them. In both cases there is one pass over the gradients, one over
+    the updated weights, and a copy of what forward passes write. FSDP and ModelParallelStrategy add one all-reduce of
+    two numbers to each step. With several ranks, an evaluation run ends with one gather.
 
     Where the module or another callback has code between backward and update, gradients are checked again after it, and
-    the host waits. A setting of the optimizer that is NaN, and weights that an update makes NaN, are found always.
+    the host waits. Settings of the optimizer that are NaN, and weights that an update makes NaN, are always found.
 
     With 16-mixed, steps that the gradient scaler skips are normal; `amp_patience` of them in a row are not, nor is a
     skip at a scale below 1. A loss that is NaN or Inf itself is never normal.

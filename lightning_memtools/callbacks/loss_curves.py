@@ -41,11 +41,11 @@ class LossCurves(EitherCallback):
     | `loss/train/<name>`, `loss/val/<name>` | instead, where there are several losses |
     | `grad/norm`, `grad/norm/optimizer_<i>` | mean norm of the gradients before clipping, with `grad_norm=True` |
 
-    The division of gradient accumulation is undone. With several ranks, all are means over all ranks. Every epoch ends
-    with a point. Values stay on the device until a point is due and are then copied without waiting. The end of an
-    epoch and of a validation run waits for the copies that have not arrived yet. No rank waits for another one: rank 0
-    writes a point once the values of all ranks have arrived, without those of ranks that have fewer batches or have
-    ended.
+    The division of the loss by gradient accumulation is undone. With several ranks, all values are means over the
+    ranks. Every epoch ends with a point. Values stay on the device until a point is due, and are then copied without
+    waiting. The end of an epoch and of a validation run waits for copies that have not arrived yet. No rank waits for
+    another one: rank 0 writes a point once the values of all ranks have arrived, and leaves out ranks that have fewer
+    batches or have ended.
 
     Args:
         train: The name of the training loss, or several names, as training_step returns or logs them. None takes the

@@ -32,18 +32,18 @@ class OOMRecovery(EitherCallback):
     """Survives running out of memory: a batch that does not fit is run again as 2, 4, ... micro-batches.
 
     The failed attempt is taken back first. The gradients of the micro-batches add up to those of the whole batch, up to
-    rounding: losses that are means over the samples are weighted with the sizes of the parts, sums are added. Which of
-    both the loss is shows in a trial: the gradients of a few samples together are compared with those of the same
-    samples in two groups. Each batch that runs out of memory is tried; a loss that is
-    neither is refused. (Under FSDP 2 nothing is tried, and `loss` has to be given.)
-    The optimizer, schedulers, `global_step` and the logged values see one step; on_before_backward and
-    on_after_backward run for each micro-batch, as with accumulated gradients.
-    Batches as large as one that failed are then split from the beginning, and fewer parts are tried after a while.
-    Batches of evaluation are split too, and their outputs joined. In manual optimization training batches are left
-    alone.
+    rounding: losses that are means over the samples are weighted with the sizes of the parts, and sums are added. A
+    trial finds out which of the two the loss is: the gradients of a few samples together are compared with those of the
+    same samples in two groups. A loss that is neither is refused. The trial is made for each batch that runs out of
+    memory. Under FSDP 2 there is no trial, and `loss` has to be given.
+
+    The optimizer, schedulers, `global_step` and the logged values see one step. on_before_backward and
+    on_after_backward run for each micro-batch, as with accumulated gradients. Batches as large as one that failed are
+    then split from the beginning, and fewer parts are tried after a while. Batches of evaluation are split too, and
+    their outputs are joined. In manual optimization, training batches are left alone.
 
     Before each step the states of random streams are noted, and buffers and metrics of the model are copied, so that a
-    failed step can be taken back. Attributes that training_step itself changes, such as a counter, are not.
+    failed step can be taken back. Attributes that training_step itself changes, such as a counter, are not restored.
 
     | logged | meaning |
     | --- | --- |
@@ -54,13 +54,13 @@ class OOMRecovery(EitherCallback):
     Args:
         max_splits: The largest number of micro-batches of a batch.
         skip_batch: Skip a training batch that does not fit in the smallest parts, as if training_step returned None.
-        split_batch: A function `(batch, n_parts) -> parts` for batches of a kind of its own, in place of a method
+        split_batch: A function `(batch, n_parts) -> parts` for batches of a kind of your own, in place of a method
             `split_batch` that the module may have.
         loss: "mean" or "sum" over the samples of the batch; "auto" finds out.
         loss_weight: A function of a batch that returns over how many of its parts, such as tokens, its loss is a mean.
             Without it, its samples are counted. A part for which it returns 0 is left out.
-        allow_batch_norm: Split training batches though BatchNorm then normalizes each part with its own statistics.
-            Without this, such a model's training batches are not split.
+        allow_batch_norm: Split training batches even though BatchNorm then normalizes each part with its own
+            statistics. Without this, such a model's training batches are not split.
         on_recover: "warn" warns of the first recovery of each kind; "ignore" does not.
 
     Raises:

@@ -28,9 +28,9 @@ from lightning_memtools.reporting.loggers import log_text
 class OOMReport(EitherCallback):
     """Explains an out-of-memory error: what filled the device, and which changes would have helped, each of them tried.
 
-    When fit, validate, test or predict runs out of memory, a report is written, and the error goes on. The report holds
-    the allocated bytes by category, the modules with most activations, whether fragmentation was the cause, and ranked
-    actions. Numbers stand only beside actions that were tried: by tracing the failed step on fake tensors, or by
+    When fit, validate, test or predict runs out of memory, a report is written, and the error is raised. The report
+    holds the allocated bytes by category, the modules with most activations, whether fragmentation was the cause, and
+    ranked actions. Numbers stand only beside actions that were tried: by tracing the failed step on fake tensors, or by
     replaying the recorded history of the allocator.
 
     | written to | what |
@@ -53,7 +53,7 @@ class OOMReport(EitherCallback):
     Args:
         directory: Where reports go, instead of `<log_dir>/memtools/`.
         snapshot: Record the allocator's history, and write it beside the report as a memory snapshot for
-            https://pytorch.org/memory_viz. Without, fragmentation cannot be judged.
+            https://pytorch.org/memory_viz. Without it, fragmentation cannot be judged.
         top: The number of modules that are listed.
 
     Raises:

@@ -18,7 +18,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "doctor",
         help="find the classic training mistakes, by running a few steps that are taken back",
         description=__doc__,
-        epilog="Exit status: 0 if nothing serious was found, 1 if something was or there was an error, 2 if an option is wrong.",
+        epilog="Exit status: 0 if nothing serious was found, 1 if it was, or after an error, 2 for a wrong option.",
     )
     TARGET.add_to(parser, "A plain module needs the dict, with its step: step=lambda model, batch: loss.")
     parser.add_argument(
