@@ -18,7 +18,7 @@ def on_post_page(output: str, **_: object) -> str:
 
 
 def breakable(code: str) -> str:
-    """`memory/train/allocated_gib` may be broken after "/" and "_", a command between its words; short names stay whole."""
+    """Long names such as `memory/train/peak_allocated_gib` may be broken after "/" and "_", commands between words."""
     return TAG_OR_TEXT.sub(lambda part: part[1] or " <wbr>".join(map(_word, part[2].split(" "))), code)
 
 
