@@ -76,8 +76,7 @@ def test_its_peak_is_the_measured_one_of_a_model_that_is_written_so():
         loss = model(words)
         model.zero_grad()
         loss.backward()
-    workspace = 2 * 32 * 2**20  # cuBLAS, forward and backward
-    assert found.cost.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.02, abs=workspace)
+    assert found.cost.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.01)
 
 
 def test_the_plan_says_what_no_plan_can_lower():

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_memtools._torch import clear_cublas_workspaces
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import find_chains
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.memory_model import Range, Unit, estimate
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
-from lightning_memtools.checkpointing.planning import plan_checkpoints
+from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.step_trace import TracedStep
+from tests.checkpointing.models import Block
 
 ROWS, WIDTH = 512, 64
 BYTES = ROWS * WIDTH * 4
@@ -187,3 +193,31 @@ def test_the_table_shows_what_each_chain_keeps_before_and_after():
     assert first.extra_operations + second.extra_operations == plan.planned.operations - plan.plain.operations
     row = next(line for line in plan.table().splitlines() if line.startswith("| one"))
     assert [cell.strip() for cell in row.split("|")[5:7]] == ["1.75 MiB", format_size(first.kept_bytes)]
+
+
+@pytest.mark.cuda_memory
+def test_predicted_peaks_are_those_of_pytorchs_allocator():
+    model = nn.Sequential(*[Block(512, 8, 0.1) for _ in range(4)])
+    batch = torch.empty(16, 128, 512)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = TracedStep(model, batch, lambda copy, given: copy(given).square().mean(), (optimizer,), device="cuda")
+    plan = StepPlanner(step).plan(CheckpointOptions.parse(bn_dropout="recompute"))
+    assert plan.plain is not None
+    assert plan.planned is not None
+    assert plan.planned.peak_bytes < 0.7 * plan.plain.peak_bytes
+    for cost, chains in ((plan.plain, ()), (plan.planned, plan.chains)):
+        gc.collect()
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
+        others = torch.cuda.memory_allocated()
+        on_device, given = copy.deepcopy(model).cuda(), batch.cuda()
+        optimizer = torch.optim.AdamW(on_device.parameters())
+        with AppliedPlan(on_device, chains):
+            for _ in range(3):
+                torch.cuda.reset_peak_memory_stats()
+                loss = on_device(given).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        assert torch.cuda.max_memory_allocated() - others == pytest.approx(cost.peak_bytes, rel=0.005)
+        del on_device, given, optimizer, loss
