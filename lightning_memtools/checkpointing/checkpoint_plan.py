@@ -16,7 +16,7 @@ from lightning_memtools.checkpointing.memory_model import (
     Ranges,
     Unit,
     as_forced,
-    boundary_bytes,
+    boundaries,
     estimate,
     kept_by_unit,
     runs_again,
@@ -155,20 +155,20 @@ class CheckpointPlan:
 def units_under(profile: StepProfile, chains: Sequence[Chain]) -> list[Unit]:
     """Returns the units of a profile with what the chains leave out pinned, and what a pattern named recomputed."""
     units = []
-    for place, profiled in zip(profile.places, profile.units, strict=True):
+    for place, profiled, before in zip(profile.places, profile.units, boundaries(profile.units)[:-1], strict=True):
         unit = profiled
         if place is not None:
             chain = chains[place[0]]
             unit = replace(unit, pinned=unit.pinned or place[1] in chain.outside)
             if chain.forced and not unit.pinned:
-                unit = as_forced(unit)
+                unit = as_forced(unit, before)
         units.append(unit)
     return units
 
 
 def rows_of(profile: StepProfile, chains: Sequence[Chain]) -> list[tuple[int, ...]]:
     """Returns for each chain the places in the row of units where ranges of its layers may begin and end."""
-    kept, sizes = kept_by_unit(profile.units, ()), boundary_bytes(profile.units)
+    kept = kept_by_unit(profile.units, ())
     forward = sum(unit.operations for unit in profile.units)
     found: list[tuple[int, ...]] = []
     for index, chain in enumerate(chains):
@@ -188,7 +188,7 @@ def rows_of(profile: StepProfile, chains: Sequence[Chain]) -> list[tuple[int, ..
             units = profile.units[row[0] : row[-1]]
             # Running most of a model again gains little, and running a module again that keeps little gains nothing.
             # Its input is kept in any case.
-            gain = sum(kept[row[0] : row[-1]]) - min(kept[row[0]], sizes[row[0]] * units[0].keeps_input)
+            gain = sum(kept[row[0] : row[-1]]) - min(kept[row[0]], units[0].in_kept)
             gains = gain > _LEAST_KEPT * profile.plain.activation_bytes
             if not gains or sum(unit.operations for unit in units) > _MOST_OF_FORWARD * forward:
                 found.pop()

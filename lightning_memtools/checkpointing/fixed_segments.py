@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lightning_memtools.checkpointing.memory_model import Range, Ranges, Unit, estimate
+from lightning_memtools.checkpointing.memory_model import ALL, NOTHING, Range, Ranges, Unit, estimate
 from lightning_memtools.checkpointing.optimal_ranges import spread_places
 
 INFINITE = float("inf")
@@ -48,11 +48,11 @@ class _Stretch:
         for first in range(n if self.is_chain else 0):
             for last in range(first + 1, n + 1):
                 found = self.ranges[first, last] = tuple(_ranges(units, places[first], places[last]))
-                one = estimate(units, found, places[first], places[last], input_held=places[first] == 0)
+                one = estimate(units, found, places[first], places[last], held=NOTHING if places[first] else ALL)
                 self.kept[first, last] = one.kept_bytes
                 self.peak[first, last] = one.peak_bytes
         last_chunks = places[:-1] if self.is_chain else places[:1]
-        plain = [estimate(units, (), first, stop, input_held=first == 0) for first in last_chunks]
+        plain = [estimate(units, (), first, stop, held=NOTHING if first else ALL) for first in last_chunks]
         self.last_kept = np.array([one.kept_bytes for one in plain], dtype=float)
         self.last_peak = np.array([one.peak_bytes for one in plain], dtype=float)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import NamedTuple
 
 _FEW_PRODUCTS = 4
 _MOST_SETS = 8
@@ -91,9 +92,12 @@ class Unit:
 
     Attributes:
         own_bytes: Bytes that it keeps for backward, besides its input and its output.
-        out_bytes: The size of its output; 0 if the output is the input's storage (a view, or changed in place).
-        keeps_input: Whether it keeps its input for backward.
-        keeps_output: Whether it keeps its output for backward.
+        out_bytes: The size of its output, of all tensors that it hands on; 0 if that is its input's storage (a view, or
+            changed in place).
+        in_kept: Bytes of its input that it keeps for backward.
+        in_added: Those of them that no unit before it keeps.
+        out_kept: Bytes of its output that it keeps and that are not its input's.
+        out_held: Bytes of its output that it or units before it keep.
         same_storage: Whether its output is its input's storage.
         may_start: Whether a recomputed range may begin with it: nothing overwrites its input.
         pinned: Whether it must stay outside of recomputed ranges.
@@ -108,16 +112,19 @@ class Unit:
         backward_base: What is allocated when its backward pass begins, besides what it and earlier units keep.
         backward_peak: The same at the peak of its backward pass; None if no gradient passes through it.
         again_backward_peak: The same in a range that ran again, whose tensors are freed earlier (see spent_tensors.py).
+        again_bytes: Tensors besides its input that are there when it runs again though nothing keeps them, because the
+            code around it refers to them.
         freed_input_bytes: How much lower this is where the unit alone holds its input.
-        alongside: Tensors besides its input that are there when it begins though nothing is kept, because the code
-            around it refers to them: the index of the unit that made each, and its size.
+        alongside: The same when it begins and nothing is kept: the index of the unit that made each, and its size.
         products: Its matrix products, convolutions and attention, in the order of their calls.
     """
 
     own_bytes: int = 0
     out_bytes: int = 0
-    keeps_input: bool = False
-    keeps_output: bool = False
+    in_kept: int = 0
+    in_added: int = 0
+    out_kept: int = 0
+    out_held: int = 0
     same_storage: bool = False
     may_start: bool = True
     pinned: bool = False
@@ -132,6 +139,7 @@ class Unit:
     backward_base: int = 0
     backward_peak: int | None = None
     again_backward_peak: int | None = None
+    again_bytes: int = 0
     freed_input_bytes: int = 0
     alongside: tuple[tuple[int, int], ...] = ()
     products: tuple[Product, ...] = ()
@@ -157,6 +165,33 @@ class Unit:
         if not again or self.again_backward_peak is None:
             return self.backward_peak
         return self.again_backward_peak - (0 if input_held else self.freed_input_bytes)
+
+
+NOTHING, PART, ALL = 0, 1, 2
+"""The parts of a boundary that may be held: nothing, the tensors that units before it keep, or all of them."""
+
+
+class Boundary(NamedTuple):
+    """The tensors between two units.
+
+    Attributes:
+        n_bytes: Their size.
+        kept: The part of it that units before keep, if they are outside of ranges.
+    """
+
+    n_bytes: int
+    kept: int
+
+    @property
+    def is_partial(self) -> bool:
+        """True if units before keep some of it. Where they keep nothing or all of it, PART is the same as ALL."""
+        return 0 < self.kept < self.n_bytes
+
+    def missing(self, held: int) -> int:
+        """Returns the bytes that are not held."""
+        if held == NOTHING:
+            return self.n_bytes
+        return self.n_bytes - self.kept if held == PART and self.is_partial else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,26 +226,24 @@ def runs_again(ranges: Sequence[Range]) -> Iterator[int]:
         yield from runs_again(one.inner)
 
 
-def after_keeping(unit: Unit, *, input_held: bool, in_bytes: int) -> tuple[int, bool]:
-    """Returns the bytes that a unit adds by keeping its tensors, and whether its output is held afterwards."""
-    added = unit.own_bytes
-    held = input_held
-    if unit.keeps_input and not held:
-        added += in_bytes
-        held = True
-    out_held = held if unit.same_storage else False
-    if unit.keeps_output and not out_held:
-        added += in_bytes if unit.same_storage else unit.out_bytes
-        out_held = True
-    return added, out_held
+def after_keeping(unit: Unit, before: Boundary, held: int) -> tuple[int, int]:
+    """Returns the bytes that a unit adds by keeping its tensors, and what is held of its output afterwards."""
+    partly = held == PART and before.is_partial
+    added = unit.own_bytes + unit.out_kept
+    if held == NOTHING or partly:
+        added += unit.in_added if partly else unit.in_kept
+    if unit.same_storage and not partly:
+        return added, PART if held or unit.in_kept else NOTHING
+    return added, PART if unit.out_held else NOTHING
 
 
-def boundary_bytes(units: Sequence[Unit]) -> list[int]:
-    """Returns the bytes of the storage before each unit and after the last."""
-    sizes = [0]
+def boundaries(units: Sequence[Unit]) -> list[Boundary]:
+    """Returns what is handed on before each unit and after the last."""
+    found = [Boundary(0, 0)]
     for unit in units:
-        sizes.append(sizes[-1] if unit.same_storage else unit.out_bytes)
-    return sizes
+        n_bytes = unit.out_bytes or (found[-1].n_bytes if unit.same_storage else 0)
+        found.append(Boundary(n_bytes, unit.out_held))
+    return found
 
 
 def last_saving(units: Sequence[Unit], start: int, stop: int) -> int:
@@ -230,11 +263,14 @@ def kept_products(units: Sequence[Unit], one: Range) -> dict[int, list[Product]]
     return found
 
 
-def is_output_held(units: Sequence[Unit], one: Range) -> bool:
-    """Returns whether the output of a range is held after it ran: as its input, or as a product that it keeps."""
+def held_after(units: Sequence[Unit], one: Range) -> int:
+    """Returns what is held of the output of a range after it ran: its input is, and products that it keeps."""
     if all(unit.same_storage for unit in units[one.start : one.stop]):
-        return True
-    return any(product.is_output for product in kept_products(units, one).get(one.stop - 1, ()))
+        return PART
+    last = units[one.stop - 1]
+    kept = any(product.is_output for product in kept_products(units, one).get(one.stop - 1, ()))
+    # Of several tensors a product is only one.
+    return PART if kept and not Boundary(last.out_bytes, last.out_held).is_partial else NOTHING
 
 
 def ranges_with_products(units: Sequence[Unit], start: int, stop: int) -> list[Range]:
@@ -268,31 +304,31 @@ def estimate(
     first: int = 0,
     last: int | None = None,
     *,
-    input_held: bool = True,
-    sizes: Sequence[int] | None = None,
+    held: int = ALL,
+    between: Sequence[Boundary] | None = None,
 ) -> PlanEstimate:
     """Returns the peak and the extra operations of a plan, following the step unit by unit.
 
-    With `first` and `last` only these units are followed, as if the others kept nothing. `sizes` are those of
-    `boundary_bytes`, where they are known already.
+    With `first` and `last` only these units are followed, as if the others kept nothing; `held` says what is held of
+    the first one's input. `between` are the boundaries, where they are known already.
     """
-    simulated = _SimulatedStep(units, boundary_bytes(units) if sizes is None else sizes)
-    simulated.run(first, len(units) if last is None else last, ranges, 0, input_held=input_held, again=False)
+    simulated = _SimulatedStep(units, boundaries(units) if between is None else between)
+    simulated.run(first, len(units) if last is None else last, ranges, 0, held, again=False)
     return PlanEstimate(simulated.peak, simulated.extra, simulated.kept)
 
 
 class _SimulatedStep:
     """Runs units forward and back by the memory model, and notes the peak and what is computed again."""
 
-    def __init__(self, units: Sequence[Unit], sizes: Sequence[int]) -> None:
+    def __init__(self, units: Sequence[Unit], between: Sequence[Boundary]) -> None:
         self.peak = 0
         self.extra = 0
         self.kept = 0
         self._units = units
-        self._sizes = sizes
+        self._between = between
         self._kept: dict[int, int] = {}  # the bytes of products, by unit, of the range that runs again
 
-    def run(self, start: int, stop: int, ranges: Ranges, held: int, *, input_held: bool, again: bool) -> None:
+    def run(self, start: int, stop: int, ranges: Ranges, held: int, of_input: int, *, again: bool) -> None:
         """Run units forward, keeping what is outside of ranges, then backward.
 
         Args:
@@ -300,44 +336,42 @@ class _SimulatedStep:
             stop: The index after the last.
             ranges: The ranges of this level.
             held: Bytes that are held before.
-            input_held: Whether the first unit's input is among these.
+            of_input: What of the first unit's input is among these.
             again: Whether this is a range that runs again.
         """
         base = self._units[stop - 1].backward_base if again else None
         end = last_saving(self._units, start, stop) if again else None
-        forward: list[tuple[Range | int, int, bool]] = []
+        forward: list[tuple[Range | int, int, int]] = []
         for piece in pieces(start, stop, ranges):
-            input_held_before = input_held
+            held_before = of_input
             if isinstance(piece, Range):
-                if not input_held:
-                    held += self._sizes[piece.start]
+                held += self._between[piece.start].missing(of_input)
                 kept = kept_products(self._units, piece)
                 self._run_range(piece, held, base, kept)
                 held += sum(map(_bytes_of, kept.values()))
-                input_held = is_output_held(self._units, piece)
+                of_input = held_after(self._units, piece)
                 if again:
                     self.extra += sum(unit.operations for unit in self._units[piece.start : piece.stop])
             else:
-                self._run_unit(piece, held, base, end, input_held=input_held)
-                added, input_held = after_keeping(
-                    self._units[piece], input_held=input_held, in_bytes=self._sizes[piece]
-                )
+                before = self._between[piece]
+                self._run_unit(piece, held + before.missing(of_input), base, end)
+                added, of_input = after_keeping(self._units[piece], before, of_input)
                 held += added
-            forward.append((piece, held, input_held_before))
+            forward.append((piece, held, held_before))
             self.peak = max(self.peak, held)
         if not again:
             self.kept = held
-        for piece, then, input_held_before in reversed(forward):
+        for piece, then, held_before in reversed(forward):
             if isinstance(piece, Range):
                 self._run_back(piece, then)
-            elif (top := self._units[piece].backward_need(again=again, input_held=input_held_before)) is not None:
+            elif (top := self._units[piece].backward_need(again=again, input_held=held_before > NOTHING)) is not None:
                 self.peak = max(self.peak, then + top)
 
     def _run_back(self, one: Range, held: int) -> None:
         """Run a range again and backward. What is kept of its products is part of what its layers keep then."""
         kept = kept_products(self._units, one)
         self._kept = {at: _bytes_of(products) for at, products in kept.items()}
-        self.run(one.start, one.stop, one.inner, held - sum(self._kept.values()), input_held=True, again=True)
+        self.run(one.start, one.stop, one.inner, held - sum(self._kept.values()), ALL, again=True)
         self.extra -= sum(product.operations for products in kept.values() for product in products)
         self._kept = {}
 
@@ -348,7 +382,7 @@ class _SimulatedStep:
         for at in range(one.start, one.stop):
             unit = self._units[at]
             made = sum(size for maker, size in unit.alongside if maker >= one.start)
-            missing = 0 if at == one.start else made + (0 if input_held else self._sizes[at])
+            missing = 0 if at == one.start else made + (0 if input_held else self._between[at].n_bytes)
             need = unit.forward_need(keeping=False, stops=False)
             added = _bytes_of(kept.get(at, ()))
             if added:  # the layer's peak may be before or after these are made, but keeps no more than everything
@@ -357,33 +391,37 @@ class _SimulatedStep:
             held += added
             input_held = any(product.is_output for product in kept.get(at, ()))
 
-    def _run_unit(self, at: int, held: int, base: int | None, end: int | None, *, input_held: bool) -> None:
-        """Run a unit forward that keeps its tensors. `end` is the unit in which running again stops; None at first."""
+    def _run_unit(self, at: int, held: int, base: int | None, end: int | None) -> None:
+        """Run a unit forward that keeps its tensors; its input is among what is held.
+
+        `end` is the unit in which running again stops; None at first.
+        """
         if end is not None and at > end:
             return
         unit, stops = self._units[at], at == end
         below = unit.forward_base if base is None else base
-        missing = 0 if input_held else self._sizes[at]
         # Until they are reached, the kept products of this and later layers are there besides.
         later = sum(size for other, size in self._kept.items() if other > at) if self._kept else 0
         need = max(unit.forward_need(keeping=True, stops=stops), self._kept.get(at, 0))
-        self.peak = max(self.peak, held + missing + below + later + need)
+        if end is not None:
+            need += unit.again_bytes
+        self.peak = max(self.peak, held + below + later + need)
         if end is not None:
             self.extra += unit.operations - (unit.tail_operations if stops else 0)
 
 
 def kept_by_unit(units: Sequence[Unit], ranges: Ranges) -> list[int]:
     """Returns the bytes that each unit adds to what is kept for backward; a range's are its first unit's."""
-    sizes = boundary_bytes(units)
+    between = boundaries(units)
     kept = [0] * len(units)
-    held = True
+    held = ALL
     for piece in pieces(0, len(units), ranges):
         if isinstance(piece, Range):
-            kept[piece.start] = 0 if held else sizes[piece.start]
+            kept[piece.start] = between[piece.start].missing(held)
             kept[piece.start] += sum(map(_bytes_of, kept_products(units, piece).values()))
-            held = is_output_held(units, piece)
+            held = held_after(units, piece)
         else:
-            kept[piece], held = after_keeping(units[piece], input_held=held, in_bytes=sizes[piece])
+            kept[piece], held = after_keeping(units[piece], between[piece], held)
     return kept
 
 
@@ -397,11 +435,19 @@ def may_be_range(units: Sequence[Unit], start: int, stop: int) -> bool:
     )
 
 
-def as_forced(unit: Unit) -> Unit:
+def as_forced(unit: Unit, before: Boundary) -> Unit:
     """Returns a unit that is recomputed by every plan: it keeps its input, and needs the rest in its backward pass."""
-    kept = unit.own_bytes + (unit.out_bytes if unit.keeps_output else 0)
+    kept = unit.own_bytes + unit.out_kept
     need = unit.backward_need(again=True, input_held=True)
     top = None if need is None else need + kept
     return replace(
-        unit, own_bytes=0, keeps_input=True, keeps_output=False, pinned=True, backward_peak=top, again_backward_peak=top
+        unit,
+        own_bytes=0,
+        in_kept=before.n_bytes,
+        in_added=before.missing(PART),
+        out_kept=0,
+        out_held=0,
+        pinned=True,
+        backward_peak=top,
+        again_backward_peak=top,
     )

@@ -23,13 +23,16 @@ from typing import Any
 import numpy as np
 
 from lightning_memtools.checkpointing.memory_model import (
+    ALL,
+    NOTHING,
+    PART,
     Range,
     Ranges,
     Unit,
     after_keeping,
-    boundary_bytes,
+    boundaries,
     estimate,
-    is_output_held,
+    held_after,
     ranges_with_products,
 )
 
@@ -88,7 +91,7 @@ class OptimalRanges:
             resolution = int(_RESOLUTION * max(finer, 1))
         # The tensors between units add up: a quantum that divides their most common size rounds nothing there.
         self._quantum = max(limit_bytes / resolution, 1.0)
-        often = _most_common(boundary_bytes(units), units)
+        often = _most_common([one.n_bytes for one in boundaries(units)], units)
         if often > self._quantum / (_MOST_FINER if self.is_coarse else 1):
             self._quantum = often / max(round(often / self._quantum), 1)
         n = int(limit_bytes / self._quantum) + 1
@@ -209,8 +212,8 @@ def spread_places(units: Sequence[Unit], start: int, stop: int, cells: int, amon
 
     With `among`, only these places are taken.
     """
-    sizes = boundary_bytes(units)
-    kept = [0.0] + [float(unit.own_bytes + unit.out_bytes * unit.keeps_output) for unit in units[start:stop]]
+    sizes = [one.n_bytes for one in boundaries(units)]
+    kept = [0.0] + [float(unit.own_bytes + unit.out_kept) for unit in units[start:stop]]
     ran = [0.0] + [float(unit.operations) for unit in units[start:stop]]
     weights = np.linspace(0, 1, stop - start + 1)
     for one in (np.cumsum(kept), np.cumsum(ran)):
@@ -267,7 +270,7 @@ class _Kept:
     """A cell whose tensors are kept, as far as it does not depend on where the range around it ends.
 
     Attributes:
-        out_held: Whether its output is held afterwards.
+        out_held: What is held of its output afterwards.
         added: The memory that it adds.
         before: The memory that is added before each of its units runs.
         running: The bytes that each unit needs to run, above what is held.
@@ -275,7 +278,7 @@ class _Kept:
         again_top: The same in a range that ran again.
     """
 
-    out_held: bool
+    out_held: int
     added: int
     before: Costs
     running: Costs
@@ -290,7 +293,7 @@ class _Selective:
     Attributes:
         range: The range.
         last: The index of the place where it ends.
-        out_held: Whether its output is held afterwards.
+        out_held: What is held of its output afterwards.
         added: The memory that it adds.
         need: The least memory in which it runs, forward and back.
         cost: The operations that it computes again.
@@ -298,7 +301,7 @@ class _Selective:
 
     range: Range
     last: int
-    out_held: bool
+    out_held: int
     added: int
     need: int
     cost: int
@@ -318,24 +321,27 @@ class _Solution:
         self._units = units
         self._quantum = quantum
         self._n = n
-        self._sizes = boundary_bytes(units)
+        self._between = boundaries(units)
         # In numbers that a float holds exactly.
         self._operations = np.array([0, *np.cumsum([unit.operations for unit in units])], dtype=np.float64)
-        self._dropping = np.array(self._sizes[:-1], dtype=np.float64) + [unit.dropping_bytes for unit in units]
+        self._dropping = np.array([one.n_bytes for one in self._between[:-1]], dtype=np.float64) + [
+            unit.dropping_bytes for unit in units
+        ]
         self._alongside = np.array(
             [(at, maker, size) for at, unit in enumerate(units) for maker, size in unit.alongside], dtype=np.int64
         ).reshape(-1, 3)
         self._running: dict[int, Costs] = {}
         self._running_slots: dict[tuple[int, int], Slots] = {}
-        self._kept_inside: dict[tuple[int, bool, int, int], tuple[int, int, float, bool]] = {}
+        self._kept_inside: dict[tuple[int, int, int, int], tuple[int, int, float, int]] = {}
         self._forward_base = np.array([unit.forward_base for unit in units], dtype=np.float64)
         self._forward_bytes = np.array([unit.forward_bytes for unit in units], dtype=np.float64)
+        self._again_bytes = np.array([unit.again_bytes for unit in units], dtype=np.float64)
         # The last unit before each place that keeps anything.
         saving = [at if unit.saves else -1 for at, unit in enumerate(units)]
         self._saving_before = [-1, *(int(at) for at in np.maximum.accumulate(saving))] if saving else [-1]
         self._same_until = _same_until(units)
         self._cells = {
-            (cell, held): self._cell(cell, held=held) for cell in range(len(places) - 1) for held in (False, True)
+            (cell, held): self._cell(cell, held) for cell in range(len(places) - 1) for held in (NOTHING, PART, ALL)
         }
         at_of = {place: at for at, place in enumerate(places)}
         # The places where ranges from a place may end, and the costs of each in a range that runs again: its forward
@@ -373,13 +379,13 @@ class _Solution:
     def plan(self, slot: int) -> Ranges:
         """Returns the plan that has the least extra operations in this amount of memory."""
         found: list[Range] = []
-        first, held = 0, True
+        first, held = 0, PART
         while first < len(self.places) - 1:
             one, need = self._cells[first, held], self._need_of(first, held)
-            kept = self._outer[int(one.out_held), first + 1, slot - one.added] if slot >= need else INFINITE
-            boundary = 0 if held else self._slots(self._sizes[self.places[first]])
+            kept = self._outer[one.out_held, first + 1, slot - one.added] if slot >= need else INFINITE
+            boundary = self._missing(first, held)
             costs = self._outer_column(first, slot - boundary)
-            option = self._best_selective(first, slot, min(kept, costs.min(initial=INFINITE)), held=held)
+            option = self._best_selective(first, slot, min(kept, costs.min(initial=INFINITE)), held)
             if option is not None:
                 found.append(option.range)
                 first, held, slot = option.last, option.out_held, slot - option.added
@@ -390,7 +396,7 @@ class _Solution:
             slot -= boundary
             last = int(self._ends[first][int(costs.argmin())])
             found.append(Range(self.places[first], self.places[last], self._inner_plan(first, last, slot)))
-            first, held = last, self._is_same(first, last)
+            first, held = last, int(self._is_same(first, last))
         return tuple(found)
 
     # --- the tables
@@ -402,23 +408,32 @@ class _Solution:
         self._columns[last] = start, table, spans
         for first in range(last - 1, start - 1, -1):
             recomputed = self._recompute_inner(first, last)
-            for held in (False, True):
-                need, added, cost, out_held = self._keep_inner(first, last, held)
-                best = table[int(held), first - start]
-                best[:need] = INFINITE
-                if need < self._n:
-                    rest = table[int(out_held), first + 1 - start] if first + 1 < last else None
-                    best[need:] = cost if rest is None else rest[need - added : self._n - added] + cost
-                if recomputed is not None:
-                    shift = 0 if held else self._slots(self._sizes[self.places[first]])
-                    if shift < self._n:
-                        np.minimum(best[shift:], recomputed[: self._n - shift], out=best[shift:])
-                spans[:, int(held), first - start] = _span(best)
+            for held in (NOTHING, PART):
+                best = table[held, first - start]
+                self._best_inner(first, last, held, recomputed, best)
+                spans[:, held, first - start] = _span(best)
             ends = self._listed_ends.get(first, ())
             at = bisect_left(ends, last)
             if at < len(ends) and ends[at] == last:
-                np.add(table[1, first - start], self._work(first, last), out=self._again[first][at])
-                self._again_spans[first][:, at] = spans[:, 1, first - start]
+                again, span = table[PART, first - start], spans[:, PART, first - start]
+                if self._between[self.places[first]].is_partial:  # but a range holds all of its input
+                    again = self._best_inner(first, last, ALL, recomputed, np.empty(self._n))
+                    span = np.array(_span(again))
+                np.add(again, self._work(first, last), out=self._again[first][at])
+                self._again_spans[first][:, at] = span
+
+    def _best_inner(self, first: int, last: int, held: int, recomputed: Costs | None, best: Costs) -> Costs:
+        """Fills in the least costs of cells `first` to `last` when a range runs again, by what is held before them."""
+        start, table, _ = self._columns[last]
+        need, added, cost, out_held = self._keep_inner(first, last, held)
+        best[:need] = INFINITE
+        if need < self._n:
+            rest = table[out_held, first + 1 - start] if first + 1 < last else None
+            best[need:] = cost if rest is None else rest[need - added : self._n - added] + cost
+        shift = self._missing(first, held)
+        if recomputed is not None and shift < self._n:
+            np.minimum(best[shift:], recomputed[: self._n - shift], out=best[shift:])
+        return best
 
     def _recompute_inner(self, first: int, last: int) -> Costs | None:
         """Returns the least costs of cells `first` to `last` if a range begins with the first, whose input is held."""
@@ -469,15 +484,15 @@ class _Solution:
         return found
 
     def _solve_outer(self, first: int) -> None:
-        for held in (False, True):
+        for held in (NOTHING, PART):
             one, need = self._cells[first, held], self._need_of(first, held)
-            best = self._outer[int(held), first]
+            best = self._outer[held, first]
             best[:need] = INFINITE
             if need < self._n:
-                best[need:] = self._outer[int(one.out_held), first + 1, need - one.added : self._n - one.added]
+                best[need:] = self._outer[one.out_held, first + 1, need - one.added : self._n - one.added]
         for held, option in self._selective.get(first, ()):
-            best = self._outer[int(held), first, option.need :]
-            after = self._outer[int(option.out_held), option.last, option.need - option.added : self._n - option.added]
+            best = self._outer[held, first, option.need :]
+            after = self._outer[option.out_held, option.last, option.need - option.added : self._n - option.added]
             np.minimum(best, after + option.cost, out=best)
         ends = self._ends.get(first)
         if ends is None:
@@ -486,25 +501,25 @@ class _Solution:
         for costs, need in zip(inside, self._running_needs(first, ends, None), strict=True):
             costs[:need] = INFINITE
         whole = inside.min(axis=0)
-        for held in (False, True):
-            shift = 0 if held else self._slots(self._sizes[self.places[first]])
+        for held in (NOTHING, PART):
+            shift = self._missing(first, held)
             if shift < self._n:
-                best = self._outer[int(held), first, shift:]
+                best = self._outer[held, first, shift:]
                 np.minimum(best, whole[: self._n - shift], out=best)
 
-    def _solve_selective(self, rows: Sequence[Row], at_of: dict[int, int]) -> dict[int, list[tuple[bool, _Selective]]]:
-        """Returns the ranges that keep products, of single layers, by place: whether their input is held, and each."""
-        found: dict[int, list[tuple[bool, _Selective]]] = {}
+    def _solve_selective(self, rows: Sequence[Row], at_of: dict[int, int]) -> dict[int, list[tuple[int, _Selective]]]:
+        """Returns the ranges that keep products, of single layers, by place: what is held of their input, and each."""
+        found: dict[int, list[tuple[int, _Selective]]] = {}
         for start, stop in sorted({pair for row in rows for pair in itertools.pairwise(row)}):
             if start not in at_of or stop not in at_of or not self._units[start].may_start:
                 continue
             for one in ranges_with_products(self._units, start, stop):
-                for held in (False, True):
-                    cost = estimate(self._units, (one,), start, stop, input_held=held, sizes=self._sizes)
+                for held in (NOTHING, PART):
+                    cost = estimate(self._units, (one,), start, stop, held=held, between=self._between)
                     option = _Selective(
                         one,
                         at_of[stop],
-                        is_output_held(self._units, one),
+                        held_after(self._units, one),
                         self._slots(cost.kept_bytes),
                         max(self._slots(cost.peak_bytes), self._slots(cost.kept_bytes)),
                         cost.extra_operations,
@@ -535,29 +550,33 @@ class _Solution:
         found: Costs = np.maximum(np.rint(n_bytes / self._quantum), 0)
         return found
 
-    def _cell(self, cell: int, *, held: bool) -> _Kept:
+    def _missing(self, first: int, held: int) -> int:
+        """Returns the memory that a range adds which begins at a place, by what is held there."""
+        return self._slots(self._between[self.places[first]].missing(held))
+
+    def _cell(self, cell: int, held: int) -> _Kept:
         before, running, tops, total, kept = [], [], [0, 0], 0, 0
         for at in range(self.places[cell], self.places[cell + 1]):
-            unit = self._units[at]
-            added, out_held = after_keeping(unit, input_held=held, in_bytes=self._sizes[at])
+            unit, boundary = self._units[at], self._between[at]
+            added, out_held = after_keeping(unit, boundary, held)
             before.append(total)
-            running.append(0 if held else self._sizes[at])
+            running.append(boundary.missing(held))
             kept += added  # rounded once for all units: what is less than the quantum adds up
             total = self._slots(kept)
             for again in (False, True):
-                need = unit.backward_need(again=again, input_held=held)
+                need = unit.backward_need(again=again, input_held=held > NOTHING)
                 tops[again] = max(tops[again], total + (0 if need is None else max(self._slots(need), 0)))
             held = out_held
         return _Kept(held, total, np.array(before, dtype=float), np.array(running, dtype=float), *tops)
 
-    def _need_of(self, cell: int, held: bool) -> int:
+    def _need_of(self, cell: int, held: int) -> int:
         """Returns the least memory for a cell outside of ranges."""
         one, units = self._cells[cell, held], slice(self.places[cell], self.places[cell + 1])
         running = one.running + self._forward_base[units] + self._forward_bytes[units]
         return max(one.top, int((one.before + self._needs(running)).max()))
 
-    def _keep_inner(self, first: int, last: int, held: bool) -> tuple[int, int, float, bool]:
-        """Returns for a cell in a range that runs again: least memory, memory added, cost, if its output is held."""
+    def _keep_inner(self, first: int, last: int, held: int) -> tuple[int, int, float, int]:
+        """Returns for a cell in a range that runs again: least memory, memory added, cost, how its output is held."""
         start, stop, end = self.places[first], self.places[first + 1], self.places[last]
         # Running again stops in the last unit that keeps anything, and does not reach those after it.
         saving = min(max(self._saving_before[end], start - 1), stop)
@@ -566,13 +585,12 @@ class _Solution:
             self._kept_inside[key] = self._keep_up_to(*key)
         return self._kept_inside[key]
 
-    def _keep_up_to(self, first: int, held: bool, base: int, saving: int) -> tuple[int, int, float, bool]:
+    def _keep_up_to(self, first: int, held: int, base: int, saving: int) -> tuple[int, int, float, int]:
         """Returns the same, from what it depends on: where running again stops and what is held when it begins."""
         one, start, stop = self._cells[first, held], self.places[first], self.places[first + 1]
-        runs = self._forward_bytes[start:stop]
+        runs = self._forward_bytes[start:stop] + self._again_bytes[start:stop]
         if start <= saving < stop:
-            runs = runs.copy()
-            runs[saving - start] = self._units[saving].stopped_bytes
+            runs[saving - start] = self._units[saving].stopped_bytes + self._units[saving].again_bytes
         needs = self._needs(one.running + runs + base)
         ran = min(saving + 1, stop)
         needs[ran - start :] = 0
@@ -595,7 +613,7 @@ class _Solution:
         if first not in self._running:
             start, stop = self.places[first], self.places[int(self._ends[first][-1])]
             needed = self._dropping[start:stop].copy()
-            needed[0] -= self._sizes[start]
+            needed[0] -= self._between[start].n_bytes
             at, maker, size = self._alongside.T
             inside = (maker >= start) & (at > start) & (at < stop)
             needed += np.bincount(at[inside] - start, weights=size[inside], minlength=stop - start)
@@ -619,26 +637,26 @@ class _Solution:
         costs[self._running_needs(first, self._ends[first], None) > slot] = INFINITE
         return costs
 
-    def _best_selective(self, first: int, slot: int, below: float, *, held: bool) -> _Selective | None:
+    def _best_selective(self, first: int, slot: int, below: float, held: int) -> _Selective | None:
         """Returns the range that keeps products and costs least with the rest of the step, if less than `below`."""
         best = None
         for of, option in self._selective.get(first, ()):
             if of == held and option.need <= slot:
-                cost = option.cost + self._outer[int(option.out_held), option.last, slot - option.added]
+                cost = option.cost + self._outer[option.out_held, option.last, slot - option.added]
                 if cost < below:
                     best, below = option, cost
         return best
 
     def _inner_plan(self, first: int, last: int, slot: int) -> Ranges:
         found: list[Range] = []
-        held = True
+        held = ALL
         start, table, _ = self._columns[last]
         while first < last:
             need, added, cost, out_held = self._keep_inner(first, last, held)
             kept = INFINITE if slot < need else cost
             if first + 1 < last and slot >= need:
-                kept += table[int(out_held), first + 1 - start, slot - added]
-            boundary = 0 if held else self._slots(self._sizes[self.places[first]])
+                kept += table[out_held, first + 1 - start, slot - added]
+            boundary = self._missing(first, held)
             ends = self._ends_before(first, last)
             costs = np.zeros(0)
             if len(ends) and slot >= boundary:
@@ -651,7 +669,7 @@ class _Solution:
             slot -= boundary
             at = int(ends[int(costs.argmin())])
             found.append(Range(self.places[first], self.places[at], self._inner_plan(first, at, slot)))
-            first, held = at, self._is_same(first, at)
+            first, held = at, int(self._is_same(first, at))
         return tuple(found)
 
 

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import write_count, written_arguments
+from lightning_memtools._torch import node_sequence_number, write_count, written_arguments
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
@@ -91,6 +92,7 @@ class _Recorder:
         records: The units, in the order of the forward pass.
         spans: The first record of each layer in its first call, and the index after its last; by chain and layer.
         calls: The layers that are running, the innermost last.
+        carried: The blocks that several layers of a chain were given and handed on beside others, with their sizes.
         failed: What the second forward pass raised, which then ended in these layers; "" if nothing.
     """
 
@@ -98,6 +100,8 @@ class _Recorder:
         self.records: list[UnitRecord] = []
         self.spans: dict[tuple[int, int], tuple[int, int]] = {}
         self.calls: list[tuple[int, int]] = []
+        self.carried: dict[int, int] = {}
+        self._handed_on: set[tuple[int, int]] = set()
         self.failed = ""
         self.static: set[int] = set()
         self._trace = trace
@@ -105,9 +109,10 @@ class _Recorder:
         self._backward: UnitRecord | None = None
         self._inside = False
         self._keeping = True
-        self._alive: _AliveBlocks | None = None
         self._spent = SpentTensors(trace.device)
+        self._alive = _AliveBlocks(lambda: len(self.records), self._spent)
         self._products: dict[int, ProductRecord] = {}
+        self._makers: dict[tuple[int, int], list[UnitRecord]] = {}  # by autograd's node and the number of its output
         self._within: tuple[int, ...] = ()  # the calls of layers that hold chains, by their first unit
         self._taken: dict[int, int] = {}  # by layers that hold chains, since the last unit
         # A layer that holds another chain is no unit of its own: the layers of that chain are, and the code between.
@@ -129,7 +134,7 @@ class _Recorder:
             self.static = {entry.block.id for entry in self._trace.device.blocks()}
             self._trace.counted.listener = self._note_operator
             # From now on, since training_step itself may run backward passes.
-            self._trace.device.listen(self._spent)
+            self._trace.device.listen(self._alive)
         self._begin(None, ())
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._spent.hand_out)
 
@@ -148,19 +153,19 @@ class _Recorder:
     @contextmanager
     def keeping_nothing(self) -> Iterator[None]:
         """Within, a second forward pass is measured in which no tensor is kept: each unit frees most before it ends."""
-        first, spans = self.records, self.spans
-        self.records, self.spans, self._keeping = [], {}, False
+        first, spans, carried = self.records, self.spans, self.carried
+        self.records, self.spans, self.carried, self._keeping = [], {}, {}, False
         self._alive = _AliveBlocks(lambda: len(self.records))
         self._trace.device.listen(self._alive)
         try:
             yield
         finally:
             second, same = self.records, spans == self.spans
-            self.records, self.spans = first, spans
+            self.records, self.spans, self.carried = first, spans, carried
         if same and len(first) == len(second) + 1:  # without the unit after the last layer
             for one, other in zip(first, second, strict=False):
                 one.dropping = other.peak - other.allocated_before
-                one.alongside = other.alongside
+                one.alongside_if_dropped = other.alongside
 
     def call_layer(self, place: tuple[int, int], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer as a unit of its own, or as several if it holds other chains, and return its output."""
@@ -187,14 +192,30 @@ class _Recorder:
                 self._inside = False
         self.calls.pop()
         self._within = within
+        self._note_carried(place[0], (args, kwargs), out)
         record = self._open
         assert record is not None
         first.overwrites |= _was_written(given)
         if not holding or len(self.records) == start or self._is_worth_a_unit(record):
             self._end(out)
+        else:  # what it hands on besides the output of the last layer in it
+            self.records[-1].output |= self._keys(out)
         self.spans.setdefault(place, (start, len(self.records)))
         self._begin(None, out)
         return out
+
+    def _note_carried(self, chain: int, given: Any, out: Any) -> None:
+        """Note what a second layer of a chain hands on of what it was given, besides what it made."""
+        given_keys, out_keys = self._keys(given), self._keys(out)
+        if out_keys.keys() - given_keys.keys():
+            same = {key: size for key, size in given_keys.items() if key in out_keys}
+            self.carried |= {key: size for key, size in same.items() if (chain, key) in self._handed_on}
+            self._handed_on.update((chain, key) for key in same)
+
+    def release_input(self, out: Any) -> None:
+        """Note that a Sequential no longer refers to the input of the layer that returned `out`."""
+        if not self._inside:
+            self._begin(None, out)
 
     def _is_worth_a_unit(self, record: UnitRecord) -> bool:
         return not self.records or record.saves or self._trace.counted.total > record.operations_before
@@ -203,8 +224,7 @@ class _Recorder:
         record = UnitRecord(place, self._trace.allocated(), operations_before=self._trace.counted.total)
         record.operations_at_last_save = record.operations_before
         record.input, record.within = self._keys(value), self._within
-        if self._alive is not None:
-            record.alongside = self._alive.besides(record.input)
+        record.alongside = self._alive.besides(record.input)
         self._trace.peak_since()
         self._open = record
 
@@ -217,15 +237,20 @@ class _Recorder:
         record.taken, self._taken = self._taken | record.input, {}
         self._open = None
         self.records.append(record)
-        for one in tensors_in(value):
+        for one in tensors_in(value) if self._keeping else ():
             if one.requires_grad and one.grad_fn is not None:
-                if not self._keeping:
-                    break
-                # When the gradient of its output is ready, this unit's backward pass begins.
-                one.register_hook(  # type: ignore[no-untyped-call]
-                    lambda _, record=record: self._enter_backward(record)
-                )
-                break
+                # When the gradient of an output is ready, this unit's backward pass begins.
+                key = node_sequence_number(one.grad_fn), one.output_nr
+                if key not in self._makers:
+                    makers = self._makers[key] = []
+                    one.register_hook(partial(self._enter_all, makers))  # type: ignore[no-untyped-call]
+                self._makers[key].append(record)
+
+    def _enter_all(self, makers: list[UnitRecord], gradient: Tensor) -> None:
+        """Enter the units that returned one tensor, the last one first: all but the first had nothing to do for it."""
+        del gradient
+        for record in reversed(makers):
+            self._enter_backward(record)
 
     def _enter_backward(self, record: UnitRecord) -> None:
         if record.backward_before is None:
@@ -252,14 +277,15 @@ class _Recorder:
                     self._products[key].overwritten = True
 
     def _pack(self, tensor: Tensor) -> Any:
-        record = self._open
+        record, keys = self._open, self._keys(tensor)
         if record is not None:
             record.saves = True
             record.operations_at_last_save = self._trace.counted.total
             record.peak_at_last_save = self._trace.peak_so_far()
-            record.saved.update(self._keys(tensor))
+            record.saved.update(keys)
         if not self._keeping:
             return None
+        self._alive.leave_out(keys)
         # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
         return SavedTensor(tensor if tensor.is_leaf else tensor.detach())
 
@@ -273,19 +299,29 @@ class _Recorder:
 
 
 class _AliveBlocks(DeviceListener):
-    """The blocks that were allocated and not yet freed: which unit made each, and its size."""
+    """The blocks that were allocated and not yet freed: which unit made each, and its size.
 
-    def __init__(self, unit: Callable[[], int]) -> None:
+    `also` is told of allocations too: a device has one listener.
+    """
+
+    def __init__(self, unit: Callable[[], int], also: DeviceListener | None = None) -> None:
         self._unit = unit
+        self._also = also
         self._blocks: dict[int, tuple[int, int]] = {}
 
     def besides(self, keys: Collection[int]) -> tuple[tuple[int, int], ...]:
         """Returns the units and sizes of all but those with these ids."""
         return tuple(one for key, one in self._blocks.items() if key not in keys)
 
+    def leave_out(self, keys: Collection[int]) -> None:
+        """Forget those with these ids, which autograd keeps."""
+        for key in keys:
+            self._blocks.pop(key, None)
+
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
-        del category, module
         self._blocks[block.id] = self._unit(), block.size
+        if self._also is not None:
+            self._also.on_allocation(block, category, module)
 
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
         del category, module
@@ -310,6 +346,7 @@ def _watch(model: nn.Module, index: int, chain: Chain, recorder: _Recorder) -> N
     def forward(input: Any) -> Any:  # noqa: A002, Sequential's own name
         for at, layer in enumerate(layers):
             input = recorder.call_layer((index, at), layer, (input,), {})  # noqa: A001, as above
+            recorder.release_input(input)
         return input
 
     vars(module)["forward"] = forward
@@ -393,6 +430,23 @@ def _profile_of(
     recorder: _Recorder, chains: Sequence[Chain], plain: StepCost, outside: dict[tuple[int, int], str]
 ) -> StepProfile:
     records = recorder.records
+    starts = _starts_of(recorder, chains)
     left_out = {(index, at) for index, chain in enumerate(chains) for at in chain.outside}
     places = tuple(one.place for one in records)
-    return StepProfile(units_of(records, left_out.union(outside)), places, plain, outside, recorder.spans)
+    return StepProfile(
+        units_of(records, left_out.union(outside), recorder.carried, starts), places, plain, outside, recorder.spans
+    )
+
+
+def _starts_of(recorder: _Recorder, chains: Sequence[Chain]) -> list[int]:
+    """Returns for each unit the first that may run again together with it."""
+    starts = [*range(len(recorder.records))]
+    operations = sum(one.operations - one.operations_before for one in recorder.records)
+    for index, chain in enumerate(chains):
+        spans = [span for (of, _), span in recorder.spans.items() if of == index]
+        start, stop = min((one for one, _ in spans), default=0), max((one for _, one in spans), default=0)
+        inside = recorder.records[start:stop]
+        if chain.is_module and sum(one.operations - one.operations_before for one in inside) > operations / 2:
+            continue
+        starts[start:stop] = [min(start, one) for one in starts[start:stop]]
+    return starts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from lightning_memtools.checkpointing.memory_model import Product, Unit, after_keeping
+from lightning_memtools.checkpointing.memory_model import Product, Unit
 
 Place = tuple[int, int]
 """The indices of a chain and of a layer in it."""
@@ -28,9 +28,10 @@ class ProductRecord:
 class UnitRecord:
     """The measurements of one unit. Blocks are by id, with their sizes; a `place` of None is code between chains.
 
-    `taken`: its input, and that of the layers around it that begin with it. `within`: the calls of these layers, and of
-    others around it. `again_backward_peaks`: of its backward pass after it ran again, where others hold its input, and
-    where not.
+    `alongside`: the blocks besides its input that are there when it begins and that no unit has kept by then: which
+    unit made each, and its size. `alongside_if_dropped`: the same if nothing is kept. `taken`: its input, and that of
+    the layers around it that begin with it. `within`: the calls of these layers, and of others around it.
+    `again_backward_peaks`: of its backward pass after it ran again, where others hold its input, and where not.
     """
 
     place: Place | None
@@ -42,6 +43,7 @@ class UnitRecord:
     peak_at_last_save: int = 0
     dropping: int | None = None
     alongside: tuple[tuple[int, int], ...] = ()
+    alongside_if_dropped: tuple[tuple[int, int], ...] = ()
     saves: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     input: dict[int, int] = field(default_factory=dict)
@@ -56,21 +58,26 @@ class UnitRecord:
     again_backward_peaks: tuple[int, int] = (0, 0)
 
 
-def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[Unit, ...]:
-    """Returns the units that were measured; those between chains and at the places `pinned` must not run again."""
+def units_of(
+    records: Sequence[UnitRecord], pinned: Collection[Place], carried: dict[int, int], starts: Sequence[int]
+) -> tuple[Unit, ...]:
+    """Returns the units that were measured; those between chains and at the places `pinned` must not run again.
+
+    The blocks that are `carried` from layer to layer, with their sizes, count as kept by the first unit: whatever a
+    plan does, a layer that keeps them or the input of a range is there soon after they were made. `starts` are for each
+    unit the first that may run again together with it.
+    """
     units: list[Unit] = []
     keepers = _keepers(records)
-    kept_before: set[int] = set()
+    kept_before = set(carried)
     before: dict[int, int] = {}
-    # By the memory model, and really. Of two tensors that are passed on, the model counts both where one is kept: what
-    # it counts too much must not be taken off the rest, which plans do not free.
-    kept, input_held, really = 0, True, 0
+    kept, not_yet_kept = 0, dict(carried)
     # What a chain's first unit keeps of its input is there until the layers around the chain end, whatever a plan does.
     lasting: dict[int, tuple[int, ...]] = {}
     for at, (record, after) in enumerate(zip(records, [*records[1:], None], strict=True)):
         keeps = {key for key in record.saved if keepers[key] <= at}
         new = keeps - kept_before
-        not_kept = sum(size for key, size in before.items() if key not in kept_before)
+        not_kept = sum(before.values()) - _size_of(before, kept_before)
         kept_before |= new
         passed = _passed_on(record, after, kept_before)
         if at and _lies_between(records[at - 1], record):
@@ -79,14 +86,17 @@ def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[
         passed = {
             key: size
             for key, size in passed.items()
-            if key in before or key not in lasting or now[: len(lasting[key])] != lasting[key]
+            if key not in carried and (key in before or key not in lasting or now[: len(lasting[key])] != lasting[key])
         }
         same = bool(passed) and passed.keys() <= before.keys()
+        own = sum(record.saved[key] for key in new if key not in before and key not in passed)
         unit = Unit(
-            own_bytes=sum(record.saved[key] for key in new if key not in before and key not in passed),
-            out_bytes=0 if same else sum(passed.values()),
-            keeps_input=bool(keeps & before.keys()),
-            keeps_output=bool(keeps & passed.keys()),
+            own_bytes=own + (0 if at else sum(carried.values())),
+            out_bytes=0 if passed.keys() == before.keys() else sum(passed.values()),
+            in_kept=_size_of(before, keeps),
+            in_added=_size_of(before, new),
+            out_kept=_size_of(passed, new - before.keys()),
+            out_held=_size_of(passed, kept_before),
             same_storage=same,
             pinned=record.place is None or record.place in pinned,
             chain=None if record.place is None else record.place[0],
@@ -96,22 +106,23 @@ def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[
             forward_bytes=record.peak - record.allocated_before,
             stopped_bytes=max(record.peak_at_last_save - record.allocated_before, 0),
             dropping_bytes=record.peak - record.allocated_before if record.dropping is None else record.dropping,
-            alongside=record.alongside,
+            alongside=record.alongside_if_dropped,
+            again_bytes=sum(size for maker, size in record.alongside if maker >= starts[at]),
             products=tuple(_product_of(one, record, passed) for one in record.products),
         )
-        in_bytes = sum(before.values())
-        forward_base = record.allocated_before - min(kept + (0 if input_held else in_bytes), really + not_kept)
-        added, input_held = after_keeping(unit, input_held=input_held, in_bytes=in_bytes)
-        kept += added
-        really += sum(record.saved[key] for key in new)
-        counted = min(kept, really)
+        forward_base = record.allocated_before - kept - not_kept
+        kept += sum(record.saved[key] for key in new) + (0 if at else sum(carried.values()))
+        not_yet_kept = {key: size for key, size in not_yet_kept.items() if key not in record.saved}
+        kept_then = kept - sum(not_yet_kept.values())
         units.append(
             replace(
                 unit,
                 forward_base=forward_base,
-                backward_base=0 if record.backward_before is None else record.backward_before - counted,
-                backward_peak=None if record.backward_peak is None else record.backward_peak - counted,
-                again_backward_peak=None if record.backward_peak is None else record.again_backward_peaks[0] - counted,
+                backward_base=0 if record.backward_before is None else record.backward_before - kept_then,
+                backward_peak=None if record.backward_peak is None else record.backward_peak - kept_then,
+                again_backward_peak=None
+                if record.backward_peak is None
+                else record.again_backward_peaks[0] - kept_then,
                 freed_input_bytes=record.again_backward_peaks[0] - record.again_backward_peaks[1],
             )
         )
@@ -146,6 +157,11 @@ def _passed_on(record: UnitRecord, after: UnitRecord | None, kept: Collection[in
     if after is None or after.taken.keys() & record.output.keys():
         return record.output
     return {key: size for key, size in after.taken.items() if key not in kept}
+
+
+def _size_of(blocks: dict[int, int], among: Collection[int]) -> int:
+    """Returns the size of those blocks that are among these."""
+    return sum(size for key, size in blocks.items() if key in among)
 
 
 def _lies_between(record: UnitRecord, after: UnitRecord) -> bool:

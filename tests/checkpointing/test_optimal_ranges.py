@@ -9,10 +9,12 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, assume, given, settings
 
 from lightning_memtools.checkpointing.memory_model import (
+    PART,
     Product,
     Range,
     Ranges,
     Unit,
+    boundaries,
     estimate,
     last_saving,
     may_be_range,
@@ -79,9 +81,14 @@ products = st.builds(
 
 @st.composite
 def chains(draw, least: int, most: int) -> list[Unit]:
-    units = []
+    units: list[Unit] = []
     for at in range(draw(st.integers(least, most))):
         same = draw(st.integers(0, 4)) == 0
+        before = boundaries(units)[-1]
+        in_kept, out_bytes = draw(st.integers(0, before.n_bytes)), draw(sizes)
+        if same:
+            out_bytes = draw(st.integers(0, before.n_bytes))
+        out_held = draw(st.integers(0, out_bytes or (before.n_bytes if same else 0)))
         inside = tuple(draw(st.lists(products, max_size=2))) if at % 4 == 1 else ()
         operations = draw(st.integers(0, 9)) + sum(one.operations for one in inside)
         base, forward = draw(sizes), draw(sizes)
@@ -89,9 +96,11 @@ def chains(draw, least: int, most: int) -> list[Unit]:
         units.append(
             Unit(
                 own_bytes=draw(sizes),
-                out_bytes=0 if same else draw(sizes),
-                keeps_input=draw(st.booleans()),
-                keeps_output=draw(st.booleans()),
+                out_bytes=out_bytes,
+                in_kept=in_kept,
+                in_added=draw(st.integers(0, min(in_kept, before.missing(PART)))),
+                out_kept=0 if same else draw(st.integers(0, out_held)),
+                out_held=out_held,
                 same_storage=same,
                 may_start=draw(st.integers(0, 4)) > 0,
                 pinned=draw(st.integers(0, 5)) == 0,
@@ -107,6 +116,7 @@ def chains(draw, least: int, most: int) -> list[Unit]:
                 backward_peak=top,
                 again_backward_peak=None if top is None else draw(st.integers(0, top)),
                 freed_input_bytes=draw(st.integers(0, 3)),
+                again_bytes=draw(sizes),
                 products=inside,
                 alongside=tuple(draw(st.lists(st.tuples(st.integers(0, at - 1), sizes), max_size=2)) if at else ()),
             )
@@ -199,8 +209,10 @@ def long_chain(n: int) -> list[Unit]:
     blocks = [
         Unit(
             out_bytes=size,
-            keeps_input=at != 3,
-            keeps_output=at == 1,
+            in_kept=0 if at == 3 else sizes_and_work[at - 1][0],
+            in_added=0 if at in {2, 3} else sizes_and_work[at - 1][0],
+            out_kept=size if at == 1 else 0,
+            out_held=size if at == 1 else 0,
             own_bytes=256 if at == 3 else 0,
             chain=0,
             operations=operations,

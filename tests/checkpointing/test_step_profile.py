@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_memtools._torch import clear_cublas_workspaces
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.chains import find_chains
+from lightning_memtools.checkpointing.chains import find_chains, find_modules
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import chain_plans
 from lightning_memtools.checkpointing.memory_model import Range, Unit, estimate
@@ -39,7 +39,7 @@ def units_of(*layers: nn.Module) -> dict[int, Unit]:
 
 def test_a_linear_layer_keeps_its_input():
     one = units_of(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH))[1]
-    assert (one.keeps_input, one.keeps_output, one.own_bytes) == (True, False, 0)
+    assert (one.in_kept, one.out_kept, one.own_bytes) == (BYTES, 0, 0)
     assert one.out_bytes == 2 * BYTES
     assert one.operations == 2 * ROWS * WIDTH * 2 * WIDTH
     # Its input is kept before it computes: running it again ends at once.
@@ -50,14 +50,14 @@ def test_a_linear_layer_keeps_its_input():
 
 def test_an_activation_keeps_its_result_and_counts_one_operation_per_element():
     one = units_of(nn.Linear(WIDTH, WIDTH), nn.Tanh())[1]
-    assert (one.keeps_input, one.keeps_output, one.own_bytes) == (False, True, 0)
+    assert (one.in_kept, one.out_kept, one.own_bytes) == (0, BYTES, 0)
     assert (one.operations, one.tail_operations) == (ROWS * WIDTH, 0)
     assert one.stopped_bytes == BYTES
 
 
 def test_dropout_keeps_a_mask_of_one_byte_per_element():
     one = units_of(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))[1]
-    assert (one.keeps_input, one.keeps_output, one.own_bytes) == (False, False, ROWS * WIDTH)
+    assert (one.in_kept, one.out_kept, one.own_bytes) == (0, 0, ROWS * WIDTH)
     assert one.out_bytes == BYTES
 
 
@@ -77,7 +77,7 @@ def test_a_storage_that_two_operators_keep_counts_once():
 
     one = units_of(nn.Linear(WIDTH, WIDTH), Twice())[1]
     # sin keeps its input; the product keeps y; exp keeps its result.
-    assert one.keeps_input
+    assert one.in_kept == BYTES
     assert one.own_bytes == 2 * BYTES
 
 
@@ -170,6 +170,21 @@ def test_a_step_that_runs_backward_itself_is_measured_like_one_that_does_not():
     profile = profile_step(step, chains)
     ranges = tuple(Range(at, at + 1) for at, place in enumerate(profile.places) if place is not None)
     assert estimate(profile.units, ranges).peak_bytes == predict(step, chain_plans(profile, chains, ranges)).peak_bytes
+
+
+def test_layers_that_return_their_input_take_no_part_of_the_backward_pass_of_the_one_that_made_it():
+    """A dropout that drops nothing returns the attention's own tensor, whose gradient both wait for."""
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(3)))
+    step = TracedStep(model, (torch.empty(16, 24, 32),), lambda copy, args: copy(*args), device="cuda")
+    options = CheckpointOptions.parse()
+    found = find_chains(model, options)
+    chains = [*found, *find_modules(model, found, options)]
+    profile = profile_step(step, chains)
+    for name in ("0.self_attn", "2.self_attn", "2.linear1"):
+        index = next(at for at, chain in enumerate(chains) if chain.name == name)
+        ranges = (Range(*profile.spans[index, 0]),)
+        traced = predict(step, chain_plans(profile, chains, ranges))
+        assert estimate(profile.units, ranges).peak_bytes == traced.peak_bytes
 
 
 def test_the_table_shows_what_each_chain_keeps_before_and_after():
