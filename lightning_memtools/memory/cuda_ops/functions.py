@@ -22,30 +22,41 @@ from lightning_memtools.memory.virtual.patches import Patches
 aten = torch.ops.aten
 
 
-class CudaFunctions(TorchFunctionMode):
-    """Runs attention with CUDA's choice of kernel (compute capability 8.0 or later), recurrent layers as cuDNN does."""
+class _ModeInBackwardToo(TorchFunctionMode):
+    """A mode that is on in backward passes too, where layers run again, and that replaces functions by their names."""
 
     def __init__(self) -> None:
         super().__init__()
         self._patches = Patches()
 
     def __enter__(self) -> Self:
+        """Enter the mode."""
+        self._patches.replace(*ENGINE_RUN, kept_in_backward(self))
+        self._replace_functions(self._patches)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the mode, and restore the functions."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.undo()
+
+    def _replace_functions(self, patches: Patches) -> None:
+        """Replace what a mode cannot see."""
+
+
+class CudaFunctions(_ModeInBackwardToo):
+    """Runs attention with CUDA's choice of kernel (compute capability 8.0 or later), recurrent layers as cuDNN does."""
+
+    def _replace_functions(self, patches: Patches) -> None:
         """Replace attention by its name too, because torch hides the calls within its own functions from a mode.
 
         One of these functions is multi_head_attention_forward, which nn.MultiheadAttention calls.
         """
         # `Patches` gives the replacement the original's name, so it has to be an object of its own.
-        self._patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attention))
-        self._patches.replace(F, "linear", lambda original: partial(linear, original))
-        self._patches.replace(torch, "clear_autocast_cache", lambda original: partial(_clear_casts, original))
-        self._patches.replace(*ENGINE_RUN, kept_in_backward(self))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Restore attention."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._patches.undo()
+        patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attention))
+        patches.replace(F, "linear", lambda original: partial(linear, original))
+        patches.replace(torch, "clear_autocast_cache", lambda original: partial(_clear_casts, original))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, or its replacement for CUDA."""
@@ -157,27 +168,12 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class AlreadyOnCuda(TorchFunctionMode):
+class AlreadyOnCuda(_ModeInBackwardToo):
     """Makes `.cuda()`, `.to("cuda")` and `device="cuda"` return the tensors that stand for CUDA's, while entered.
 
     In an estimate everything is on the device already. These tensors are on the CPU (see `autocast`), and a build of
     torch without CUDA would refuse to move them.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._patches = Patches()
-
-    def __enter__(self) -> Self:
-        """Enter it for backward passes, too: a layer that runs again there moves its tensors again."""
-        self._patches.replace(*ENGINE_RUN, kept_in_backward(self))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Leave it."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._patches.undo()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function with "cpu" in place of every CUDA device."""
