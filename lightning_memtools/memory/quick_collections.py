@@ -15,11 +15,20 @@ def quick_collections() -> Iterator[None]:
     at once, such as a traced step, causes one every few steps. Reference cycles that exist already are collected
     afterwards. Where the caller has frozen objects before, these stay frozen.
     """
-    freezes = not gc.get_freeze_count()
-    if freezes:
-        gc.freeze()
+    # Python counts frozen objects one by one: within another block that takes as long as a collection, and is known.
+    if _Frozen.here or gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    _Frozen.here = True
     try:
         yield
     finally:
-        if freezes:
-            gc.unfreeze()
+        _Frozen.here = False
+        gc.unfreeze()
+
+
+class _Frozen:
+    """Says where a block above has frozen what was there."""
+
+    here = False

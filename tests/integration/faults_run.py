@@ -11,7 +11,6 @@ runs go on at once, because most of them sleep or wait for each other.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import resource
@@ -284,8 +283,6 @@ class Run:
 def main(root: Path, names: list[str], every: Collection[str]) -> dict[str, dict[str, Any]]:
     """Run faults; with all callbacks those that `every` names."""
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # no rank needs to look through what was imported
     seen: dict[str, dict[str, Any]] = {name: {} for name in names}
     waiting = [(name, kind) for name in names for kind in ("without", "with", *(["every"] if name in every else []))]
     running: dict[tuple[str, str], Run] = {}
