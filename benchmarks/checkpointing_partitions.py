@@ -3,7 +3,8 @@
 torch's partitioner divides each model's graphs at several budgets; nothing compiles them further. They run operator by
 operator on a device of the dry run, and free what they were given once it was used, as a compiled program does: the
 peak of the second step with AdamW is that of PyTorch's own CUDA allocator, without the fusion that a compiler adds.
-Beside it stand the FLOPs of matrix products, and the lowest plan that was found with no more of these:
+Beside it stand the FLOPs of matrix products, and the lowest plan that was found with no more of these, to a percent of
+the plain step's:
     .venv-cuda/bin/python -m lightning_memtools.null_cuda benchmarks/checkpointing_partitions.py
 Adds "partitions" to results/checkpointing_switches.json; names on the command line measure these models only.
 """
@@ -102,6 +103,7 @@ def partitioned(case: Case, budget: float) -> dict[str, int]:
 def measured(name: str) -> dict[str, Any]:
     case, planner, default, _ = planned(name)
     assert default.plain is not None
+    plain = default.plain
     found: dict[str, Any] = {}
     for budget in BUDGETS:
         # In a process of its own: compiled graphs hold memory as long as it lives.
@@ -111,14 +113,15 @@ def measured(name: str) -> dict[str, Any]:
             found[str(budget)] = {"failed": ran.stderr.strip().splitlines()[-1]}
         else:
             one = json.loads(ran.stdout.splitlines()[-1])
-            best = lowest_within(planner, default.plain.peak_bytes, partial(_needs_no_more_flops, one), default)
+            best = lowest_within(planner, plain.peak_bytes, partial(_needs_no_more_flops, one, plain), default)
             found[str(budget)] = one | {"ours": None if best is None else with_plan(case, best)}
         print(" ", budget, found[str(budget)], flush=True)
     return found
 
 
-def _needs_no_more_flops(other: dict[str, int], cost: StepCost) -> bool:
-    return cost.flops <= other["flops"]
+def _needs_no_more_flops(other: dict[str, int], plain: StepCost, cost: StepCost) -> bool:
+    # To a percent of the plain step's: small products, such as those of squeeze and excitation, cost next to nothing.
+    return cost.flops <= other["flops"] + 0.01 * plain.flops
 
 
 def main() -> None:

@@ -146,13 +146,14 @@ def test_plans_are_below_nearly_all_budgets_of_torch_compile_on_whole_models():
         for budget, one in model.get("partitions", {}).items()
         if "failed" not in one
     }
-    assert len(measured) >= 15
-    assert all(one["ours"]["flops"] <= one["flops"] for one in measured.values())
+    assert {name for name, _ in measured} == set(WANTED)
+    for (name, _), one in measured.items():
+        assert one["ours"]["flops"] <= one["flops"] + 0.01 * models()[name]["plain"]["flops"]
     peaks = "allocator_peak_bytes"
     above = {key: ratio for key, one in measured.items() if (ratio := one["ours"][peaks] / one[peaks]) > 1}
-    # At a mild budget it may keep single operators' results of a block, where a plan keeps those of matrix products.
-    assert len(above) <= 0.1 * len(measured)
-    assert max(above.values(), default=1) < 1.02
+    # It may keep the result of any operator of a block, where a plan keeps those of matrix products.
+    assert len(above) <= 0.05 * len(measured)
+    assert max(above.values(), default=1) < 1.03
 
 
 def test_planning_takes_seconds_for_the_models_that_people_train():
