@@ -49,7 +49,7 @@ class SpentTensors(DeviceListener):
     def __init__(self, device: VirtualDevice) -> None:
         self.inputs: Collection[int] = ()
         self._device = device
-        self._peaks = (0, 0)
+        self._peaks = (0, 0, 0)
         self._handed_out: list[weakref.ref[SavedTensor]] = []
 
     def hand_out(self, saved: SavedTensor) -> Tensor:
@@ -58,10 +58,13 @@ class SpentTensors(DeviceListener):
             self._handed_out.append(weakref.ref(saved))
         return saved.tensor
 
-    def peaks_since(self) -> tuple[int, int]:
-        """Return the peak in bytes since the last call of this function: with inputs held, and without."""
+    def peaks_since(self) -> tuple[int, int, int]:
+        """Return the peak in bytes since the last call of this function, as three numbers.
+
+        As it was; as if spent tensors but for inputs had been freed; and as if inputs had been freed too.
+        """
         peaks, now = self._peaks, self._device.allocator.allocated
-        self._peaks = now, now
+        self._peaks = now, now, now
         return peaks
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
@@ -69,7 +72,8 @@ class SpentTensors(DeviceListener):
         del block, category, module
         now, spent = self._device.allocator.allocated, self._spent_blocks() if self._handed_out else {}
         others = sum(size for number, size in spent.items() if number not in self.inputs)
-        self._peaks = max(self._peaks[0], now - others), max(self._peaks[1], now - sum(spent.values()))
+        peak, held, freed = self._peaks
+        self._peaks = max(peak, now), max(held, now - others), max(freed, now - sum(spent.values()))
 
     def _spent_blocks(self) -> dict[int, int]:
         """Return the sizes of the blocks that are spent, by id."""

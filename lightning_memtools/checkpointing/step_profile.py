@@ -259,10 +259,12 @@ class _Recorder:
             self._backward, self._spent.inputs = record, record.input.keys()
 
     def _leave_backward(self) -> None:
-        peak, again = self._trace.peak_since(), self._spent.peaks_since()
+        self._trace.peak_since()
+        # Not the trace's own: that one is over when the step ends, before the last unit's is asked for.
+        peak, *again = self._spent.peaks_since()
         if self._backward is not None:
             self._backward.backward_peak = peak
-            self._backward.again_backward_peaks = again
+            self._backward.again_backward_peaks = again[0], again[1]
 
     def _note_operator(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, operations: int

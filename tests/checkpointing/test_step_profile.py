@@ -187,6 +187,21 @@ def test_layers_that_return_their_input_take_no_part_of_the_backward_pass_of_the
         assert estimate(profile.units, ranges).peak_bytes == traced.peak_bytes
 
 
+def penalized(copy: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    y = copy(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    loss: torch.Tensor = y.square().mean() + gradient.square().sum()
+    return loss
+
+
+def test_the_backward_pass_that_ends_the_step_is_measured_where_layers_run_backward_twice():
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(32, 32), nn.Softplus())))
+    step = TracedStep(model, torch.empty(384, 32), penalized)
+    profile = profile_step(step, find_chains(model, CheckpointOptions.parse()))
+    assert estimate(profile.units, ()).peak_bytes == profile.plain.peak_bytes
+
+
 def test_the_table_shows_what_each_chain_keeps_before_and_after():
     blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3)]
 
