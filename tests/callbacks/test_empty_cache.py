@@ -13,16 +13,16 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
+from lightning_memtools.memory.quick_collections import quick_collections
 from lightning_memtools.memory.sizes import MIB
 from tests.event_files import scalars
 from tests.lightning_models import Regression, loader, trainer
 from tests.list_logger import ListLogger
-from tests.quick_gc import only_new_objects
 
 
 @pytest.fixture(autouse=True)
 def _quick():
-    with only_new_objects():
+    with quick_collections():
         yield
 
 

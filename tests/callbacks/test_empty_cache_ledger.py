@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
 from lightning_memtools.memory.leaks import leak_detector
+from lightning_memtools.memory.quick_collections import quick_collections
 from tests.lightning_models import Adversaries, Regression, loader, trainer
-from tests.quick_gc import only_new_objects
 
 
 @pytest.fixture(autouse=True)
 def _quick():
-    with only_new_objects():
+    with quick_collections():
         yield
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from lightning_memtools import VirtualDevice
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold
 from lightning_memtools.memory.owned import on_device_of
+from lightning_memtools.memory.quick_collections import quick_collections
 from lightning_memtools.memory.sizes import GIB, MIB
-from tests.quick_gc import only_new_objects
 
 
 class Cycle:
@@ -25,7 +25,7 @@ class Cycle:
 @pytest.fixture
 def device():
     gc.disable()  # Python's own collections would come at moments of their own
-    with only_new_objects(), VirtualDevice("1GiB") as device:
+    with quick_collections(), VirtualDevice("1GiB") as device:
         yield device
     gc.enable()
 

@@ -15,7 +15,7 @@ from lightning_memtools.memory.leaks import leak_detector
 from lightning_memtools.memory.leaks.holders import names_of_modules
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope, TensorCensus
 from lightning_memtools.memory.owned import owned_by
-from tests.quick_gc import only_new_objects
+from lightning_memtools.memory.quick_collections import quick_collections
 
 
 class Model(nn.Module):
@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def device():
-    with only_new_objects(), VirtualDevice("1GiB") as device:
+    with quick_collections(), VirtualDevice("1GiB") as device:
         yield device
 
 
