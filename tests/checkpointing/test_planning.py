@@ -487,14 +487,14 @@ class Conditioned(nn.Module):
     [
         (nn.Sequential(*[kind() for _ in range(5)]), lowest, highest)
         for kind, lowest, highest in (
-            (Reversible, 0.96, 1),
+            (Reversible, 0.94, 1),
             (Skipping, 1, 1.05),
             (Masked, 1, 1),
-            (ResidualBeside, 0.94, 1),
-            (ThreeStreams, 1, 1.04),
+            (ResidualBeside, 0.92, 1),
+            (ThreeStreams, 1, 1.05),
         )
     ]
-    + [(Conditioned(), 0.99, 1.06)],
+    + [(Conditioned(), 0.99, 1.09)],
     ids=["tuple", "dict", "mask", "residual", "streams", "condition"],
 )
 def test_plans_for_layers_that_take_several_tensors_are_estimated_at_about_their_traced_peak(model, lowest, highest):
@@ -517,7 +517,8 @@ def test_plans_for_layers_that_take_several_tensors_are_estimated_at_about_their
     shares = []
     for ranges in plans:
         traced = predict(step, chain_plans(measured, chains, ranges))
-        shares.append(estimate(measured.units, ranges).peak_bytes / traced.peak_bytes)
+        told = estimate(measured.units, ranges).peak_bytes - traced.static_bytes  # most of which are workspaces
+        shares.append(told / traced.activation_bytes)
     # Lower where a layer that is kept follows a range: it holds all that it was given until it ends. Higher where only
     # the first layers within a layer run again: these take less than what the layer itself is given.
     assert lowest <= min(shares)
