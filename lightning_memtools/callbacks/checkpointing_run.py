@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_memtools._lightning import ended_by_sigterm, is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import is_compiled
-from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.compiled_budget import CompiledBudget
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
@@ -29,7 +29,7 @@ from lightning_memtools.simulation.step_trace import TracedStep, device_of
 from lightning_memtools.simulation.trainer_stand_in import forward_of
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
-_MEASURED_STEP = 3
+_FIRST_MEASURED = 3
 _REPORT = "checkpoint_plan.md"
 
 
@@ -49,6 +49,7 @@ class CheckpointingRun:
         self._trainer, self._options = trainer, options
         self._directory = report_directory(trainer)
         self._steps = 0
+        self._was_measured = False
         self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
         self._compiled: CompiledBudget | None = None
@@ -61,7 +62,7 @@ class CheckpointingRun:
         Collective on the first batch.
 
         Raises:
-            ValueError: A pattern matches no module, or no plan fits the budget.
+            CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
         """
         if self._steps == 0:
             self._plan_and_apply(module, batch, batch_idx)
@@ -70,11 +71,19 @@ class CheckpointingRun:
         self._steps += 1
         if self._compiled is not None:
             self._compiled.begin_batch()
-        if self._steps == _MEASURED_STEP and self.plan is not None and self.plan.planned is not None:
+        if self._measures(batch_idx):
             reader = reader_for(self._trainer.strategy.root_device)
             if reader is not None and reader.stats().peak_allocated is not None:
                 self._window = peak_counter(reader).open()
                 self._window.resume()
+
+    def _measures(self, batch_idx: int) -> bool:
+        """Returns whether this batch is the one whose peak is measured: a late one, which ends an accumulation."""
+        ends = (batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
+        if self._was_measured or self._steps < _FIRST_MEASURED or not ends:
+            return False
+        self._was_measured = True
+        return self.plan is not None and self.plan.planned is not None
 
     def end_step(self) -> None:
         """Write the measured peak beside the predicted one, once it is known."""
@@ -149,7 +158,7 @@ class CheckpointingRun:
         """Returns on every rank the plan of rank 0, or the reason why there is none. Collective.
 
         Raises:
-            ValueError: A pattern matches no module, or no plan fits the budget.
+            CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
         """
         mine = self._planned_here(module, batch, batch_idx) if self._trainer.is_global_zero else None
         # Failures are broadcast too, so that no rank is left waiting.
@@ -157,7 +166,7 @@ class CheckpointingRun:
         if made is None:
             # In a trial of BatchSizeTuner, nothing that one rank decides reaches another: each plans for itself.
             made = self._planned_here(module, batch, batch_idx)
-        if isinstance(made, (ValueError, torch.OutOfMemoryError)):
+        if isinstance(made, (CheckpointOptionsError, torch.OutOfMemoryError)):
             raise made
         if isinstance(made, Exception):
             return (
@@ -175,6 +184,7 @@ class CheckpointingRun:
             forward_of(self._trainer, module, batch_idx),
             tuple(self._trainer.optimizers),
             device=device_of(cuda=self._trainer.strategy.root_device.type == "cuda"),
+            accumulates=self._trainer.accumulate_grad_batches > 1,
         )
         planner = StepPlanner(step)
         try:

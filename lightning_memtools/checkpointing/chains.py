@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_memtools._torch import compiled_call, has_hooks, registered_children
-from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.exact_recomputation import why_outside
 
 
@@ -197,7 +197,7 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
     if not names:
         within = [name for name in modules if name and pattern.split("*", maxsplit=1)[0].rstrip(".") in name][:5]
         close = within or difflib.get_close_matches(pattern, modules, n=5) or [*modules][1:6]
-        raise ValueError(
+        raise CheckpointOptionsError(
             f"{option}: the pattern {pattern!r} matches no module of {type(modules['']).__name__}. Examples of its "
             f"names: {', '.join(map(repr, close))}; '*' stands for any characters."
         )

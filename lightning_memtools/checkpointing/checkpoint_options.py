@@ -11,6 +11,10 @@ from lightning_memtools.memory.sizes import is_count, parse_size
 BnDropout = Literal["skip", "recompute", "avoid", "auto"]
 
 
+class CheckpointOptionsError(ValueError):
+    """The options do not suit the model. Any other ValueError of planning is one of the user's step."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
     """The options of `plan_checkpoints`; `parse` makes them from its arguments.

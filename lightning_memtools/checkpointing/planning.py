@@ -19,7 +19,7 @@ from lightning_memtools.checkpointing.chains import (
     find_modules,
     nothing_found_message,
 )
-from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.checkpoint_plan import (
     CheckpointPlan,
     chain_plans,
@@ -48,7 +48,7 @@ _WORTH_A_NOTE = 0.1  # of the peak
 _FAR_OFF = 0.1  # for an estimate of the plain peak
 
 
-class BudgetTooSmallError(ValueError):
+class BudgetTooSmallError(CheckpointOptionsError):
     """No plan fits the memory budget. `reachable_bytes` is the smallest peak that any plan has."""
 
     def __init__(self, message: str, reachable_bytes: int) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_memtools._torch import is_fsdp_module
 from lightning_memtools.checkpointing.chains import is_within
-from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range
 from lightning_memtools.checkpointing.step_profile import predict
@@ -31,10 +31,10 @@ def refuse_peaks(options: CheckpointOptions, model: nn.Module) -> None:
     """Refuse a budget that is a peak for a model that is sharded: a plan knows the activations of a rank, no more.
 
     Raises:
-        ValueError: It is one.
+        CheckpointOptionsError: It is one.
     """
     if options.budget_bytes is not None and any(map(is_fsdp_module, model.modules())):
-        raise ValueError(
+        raise CheckpointOptionsError(
             f"memory_budget is a peak of {format_size(options.budget_bytes)}, and under FSDP 2 a plan does not know "
             "what else a rank holds: give a share of the activations, such as memory_budget=0.5."
         )

@@ -130,8 +130,8 @@ class _Recorder:
         }
 
     def around_forward(self) -> Any:
+        self.static = {entry.block.id for entry in self._trace.device.blocks()}
         if self._keeping:
-            self.static = {entry.block.id for entry in self._trace.device.blocks()}
             self._trace.counted.listener = self._note_operator
             # From now on, since training_step itself may run backward passes.
             self._trace.device.listen(self._alive)
@@ -361,6 +361,7 @@ def _run_again(trace: StepTrace, recorder: _Recorder) -> dict[tuple[int, str], s
     """
     norms = [part for part in trace.model.modules() if updates_statistics(part)]
     with trace.aside(), statistics_untouched(norms):
+        trace.renew_batch()
         seen = _state_of(trace.model)
         try:
             with recorder.keeping_nothing(), recorder.around_forward():

@@ -199,6 +199,7 @@ class FailedStep:
             self.run.forward,
             tuple(self.run.optimizers),
             device="cuda" if self.cuda else "cpu",
+            accumulates=self.run.accumulate > 1,
         )
 
 

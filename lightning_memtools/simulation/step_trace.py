@@ -44,6 +44,8 @@ class TracedStep:
         optimizers: The optimizers, whose state takes memory as well.
         device: The device whose operators are traced: "cpu"; "cuda"; or "cuda-like", a CPU with what CUDA's kernels,
             dropout and optimizers take, as in a `VirtualDevice(cuda_like=True)`.
+        accumulates: Gradients of several batches are added up before the optimizer steps: the traced step is the last
+            of these.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class TracedStep:
     forward: Forward
     optimizers: tuple[Optimizer, ...] = ()
     device: Device = "cpu"
+    accumulates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class StepCost:
         peak_bytes: The peak of allocated memory.
         static_bytes: The memory that was allocated before the step: parameters, gradients, optimizer state, the batch,
             and the workspaces of libraries.
-        gradient_bytes: The part of it that gradients take, which every step makes anew.
+        gradient_bytes: The part of it that gradients take, which every step makes anew; without sparse ones.
         operations: The floating-point operations of matrix products and convolutions, plus one for each element that
             any other operator returned.
         flops: Those of matrix products and convolutions alone, as torch's FlopCounterMode counts them.
@@ -140,7 +143,9 @@ class StepTrace:
         self.device = device
         self.counted = counted
         self._forward = step.forward
+        self._accumulates = step.accumulates
         self._peak = 0
+        self._original: Any = None
         self._batch: Any = None
         self._loss: Tensor | None = None
         self._optimizers: list[Any] = []
@@ -172,11 +177,8 @@ class StepTrace:
         return self.device.stats().peak_allocated or 0
 
     def prepare(self, step: TracedStep, exchange: TensorExchange) -> None:
-        """Put the batch on the device, and make the optimizers."""
-        with self.device.host():
-            self._batch = map_tensors(step.batch, TensorExchange())
-        if next(tensors_in(self._batch), None) is not None:
-            self.device.count_batch(self._batch)
+        """Make the optimizers, and keep the batch to take copies of it."""
+        self._original = step.batch
         self._optimizers = [copy_optimizer(one, exchange.known, with_state=False) for one in step.optimizers]
 
     def run(
@@ -187,26 +189,39 @@ class StepTrace:
         The first step makes the gradients, the optimizers' state and the workspaces of libraries. It leaves the
         allocator's blocks as later steps find them, on which the peak depends: what is measured is a later step.
         """
+        self.renew_batch()
         self._peak = 0
         self.device.reset_peaks()
         static = self.allocated()
-        gradients = sum(one.grad.nbytes for one in self.model.parameters() if one.grad is not None)
+        found = (one.grad for one in self.model.parameters())
+        gradients = sum(one.nbytes for one in found if one is not None and one.layout is torch.strided)
         self.counted.total = self.counted.flops = 0
         with around_forward():
             loss = _scalar(self._forward(self.model, self._batch))
         # Training loops hold the loss of one step until the next one is computed.
         self._loss = None
-        self.model.zero_grad(set_to_none=True)
+        if loss is not None and not self._accumulates:
+            self.model.zero_grad(set_to_none=True)
         before_backward()
         if loss is not None and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         operations, flops = self.counted.total, self.counted.flops
         self._loss = None if loss is None else loss.detach()
+        ran_backward = loss is not None
         del loss
         for one in self._optimizers:
-            one.step()
+            with nullcontext() if ran_backward else _with_gradients(one):
+                one.step()
         self.peak_since()
         return StepCost(self._peak, static, gradients, operations, flops)
+
+    def renew_batch(self) -> None:
+        """Put a new copy of the batch on the device in place of the last one, which a step may have changed."""
+        self._batch = None
+        with self.device.host():
+            self._batch = map_tensors(self._original, TensorExchange())
+        if next(tensors_in(self._batch), None) is not None:
+            self.device.count_batch(self._batch)
 
     def run_forward(self) -> None:
         """Run the forward pass alone, as often as wanted."""
@@ -214,7 +229,7 @@ class StepTrace:
 
     def forget(self) -> None:
         """Free the batch now: hooks form reference cycles with the trace, which are collected only later."""
-        self._batch = None
+        self._batch = self._original = None
         self._forward = lambda _model, _batch: None
 
 
@@ -239,6 +254,20 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
             yield trace
         finally:
             trace.forget()
+
+
+@contextmanager
+def _with_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Within, all parameters have gradients, as they had where manual optimization took this step."""
+    made = []
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            if one.requires_grad and one.grad is None:
+                one.grad = torch.empty_like(one)
+                made.append(one)
+    yield
+    for one in made:
+        one.grad = None
 
 
 def _undo_instance_changes(module: nn.Module) -> None:

@@ -244,6 +244,60 @@ def test_the_measured_peak_on_a_gpu_is_near_the_predicted_one(dropout):
     assert plan.peak_bytes == pytest.approx(peaks[1], rel=0.1, abs=workspace)
 
 
+class Manual(Deep):
+    """Optimizes by itself, and frees gradients before it returns."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class TakingApart(Deep):
+    """Takes the batch apart, and changes a tensor of it."""
+
+    def training_step(self, batch, batch_idx):
+        y = batch.pop()
+        x = batch.pop()
+        x.unsqueeze_(0)
+        return self.loss((x[0], y))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [(Deep, {}), (Deep, {"accumulate_grad_batches": 2}), (Manual, {}), (TakingApart, {})],
+    ids=["plain", "accumulated", "manual", "taking the batch apart"],
+)
+def test_the_predicted_peak_is_the_measured_one_whatever_the_step_does(model, options, tmp_path):
+    with VirtualDevice(cuda_like=True):
+        callback = GradientCheckpointing(memory_budget=0.8, bn_dropout="recompute")
+        fit(tmp_path, callback, model=model, **options)
+    assert callback.plan is not None
+    assert callback.plan.planned is not None
+    assert callback.plan.planned.peak_bytes < callback.plan.plain.peak_bytes
+    (report,) = tmp_path.rglob("checkpoint_plan.md")
+    (line,) = (line for line in report.read_text().splitlines() if "measured peak" in line)
+    assert abs(float(line.split("(")[1].split("%")[0])) <= 1
+
+
+class Failing(Deep):
+    """Fails with an error of the type that bad options have, in the trace alone."""
+
+    def training_step(self, batch, batch_idx):
+        if not isinstance(self.trainer, L.Trainer):
+            raise ValueError("not in a trace")  # noqa: TRY004, the type of error that is meant
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_of_the_users_step_in_the_trace_leaves_the_model_unchanged_and_the_run_goes_on(tmp_path):
+    with pytest.warns(UserWarning, match=r"could not be traced on fake tensors \(ValueError: not in a trace\)"):
+        checkpointed = fit(tmp_path, GradientCheckpointing(), model=Failing)
+    assert_same_bits(checkpointed, fit(tmp_path, model=Failing))
+
+
 class Drifting(nn.Module):
     """Multiplies by what no one can see or put back: how often it was called, in a closure."""
 
