@@ -1,4 +1,4 @@
-"""The random streams that torch's checkpoint does not restore: Python's, NumPy's, and generators that modules hold."""
+"""The random streams that torch's checkpoint does not restore: Python's, NumPy's, and modules' own generators."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
+
+from lightning_memtools.memory.reachable_variables import values_named_in_steps
+from lightning_memtools.state.random_state import generator_state, set_generator_state
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Two functions: one reads a stream's state, the other sets it."""
@@ -20,8 +23,8 @@ class DrawnStreams:
     """The streams that layers may draw from besides torch's default ones.
 
     Args:
-        modules: The layers. Generators that they hold as attributes, or in a list or dictionary that is one, are found
-            here; those that a layer makes later are not.
+        modules: The layers. Generators that they hold as attributes, or in a list or dictionary that is one, and those
+            that the code of their forward names, are found here; those that a layer makes later are not.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -58,27 +61,16 @@ def _numpy_stream() -> list[Stream]:
 
 def _own_streams(modules: Iterable[nn.Module]) -> Iterator[Stream]:
     seen: set[int] = set()
+    kinds: set[type] = set()
     for module in modules:
+        held: list[Any] = []
         for value in vars(module).values():
             inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            for one in (value, *inside):
-                stream = _stream_of(one)
-                if stream is not None and id(one) not in seen:
-                    seen.add(id(one))
-                    yield stream
-
-
-def _stream_of(value: Any) -> Stream | None:
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.random.RandomState):
-        return value.get_state, value.set_state
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    return None
+            held += [value, *inside]
+        if type(module) not in kinds:
+            kinds.add(type(module))
+            held += values_named_in_steps(type(module))
+        for one in held:
+            if id(one) not in seen and generator_state(one) is not None:
+                seen.add(id(one))
+                yield partial(generator_state, one), partial(set_generator_state, one)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -12,10 +12,17 @@ from torch import Tensor, nn
 
 from lightning_memtools._torch import hooks_of
 from lightning_memtools.memory.leaks.holders import content_of
+from lightning_memtools.memory.user_code import owner_of
 
 # Hooks call functions of the user that call others; further away lies the rest of the program.
 _MOST_CALLS = 3
 _NO_STATE = (str, bytes, type, ModuleType, Tensor, CellType, list, dict, set, tuple)
+_STEPS = ("forward", "training_step")
+_MOST_FUNCTIONS = 1000  # of a class that are followed
+_FOLLOWED = ("user", "installed")
+
+CachedFunction: Any = type(lru_cache(abs))
+"""The class of functions that functools.lru_cache made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class ReachableVariable:
             self.holder[self.name] = value
 
 
+@lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Collection[str]:
     """Return the global names and attributes that a function mentions, and the functions that are defined in it."""
     inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
@@ -107,3 +115,38 @@ def _attributes(thing: Any, mentioned: Collection[str] | None) -> Iterator[Reach
     for name in attributes:
         if mentioned is None or name in mentioned:
             yield ReachableVariable(name, attributes)
+
+
+def values_named_in_steps(kind: type[nn.Module]) -> Iterator[Any]:
+    """Yield the values that forward and training_step of a class name: globals, variables of closures, methods.
+
+    The functions and methods among them are followed, but not those of torch, Lightning and the standard library.
+    """
+    attributes = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    waiting = [attributes.get(name) for name in _STEPS]
+    seen: set[FunctionType] = set()
+    while waiting and len(seen) < _MOST_FUNCTIONS:
+        value = _unwrapped(waiting.pop())
+        yield value
+        function = value.__wrapped__ if isinstance(value, CachedFunction) else value
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        if owner_of(function.__code__.co_filename) not in _FOLLOWED:
+            continue
+        seen.add(function)
+        names = names_in(function.__code__)
+        waiting += [attributes[name] for name in names if name in attributes]
+        for variable in variables_named_by(function):
+            value = variable.value
+            waiting.append(value)
+            if isinstance(value, ModuleType) and owner_of(value.__dict__.get("__file__") or "<") in _FOLLOWED:
+                waiting += [value.__dict__[name] for name in names if name in value.__dict__]
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the function of a method, a property or a partial; anything else as it is."""
+    if isinstance(value, (classmethod, staticmethod, MethodType)):
+        return value.__func__
+    if isinstance(value, property):
+        return value.fget
+    return value.func if isinstance(value, (partial, cached_property)) else value

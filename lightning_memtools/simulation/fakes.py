@@ -5,6 +5,9 @@ saved, and tensors among them are exchanged for fake ones of the same size. Putt
 everything that a step did to those attributes. Two kinds of variables outside of the objects count among them: lists
 and other containers that a module's class holds, and those that hooks of modules can reach, so that what hooks note of
 a traced step is forgotten.
+
+Random generators that the objects hold, or that the code of a step names, continue from where they were. Functions of
+`functools.lru_cache` that it names forget all results, if one was added: fakes among them would stay in the real run.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from random import Random
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,8 +27,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import FakeTensorMode, copied_as_itself, storage_id, without_cache
-from lightning_memtools.memory.reachable_variables import ReachableVariable, variables_of_hooks
+from lightning_memtools.memory.reachable_variables import (
+    CachedFunction,
+    ReachableVariable,
+    values_named_in_steps,
+    variables_of_hooks,
+)
+from lightning_memtools.memory.user_code import owner_of
 from lightning_memtools.simulation.attention_masks import note_values
+from lightning_memtools.state.random_state import GENERATORS, generator_state, set_generator_state
 
 # Objects whose attributes are left alone: they belong to the program, not to the model.
 _OPAQUE = (
@@ -189,12 +200,15 @@ def _span(tensor: torch.Tensor) -> int:
 def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tuple[Any, Any]]) -> None:
     seen: set[int] = set()
     queue: deque[Any] = deque(roots)
+    kinds: set[type] = set()
     while queue and len(seen) < _MAX_OBJECTS:
         thing = queue.popleft()
         if id(thing) in seen:
             continue
         seen.add(id(thing))
+        _note_state(thing, noted)
         if isinstance(thing, nn.Module):
+            kinds.add(type(thing))
             queue.extend(_containers_of_class(type(thing)))
             queue.extend(_exchange_of_hooks(thing, exchange, noted))
         container = _container(thing)
@@ -211,6 +225,36 @@ def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tu
             for index, value in enumerate(items):
                 container[index] = _exchanged(value, exchange)
         queue.extend(items)
+    _note_states_named_in_steps(kinds, seen, noted)
+
+
+def _note_states_named_in_steps(kinds: Iterable[type], seen: set[int], noted: list[tuple[Any, Any]]) -> None:
+    for kind in kinds:
+        for value in values_named_in_steps(kind):
+            if id(value) not in seen and _note_state(value, noted):
+                seen.add(id(value))
+
+
+def _note_state(thing: Any, noted: list[tuple[Any, Any]]) -> bool:
+    """Note the state of a random generator or a cached function; return whether it is one."""
+    if not _has_state(type(thing)):  # type: ignore[arg-type]  # mypy: type[Any] is not Hashable
+        return False
+    state = None
+    if isinstance(thing, CachedFunction):
+        code = getattr(thing.__wrapped__, "__code__", None)
+        # Torch's own caches hold no tensors of a step.
+        if code is None or owner_of(code.co_filename) in ("user", "installed"):
+            state = thing.cache_info().misses
+    else:
+        state = generator_state(thing)
+    if state is not None:
+        noted.append((thing, state))
+    return state is not None
+
+
+@cache
+def _has_state(kind: type) -> bool:
+    return issubclass(kind, (CachedFunction, Random)) or kind.__name__ in GENERATORS
 
 
 def _exchange_of_hooks(module: nn.Module, exchange: TensorExchange, noted: list[tuple[Any, Any]]) -> Iterator[Any]:
@@ -257,11 +301,18 @@ def _exchanged(value: Any, exchange: TensorExchange) -> Any:
 
 
 def _put_back(container: Any, content: Any) -> None:
-    if isinstance(container, ReachableVariable):
-        container.put(content)
+    # Nearly all are dictionaries.
+    if isinstance(container, (dict, set)):
+        if isinstance(container, dict) or container != content:
+            container.clear()
+            container.update(content)
     elif isinstance(container, (list, deque)):
         container.clear()
         container.extend(content)
-    elif container != content if isinstance(container, set) else True:
-        container.clear()
-        container.update(content)
+    elif isinstance(container, ReachableVariable):
+        container.put(content)
+    elif isinstance(container, CachedFunction):
+        if container.cache_info().misses != content:
+            container.cache_clear()
+    else:
+        set_generator_state(container, content)

@@ -139,11 +139,14 @@ GENERATORS = frozenset({"Generator", "Random", "RandomState"})
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a random generator of torch, Python or NumPy; None for any other object."""
+    """Return the state of a random generator of torch, Python or NumPy; None for any other object.
+
+    It is None for the system's random numbers too: they have no state.
+    """
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
     name = type(generator).__name__
     if name == "Generator" and hasattr(generator, "bit_generator"):
         return generator.bit_generator.state
