@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 
 from lightning_memtools._lightning import ended_by_sigterm, is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
@@ -185,6 +186,7 @@ class CheckpointingRun:
             tuple(self._trainer.optimizers),
             device=device_of(cuda=self._trainer.strategy.root_device.type == "cuda"),
             accumulates=self._trainer.accumulate_grad_batches > 1,
+            held_bytes=self._held_by_callbacks(module),
         )
         planner = StepPlanner(step)
         try:
@@ -197,6 +199,19 @@ class CheckpointingRun:
             return torch.OutOfMemoryError(str(error)) if self.is_in_trial else error
         except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
             return error.with_traceback(None)
+
+    def _held_by_callbacks(self, model: LightningModule) -> int:
+        """Returns the bytes of modules that callbacks hold on the device, such as Lightning's WeightAveraging."""
+        own = set(map(id, (*model.parameters(), *model.buffers())))
+        held = {
+            id(one): one.nbytes
+            for callback in self._trainer.callbacks  # type: ignore[attr-defined]
+            for part in vars(callback).values()
+            if isinstance(part, nn.Module)
+            for one in (*part.parameters(), *part.buffers())
+            if one.device == self._trainer.strategy.root_device and id(one) not in own
+        }
+        return sum(held.values())
 
     def _show(self, plan: CheckpointPlan) -> None:
         self._write(plan.table())

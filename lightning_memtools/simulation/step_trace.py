@@ -46,6 +46,7 @@ class TracedStep:
             dropout and optimizers take, as in a `VirtualDevice(cuda_like=True)`.
         accumulates: Gradients of several batches are added up before the optimizer steps: the traced step is the last
             of these.
+        held_bytes: The memory that other things take on the device all the time, such as averages of the weights.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class TracedStep:
     optimizers: tuple[Optimizer, ...] = ()
     device: Device = "cpu"
     accumulates: bool = False
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class StepTrace:
         self._peak = 0
         self._original: Any = None
         self._batch: Any = None
+        self._held: Tensor | None = None
         self._loss: Tensor | None = None
         self._optimizers: list[Any] = []
 
@@ -177,7 +180,8 @@ class StepTrace:
         return self.device.stats().peak_allocated or 0
 
     def prepare(self, step: TracedStep, exchange: TensorExchange) -> None:
-        """Make the optimizers, and keep the batch to take copies of it."""
+        """Make the optimizers and what else is on the device, and keep the batch to take copies of it."""
+        self._held = torch.empty(step.held_bytes, dtype=torch.uint8)
         self._original = step.batch
         self._optimizers = [copy_optimizer(one, exchange.known, with_state=False) for one in step.optimizers]
 

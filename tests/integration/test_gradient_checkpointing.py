@@ -12,6 +12,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -267,14 +268,20 @@ class TakingApart(Deep):
 
 
 @pytest.mark.parametrize(
-    ("model", "options"),
-    [(Deep, {}), (Deep, {"accumulate_grad_batches": 2}), (Manual, {}), (TakingApart, {})],
-    ids=["plain", "accumulated", "manual", "taking the batch apart"],
+    ("model", "others", "options"),
+    [
+        (Deep, (), {}),
+        (Deep, (), {"accumulate_grad_batches": 2}),
+        (Deep, (WeightAveraging,), {}),
+        (Manual, (), {}),
+        (TakingApart, (), {}),
+    ],
+    ids=["plain", "accumulated", "averaged", "manual", "taking the batch apart"],
 )
-def test_the_predicted_peak_is_the_measured_one_whatever_the_step_does(model, options, tmp_path):
+def test_the_predicted_peak_is_the_measured_one_whatever_the_step_does(model, others, options, tmp_path):
     with VirtualDevice(cuda_like=True):
         callback = GradientCheckpointing(memory_budget=0.8, bn_dropout="recompute")
-        fit(tmp_path, callback, model=model, **options)
+        fit(tmp_path, callback, *(make() for make in others), model=model, **options)
     assert callback.plan is not None
     assert callback.plan.planned is not None
     assert callback.plan.planned.peak_bytes < callback.plan.plain.peak_bytes
