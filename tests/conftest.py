@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -54,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "cuda_memory" in item.keywords and not has_allocator:
             item.add_marker(pytest.mark.skip(reason="needs PyTorch's CUDA allocator: make test-cuda"))
+
+
+@pytest.fixture(autouse=True)
+def _the_device_is_empty(request: pytest.FixtureRequest) -> None:
+    """Start a test of CUDA's memory on an empty device: without garbage of earlier tests and workspaces of cuBLAS."""
+    if request.node.get_closest_marker("cuda_memory") and torch.cuda.is_initialized():
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @pytest.fixture(autouse=True)
