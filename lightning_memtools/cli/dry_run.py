@@ -131,8 +131,10 @@ class DryRunResult:
         return Table(("stage", "peak allocated", "peak reserved", "at the peak"), rows)
 
     def __str__(self) -> str:
-        verdict = "fits" if self.fits else f"does not end within its memory or fails: {self.error}"
-        return f"The run {verdict} ({self.device}, {format_size(self.capacity)}).\n\n{markdown_table(self.table())}"
+        verdict = {FITS: "fits", OUT_OF_MEMORY: "ran out of memory", FAILED: "ended with an error of its own"}
+        why = f": {self.error}" if self.error else "."
+        where = f"{self.device}, {format_size(self.capacity)}"
+        return f"The run {verdict[self.status]} ({where}){why}\n\n{markdown_table(self.table())}"
 
     _repr_html_ = shown_as(__str__)
 

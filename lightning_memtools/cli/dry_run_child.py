@@ -154,6 +154,7 @@ def _run(spec: DryRunSpec) -> None:
         observer.note("What NCCL allocates for itself is not counted.")
     _run_one_of(spec)
     cut_trainers_when_imported(observer)
+    observer.files.guard_torch()
     torch.cuda.init()  # type: ignore[no-untyped-call]
     record_cuda_history(_HISTORY_ENTRIES)
     # Registered before the script registers its own functions, so it runs after them.
@@ -165,7 +166,8 @@ def _run(spec: DryRunSpec) -> None:
     except BaseException as error:  # noqa: BLE001, the user's error is reported, whatever it is
         status, message = _judge(error)
     observer.end()
-    if others := _other_processes():
+    others = _other_processes()
+    if others:
         observer.note(
             f"The script started other processes, of which {others} used the devices. They ran whole and are in none "
             "of these figures: give the script that trains itself, with --devices for its ranks."
@@ -173,18 +175,18 @@ def _run(spec: DryRunSpec) -> None:
     snapshot = cuda_memory_snapshot()
     del variables
     if not observer.stages:
-        _note_whole_script(observer)
+        _add_whole_script(observer)
+        if status == FITS and not others and not observer.stages["script"].peak_allocated:
+            observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
     if spec.snapshot is not None:
         Path(spec.snapshot).write_bytes(pickle.dumps(snapshot))
     result = _result_of(observer, snapshot, status, message)
     Path(spec.directory, "dry_run.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
 
 
-def _note_whole_script(observer: RunObserver) -> None:
+def _add_whole_script(observer: RunObserver) -> None:
     """Make a stage of the peaks of a script in which no Trainer ran."""
     stats = torch.cuda.memory_stats(observer.spec.rank)
-    if not stats.get("allocation.all.allocated"):
-        observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
     observer.stages["script"] = DryRunStage(
         stage="script",
         peak_allocated=stats.get("allocated_bytes.all.peak", 0),

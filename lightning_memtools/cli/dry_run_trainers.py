@@ -6,8 +6,9 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +18,10 @@ import torch
 from torch import nn
 
 from lightning_memtools.cli.dry_run import DryRunSpec, DryRunStage
+from lightning_memtools.cli.dry_run_files import RunFiles
 from lightning_memtools.memory.owned import on_device_of, owned_by
 from lightning_memtools.memory.peaks import Phase, PhaseWatch, Stage, StageWatch, peak_counter
 from lightning_memtools.memory.readers import accelerator_reader
-from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.simulation.attention_masks import (
     ASKING,
@@ -29,8 +30,6 @@ from lightning_memtools.simulation.attention_masks import (
     note_copies_to_devices,
 )
 
-# Checkpoints of larger models are skipped: they would be files of zeros.
-_LARGEST_CHECKPOINT_BYTES = 2**30
 # Their checkpoints are put together by all ranks, and one rank of a dry run has nobody to talk to.
 _SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
@@ -44,8 +43,11 @@ class RunObserver:
     def __init__(self, spec: DryRunSpec) -> None:
         self.spec = spec
         self.notes: list[str] = []
+        self.files = RunFiles(Path(spec.directory), self.note)
         self.stages: dict[str, DryRunStage] = {}
-        self.layers: dict[str, int] = {}
+        self._layers: dict[str, int] = {}
+        self._layers_at_first: dict[str, int] = {}
+        self._batches = 0
         self._watch: StageWatch | None = None
         self._running: list[Stage] = []
         self._phases: PhaseWatch | None = None
@@ -99,8 +101,19 @@ class RunObserver:
         for name, size in owned.by_category.items():
             known[name] = max(size, known.get(name, 0))
 
+    @property
+    def layers(self) -> dict[str, int]:
+        """The bytes that each layer keeps, at most.
+
+        A first step counts only where no other follows: the workspaces of cuBLAS are made in it, within some layer.
+        """
+        return self._layers_at_first | self._layers
+
     def watch_layers(self, model: nn.Module) -> None:
-        """Note how much more is allocated after each innermost module than before it."""
+        """A training batch begins: note how much more is allocated after each innermost module than before it."""
+        self._batches += 1
+        if self._batches == 2:  # noqa: PLR2004, the first has ended
+            self._layers_at_first, self._layers = self._layers, {}
         if self._hooks:
             return
         for name, module in model.named_modules():
@@ -119,7 +132,7 @@ class RunObserver:
         if self._open and module.training and torch.is_grad_enabled():
             name, before = self._open.pop()
             kept = torch.cuda.memory_allocated() - before
-            self.layers[name] = max(kept, self.layers.get(name, 0))
+            self._layers[name] = max(kept, self._layers.get(name, 0))
 
     def end(self) -> None:
         """A call of a Trainer has ended; may be called twice."""
@@ -154,12 +167,15 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
     place = Path(observer.spec.directory)
 
     class DryRunObserver(lightning.Callback):  # type: ignore[name-defined, misc]
+        takes_part_in_trials = False  # of BatchSizeTuner: only the run itself is shown
+
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             for one in trainer.checkpoint_callbacks:
                 one.dirpath = str(place / "checkpoints")
             observer.begin(trainer.strategy.root_device)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.has_trained = False
             observer.enter("train")
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -177,6 +193,13 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             observer.phase(None)
             observer.see("train", pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
+            self.has_trained = True
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            # max_epochs stays the user's: a checkpoint may be of a later epoch. The epoch of one that was written
+            # within an epoch may be over at once.
+            if observer.spec.steps is not None and self.has_trained:
+                trainer.should_stop = True
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             observer.leave("train")
@@ -227,21 +250,54 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
 
     trainer_class.__init__ = init
     save = trainer_class.save_checkpoint
-    place = Path(observer.spec.directory) / "checkpoints"
 
     @functools.wraps(save)
     def save_checkpoint(self: Any, filepath: Any, *args: Any, **options: Any) -> None:
-        held = sum(one.nbytes for one in self.lightning_module.parameters())
-        if held > _LARGEST_CHECKPOINT_BYTES:
-            observer.note(f"Checkpoints were not written: the model has {format_size(held)} of zeros.")
-            return
-        if observer.spec.devices > 1 and type(self.strategy).__name__ in _SHARDING:
+        if type(self.strategy).__name__ in _SHARDING:
             observer.note("Checkpoints were not written: all ranks write those of a sharded model, and one was run.")
             return
-        path = Path(filepath)
-        save(self, path if path.is_relative_to(place.parent) else place / path.name, *args, **options)
+        strategy = self.strategy
+        if not strategy.is_global_zero:  # whose checkpoint rank 0 writes, which is not run
+            strategy.save_checkpoint = strategy.checkpoint_io.save_checkpoint
+        try:
+            save(self, observer.files.within_run(filepath), *args, **options)
+        finally:
+            vars(strategy).pop("save_checkpoint", None)
 
     trainer_class.save_checkpoint = save_checkpoint
+    for name in ("fit", "validate", "test", "predict"):
+        setattr(trainer_class, name, _with_checkpoints_there(observer, getattr(trainer_class, name)))
+
+
+def _read_from_run(observer: RunObserver, module: ModuleType) -> None:
+    """Make `load_from_checkpoint` find what the script wrote by `Trainer.save_checkpoint`."""
+    original = vars(module.LightningModule)["load_from_checkpoint"]
+
+    def load_from_checkpoint(cls: type, checkpoint_path: Any, *args: Any, **options: Any) -> Any:
+        return original.__get__(None, cls)(observer.files.to_read(checkpoint_path), *args, **options)
+
+    module.LightningModule.load_from_checkpoint = classmethod(load_from_checkpoint)
+
+
+def _with_checkpoints_there(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of Trainer that takes checkpoints from where they were written, and none that was not."""
+    signature, place = inspect.signature(method), Path(observer.spec.directory)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        given = signature.bind(self, *args, **options).arguments
+        wanted = given.get("ckpt_path")
+        if wanted == "best" or (wanted is None and given.get("model") is None and self.model is not None):
+            wanted = getattr(self.checkpoint_callback, "best_model_path", "")
+        if wanted not in {None, "last", "hpc"}:
+            path = observer.files.to_read(wanted or place / "none")
+            given["ckpt_path"] = str(path)
+            if Path(path).is_relative_to(place) and not Path(path).exists():
+                observer.note("A checkpoint that this run did not write was not loaded: the model was used as it was.")
+                given |= {"ckpt_path": None, "model": given.get("model") or self.lightning_module}
+        return method(**given)
+
+    return call
 
 
 def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleType) -> dict[str, Any]:
@@ -256,14 +312,14 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
     limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
     limited["default_root_dir"] = spec.directory
     limited["logger"] = _loggers(limited.get("logger"), Path(spec.directory), lightning)
+    _compare_devices(observer, limited)
     limited.setdefault("enable_progress_bar", False)
     limited.setdefault("enable_model_summary", False)
     if limited.get("fast_dev_run"):
         return limited
     if spec.steps is not None:
         batches = spec.steps * max(1, int(limited.get("accumulate_grad_batches") or 1))
-        limited["max_epochs"] = 1
-        limited["max_time"] = None
+        limited |= {"min_epochs": None, "min_steps": None, "max_time": None}
         limited["check_val_every_n_epoch"] = 1
         if isinstance(limited.get("val_check_interval"), int):
             limited["val_check_interval"] = 1.0
@@ -273,10 +329,25 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
                 min(most, given) if isinstance(given, int) else 0 if given == 0 else most
             )
         observer.note(
-            f"Each training run was cut to {spec.steps} optimizer steps of its first epoch, each evaluation run to "
+            f"Each training run was cut to {spec.steps} optimizer steps of one epoch, each evaluation run to "
             f"{spec.steps} batches (--steps)."
         )
     return limited
+
+
+def _compare_devices(observer: RunObserver, options: dict[str, Any]) -> None:
+    """Note it if a Trainer asks for another number of devices than there are."""
+    wanted = options.get("devices")
+    if isinstance(wanted, str):
+        wanted = int(wanted) if wanted.isdigit() else None
+    count = len(wanted) if isinstance(wanted, (list, tuple)) else wanted
+    if isinstance(count, int) and count > 0:
+        count *= int(options.get("num_nodes") or 1)
+        if count != observer.spec.devices:
+            observer.note(
+                f"The script's Trainer asks for {count} devices, and this dry run has {observer.spec.devices}: give "
+                f"--devices {count}."
+            )
 
 
 def _loggers(given: Any, place: Path, lightning: ModuleType) -> Any:
@@ -296,8 +367,8 @@ def _loggers(given: Any, place: Path, lightning: ModuleType) -> Any:
 class _WhenImported(importlib.abc.MetaPathFinder):
     """Calls a function with a module once the script has imported it; costs nothing if it never does."""
 
-    def __init__(self, functions: dict[str, Callable[[ModuleType], object]]) -> None:
-        self._functions = functions
+    def __init__(self, functions: Mapping[str, Callable[[ModuleType], object]]) -> None:
+        self._functions = dict(functions)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Return the module's own spec, with a loader that calls the function afterwards."""
@@ -331,6 +402,9 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
         "pytorch_lightning.trainer.trainer": "pytorch_lightning",
     }
     _when_imported({name: cut(package) for name, package in names.items()})
+    read = functools.partial(_read_from_run, observer)
+    _when_imported(dict.fromkeys(("lightning.pytorch.core.module", "pytorch_lightning.core.module"), read))
+    _when_imported(dict.fromkeys(("lightning.fabric.fabric", "lightning_fabric.fabric"), observer.files.guard_fabric))
 
 
 @contextmanager
@@ -342,5 +416,5 @@ def masks_read_when_imported() -> Iterator[None]:
         yield
 
 
-def _when_imported(functions: dict[str, Callable[[ModuleType], object]]) -> None:
+def _when_imported(functions: Mapping[str, Callable[[ModuleType], object]]) -> None:
     sys.meta_path.insert(0, _WhenImported(functions))

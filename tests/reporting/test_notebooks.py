@@ -90,4 +90,4 @@ def test_a_dry_run_says_if_it_fits():
     assert "The run fits (RTX 4090, 24.0 GiB)." in page
     assert "<th>stage</th>" in page
     full = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=3, error="CUDA out of memory")
-    assert "CUDA out of memory" in str(full)
+    assert str(full).startswith("The run ran out of memory (RTX 4090, 24.0 GiB): CUDA out of memory")

@@ -1,0 +1,116 @@
+"""The files that a script writes in a dry run: none of the user's is replaced, and large tensors take no room."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Larger tensors of the device are written as one zero each: their values are zeros anyway.
+_LARGEST_WHOLE_TENSOR = 2**24
+
+
+class RunFiles:
+    """Decides where the script's checkpoints are written.
+
+    Args:
+        directory: The folder of the dry run.
+        note: Is told, in a sentence, of files that the user should know of.
+    """
+
+    def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
+        self._directory = directory.resolve()
+        self._note = note
+        self._moved: dict[Path, Path] = {}
+        self._new: set[Path] = set()
+
+    def within_run(self, path: str | os.PathLike[str]) -> Path:
+        """Return where in the run's folder a file is written that was to be written to `path`."""
+        given = Path(path).resolve()
+        if given.is_relative_to(self._directory):
+            return given
+        target = self._moved.setdefault(given, self._directory / "saved" / given.relative_to(given.anchor))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
+
+    def to_write(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        """Return where a file is written: where the script says, unless there is one already, which is the user's."""
+        given = Path(path).resolve()
+        if given.is_relative_to(self._directory) or given in self._new:
+            return path
+        if given.exists() or given in self._moved:
+            target = self.within_run(given)
+            self._note(f"{path} was there before and is untouched; the script's was written to {target}.")
+            return target
+        self._new.add(given)
+        self._note(f"The script wrote {path}: what it holds of the device is zeros.")
+        return path
+
+    def to_read(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        """Return where the file is that the script wrote to `path`, or `path` for any other."""
+        return self._moved.get(Path(path).resolve(), path)
+
+    def guard_torch(self) -> None:
+        """Make `torch.save` and `torch.load` keep to this from now on."""
+        save, load = torch.save, torch.load
+
+        @functools.wraps(save)
+        def guarded_save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
+            save(_changed(obj, _shrunk), self.to_write(f) if _is_path(f) else f, *args, **options)
+
+        @functools.wraps(load)
+        def guarded_load(f: Any, *args: Any, **options: Any) -> Any:
+            return _changed(load(self.to_read(f) if _is_path(f) else f, *args, **options), _filled)
+
+        torch.save, torch.load = guarded_save, guarded_load
+
+    def guard_fabric(self, module: ModuleType) -> None:
+        """Make Fabric keep to this; `module` is the one that holds its class."""
+        for name, place in (("save", self.to_write), ("load", self.to_read), ("load_raw", self.to_read)):
+            _with_path_from(module.Fabric, name, place)
+
+
+def _with_path_from(owner: type, name: str, place: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(self: Any, path: Any, *args: Any, **options: Any) -> Any:
+        return original(self, place(path), *args, **options)
+
+    setattr(owner, name, call)
+
+
+def _is_path(file: object) -> bool:
+    return isinstance(file, (str, os.PathLike))
+
+
+def _changed(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of dicts, lists and tuples with their plain tensors changed; anything else is left as it is."""
+    if type(thing) is Tensor:
+        return change(thing)
+    if isinstance(thing, dict):
+        # A copy keeps what state dicts carry beside their entries: the versions of modules.
+        made = copy.copy(thing)
+        made.update({key: _changed(value, change) for key, value in thing.items()})
+        return made
+    if type(thing) in {list, tuple}:
+        return type(thing)(_changed(one, change) for one in thing)
+    return thing
+
+
+def _shrunk(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda or tensor.nbytes <= _LARGEST_WHOLE_TENSOR:
+        return tensor
+    return torch.zeros(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _filled(tensor: Tensor) -> Tensor:
+    """Give a tensor that was shrunk the memory that it would have on the device."""
+    return tensor.contiguous() if tensor.is_cuda and tensor.nbytes > _LARGEST_WHOLE_TENSOR else tensor
