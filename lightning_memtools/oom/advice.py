@@ -20,12 +20,11 @@ from lightning_memtools.oom.recorded_history import (
     with_more_memory,
 )
 from lightning_memtools.oom.report_page import Action, ActionKind
-from lightning_memtools.oom.step_trials import NotFoundError, StepTrials
+from lightning_memtools.oom.step_trials import LEAST_PRICE, NotFoundError, StepTrials
 from lightning_memtools.simulation.step import PrecisionName
 
 BF16: PrecisionName = "bf16-mixed"
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
-_LEAST_PRICE = 0.01
 
 FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
 SMALLER_BATCHES = Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches")
@@ -319,7 +318,7 @@ def _recompute(plan: CheckpointPlan, code: str) -> Action:
 
 def _price(plan: CheckpointPlan) -> str:
     extra = plan.extra_operations
-    return f"{extra:.0%} more computation" if extra >= _LEAST_PRICE else "less than 1% more computation"
+    return f"{extra:.0%} more computation" if extra >= LEAST_PRICE else "less than 1% more computation"
 
 
 def loader_code(size: int) -> str:

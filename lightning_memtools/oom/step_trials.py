@@ -25,7 +25,10 @@ from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocato
 from lightning_memtools.memory.sizes import MIB, format_size
 from lightning_memtools.oom.failed_step import FailedStep
 
-_BUDGET_STEPS = 4
+# Memory budgets that are closer than this, as a share of the memory that is left, are not told apart.
+_BUDGET_STEP = 0.02
+# As a share of the step's computation. Nothing is gained where recomputation costs even less.
+LEAST_PRICE = 0.01
 # As a share of the plain step's peak. Smaller savings are not worth a line.
 _LEAST_SAVING = 0.01
 # Peaks that are computed from a profile are within some percent of traced ones.
@@ -346,27 +349,54 @@ class StepTrials:
         return ChosenPlan(plan, f"GradientCheckpointing({given})")
 
     def plan_that_fits(self) -> FittingPlan | None:
-        """Return the plan with the least recomputation that fits; None where there is none."""
-        budget = self.usable // MIB
-        bn_dropout: BnDropout = "skip"
-        for _ in range(_BUDGET_STEPS):
-            self._deadline.check()
-            options = CheckpointOptions.parse(memory_budget=f"{budget}MiB", bn_dropout=bn_dropout)
+        """Return the plan with the least recomputation that was found to fit; None where none was."""
+        found = self._within_largest_budget("skip")
+        if found is None and self._may_recompute_norms:
+            return self._within_largest_budget("recompute")
+        return found
+
+    def _within_largest_budget(self, bn_dropout: BnDropout) -> FittingPlan | None:
+        """Return the plan for the largest memory budget with which the step fits; None where none was found.
+
+        A budget counts what tensors hold, and the allocator asks the device for more. So the plan for all the memory
+        that is left may not fit. Smaller budgets are then tried by bisection, down to the least peak of any plan. The
+        search ends early with a plan that recomputes next to nothing.
+        """
+        found: FittingPlan | None = None
+        budget = too_large = self.usable // MIB
+        least = (self._planner.least_peak(CheckpointOptions.parse(bn_dropout=bn_dropout)) or 0) // MIB
+        while True:
             try:
-                plan = self._plan_within(options)
+                fitting = self._fitting(budget, bn_dropout)
             except BudgetTooSmallError:
-                if bn_dropout == "recompute" or not self._may_recompute_norms:
-                    return None
-                bn_dropout = "recompute"
-                continue
-            estimate = self.under(plan)
-            if self.fits(estimate):
-                # No plan without these layers fits, so "auto" takes this one too.
-                auto = ', bn_dropout="auto"' if bn_dropout == "recompute" else ""
-                return FittingPlan(plan, estimate, f'GradientCheckpointing(memory_budget="{budget}MiB"{auto})')
-            # The budget counts what tensors hold. The allocator asks the device for more.
-            budget -= max(budget // 20, 1)
-        return None
+                least = budget
+            except OutOfTimeError:
+                if found is None:
+                    raise
+                return found
+            else:
+                found = fitting or found
+                least, too_large = (budget, too_large) if fitting else (least, budget)
+            is_cheap = found is not None and found.plan.extra_operations < LEAST_PRICE
+            if is_cheap or too_large - least <= max(_BUDGET_STEP * self.usable / MIB, 1):
+                return found
+            budget = (least + too_large) // 2
+
+    def _fitting(self, budget: int, bn_dropout: BnDropout) -> FittingPlan | None:
+        """Return the plan for a memory budget in MiB; None if the step does not fit with it.
+
+        Raises:
+            BudgetTooSmallError: No plan is within the budget.
+            OutOfTimeError: There is no time left.
+        """
+        self._deadline.check()
+        plan = self._plan_within(CheckpointOptions.parse(memory_budget=f"{budget}MiB", bn_dropout=bn_dropout))
+        estimate = self.under(plan)
+        if not self.fits(estimate):
+            return None
+        # No plan without these layers fits, so "auto" takes this one too.
+        auto = ', bn_dropout="auto"' if bn_dropout == "recompute" else ""
+        return FittingPlan(plan, estimate, f'GradientCheckpointing(memory_budget="{budget}MiB"{auto})')
 
     def _plan_within(self, options: CheckpointOptions) -> CheckpointPlan:
         """Return the plan for a budget.

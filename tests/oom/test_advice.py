@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from lightning_memtools._torch import has_kernel
+from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
+from lightning_memtools.checkpointing.planning import StepPlanner
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom import combined_advice
@@ -73,7 +75,7 @@ def loss_of_step(model: Any, batch: Any) -> Any:
     return model.training_step(batch)
 
 
-def checks_of(
+def failed_on(
     model: nn.Module,
     batch: torch.Tensor,
     capacity: int | None,
@@ -81,14 +83,18 @@ def checks_of(
     cuda: bool = False,
     amsgrad: bool = False,
     **run: Any,
-) -> AdviceChecks:
+) -> FailedStep:
     stats = MemoryStats(allocated=100, reserved=200, capacity=capacity)
     split = None if capacity is None else MemorySplit(dict.fromkeys(CATEGORIES, 0), 0, (), 0, exact=True)
     facts = FailureFacts(moment=FailureMoment("train", 0, 0, "forward"), device="here", stats=stats, split=split,
                          batch=sizes_only(batch))  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), amsgrad=amsgrad)
     failed_run = FailedRun(model=model, forward=loss_of_step, optimizers=(optimizer,), **run)
-    checks = AdviceChecks(FailedStep(facts=facts, run=failed_run, cuda=cuda, is_cuda_like=cuda), Deadline(600.0))
+    return FailedStep(facts=facts, run=failed_run, cuda=cuda, is_cuda_like=cuda)
+
+
+def checks_of(model: nn.Module, batch: torch.Tensor, capacity: int | None, **options: Any) -> AdviceChecks:
+    checks = AdviceChecks(failed_on(model, batch, capacity, **options), Deadline(600.0))
     checks.run()
     return checks
 
@@ -254,14 +260,46 @@ def test_norms_are_recomputed_too_where_a_step_does_not_fit_without() -> None:
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
             return self.net(batch.view(-1, 64)).square().mean()
 
-    for capacity, code in (
-        (30, 'GradientCheckpointing(bn_dropout="auto")'),
-        (24, 'GradientCheckpointing(memory_budget="22MiB", bn_dropout="auto")'),
-    ):
+    code = 'GradientCheckpointing(memory_budget="22MiB", bn_dropout="auto")'  # no larger one fits, whatever the device
+    for capacity in (30, 24):
         checks = checks_of(Normed(), torch.ones(1, 8192, 64), capacity * MIB)
         (action,) = of_kind(checks, ActionKind.CHECKPOINTING)
         assert (action.code, action.fits) == (code, True)
         assert of_kind(checks, ActionKind.COMBINATION) == []  # a single change is enough
+
+
+class Mlps(Weighty):
+    """Blocks whose layers cost and hold different amounts."""
+
+    def __init__(self, n_blocks: int) -> None:
+        super().__init__(0)
+        layers = [(nn.LayerNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(n_blocks)]
+        self.net = nn.Sequential(*[nn.Sequential(*block) for block in layers])
+
+
+def test_the_least_recomputation_is_that_of_the_largest_of_all_budgets_with_which_the_step_fits() -> None:
+    """The allocator reserves so much more than tensors hold that only budgets far below the capacity fit."""
+    trials = StepTrials(failed_on(Mlps(4), torch.ones(2048, 128), 40 * MIB), Deadline(600.0))
+    found = trials.plan_that_fits()
+    assert found is not None
+    planner, fitting = StepPlanner(trials.failed.step()), {}
+    for budget in range(40, 33, -1):  # smaller ones cost no less
+        plan = planner.plan(CheckpointOptions.parse(memory_budget=f"{budget}MiB"))
+        if trials.fits(trials.failed.estimate(plan=plan)):
+            fitting[budget] = plan.extra_operations
+    assert found.code == f'GradientCheckpointing(memory_budget="{max(fitting)}MiB")'
+    assert max(fitting) < 0.9 * 40
+    assert found.plan.extra_operations == min(fitting.values())
+
+
+def test_a_plan_that_recomputes_next_to_nothing_comes_before_the_one_that_is_made_without_a_budget() -> None:
+    checks = checks_of(Mlps(8), torch.ones(1024, 128), 60 * MIB)
+    first = checks.actions[0]
+    assert "GradientCheckpointing(memory_budget=" in first.code
+    assert "less than 1% more computation" in first.detail
+    without_budget = StepTrials(failed_on(Mlps(8), torch.ones(1024, 128), 60 * MIB), Deadline(600.0)).best_plan
+    assert without_budget.code == "GradientCheckpointing()"
+    assert without_budget.plan.extra_operations > 0.2
 
 
 def test_a_search_for_the_least_recomputation_that_was_not_reached_is_named(monkeypatch) -> None:
