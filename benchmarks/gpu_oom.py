@@ -109,7 +109,7 @@ def examine(name: str) -> dict[str, Any]:
     slug = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
     REPORTS.mkdir(exist_ok=True)
     (REPORTS / f"{slug}-{name}.md").write_text(report)
-    found = re.search(rf"batches of (\d+) in place of {sizes[key]}", report)
+    found = re.search(rf"batches of (\d+) instead of {sizes[key]}", report)
     took = re.search(r"This report took ([\d.]+) s", report)
     result: dict[str, Any] = {
         "headline": report.splitlines()[0],

@@ -24,6 +24,7 @@ from lightning_memtools.oom.step_trials import LEAST_PRICE, NotFoundError, StepT
 from lightning_memtools.simulation.step import PrecisionName
 
 BF16: PrecisionName = "bf16-mixed"
+NO_HISTORY = "no history of allocations was recorded"
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 
 FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
@@ -34,8 +35,16 @@ ACCUMULATE = Action(
     code="Trainer(accumulate_grad_batches=...)",
 )
 LEAST_RECOMPUTATION = Action(kind=ActionKind.CHECKPOINTING, title="Recompute only as much as is needed to fit")
-RECOMPUTE = Action(kind=ActionKind.CHECKPOINTING, title="Recompute activations", code="GradientCheckpointing()")
-CHUNK_THE_LOSS = Action(kind=ActionKind.LOSS, title="Compute the loss without all logits at once", code=CHUNKED_LOSS)
+RECOMPUTE = Action(
+    kind=ActionKind.CHECKPOINTING,
+    title="Recompute activations in the backward pass",
+    code="GradientCheckpointing()",
+)
+CHUNK_THE_LOSS = Action(
+    kind=ActionKind.LOSS,
+    title="Compute the loss without holding all logits at once",
+    code=CHUNKED_LOSS,
+)
 BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{BF16}")')
 SMALLER_STATE = Action(kind=ActionKind.OPTIMIZER, title="Use an optimizer with a smaller state")
 LARGER_GPU = Action(kind=ActionKind.LARGER_GPU, title="Use a larger GPU")
@@ -60,7 +69,7 @@ def expandable_segments(trials: StepTrials) -> Iterator[Action]:
     """Expandable segments: whether the request, and the whole step, would have found memory."""
     history = trials.failed.history
     if history is None:
-        raise NotFoundError("no history was recorded")
+        raise NotFoundError(NO_HISTORY)
 
     def whole_step() -> tuple[MemoryEstimate, bool]:
         plain = trials.plain
@@ -76,7 +85,7 @@ def empty_cache(trials: StepTrials) -> Iterator[Action]:
     """An empty cache: whether the request, and the whole step, would have found memory without training's fragments."""
     history, evaluation = trials.failed.history, trials.failed.evaluation_began
     if history is None or evaluation is None:
-        raise NotFoundError("no history was recorded")
+        raise NotFoundError(NO_HISTORY)
 
     def whole_step() -> tuple[MemoryEstimate, bool]:
         return trials.plain, trials.fits(trials.plain, emptied=True)
@@ -89,16 +98,16 @@ def processes(trials: StepTrials) -> Iterator[Action]:
     """Stopping one of the other processes: whether the memory it holds would be enough."""
     others = trials.failed.processes
     if isinstance(others, str):
-        raise NotFoundError(f"they are {others}")
+        raise NotFoundError(f"the other processes are {others}")
     for process in others or ():
         if process.used_bytes:
             stop = replace(STOP_PROCESSES, title=f"Stop {process.name or 'process'} (pid {process.pid})")
-            yield _with_more_memory(trials, stop, process.used_bytes, "it holds")
+            yield _with_more_memory(trials, stop, process.used_bytes, "It holds")
 
 
 def predictions(trials: StepTrials) -> Iterator[Action]:
     """Keeping no predictions: whether the memory they hold would be enough."""
-    yield _with_more_memory(trials, KEEP_NO_PREDICTIONS, trials.failed.predictions, "they hold")
+    yield _with_more_memory(trials, KEEP_NO_PREDICTIONS, trials.failed.predictions, "They hold")
 
 
 def _of(
@@ -108,16 +117,17 @@ def _of(
     if verdict.served is None:
         raise NotFoundError(verdict.why)
     fits: bool | None = verdict.served
-    detail = f"{verdict.why}, as a replay of the recorded history shows"
+    detail = f"In a replay of the recorded allocations, {verdict.why}"
     if verdict.served and trials.why_not:
         fits = None
-        detail += "; whether the rest of the step would fit is not known"
+        detail += ". Whether the rest of the step would fit is not known"
     elif verdict.served:
         estimate, fits = whole_step()
+        peak = estimate.peak_allocated
         detail += (
-            f"; the whole step fits, with a peak of {trials.within(estimate.peak_allocated)}"
+            f". The whole step fits, with a peak of {trials.within(peak)}"
             if fits
-            else f"; for the whole step that is {trials.verdict(estimate.peak_allocated, fits=False)}"
+            else f". The whole step does not fit: its peak is {format_size(peak)}, and {trials.obstacle(peak)}"
         )
     return replace(action, detail=detail, checked=True, fits=fits, saved=int(fits is None))
 
@@ -129,7 +139,7 @@ def _with_more_memory(trials: StepTrials, action: Action, n_bytes: int, verb: st
         served = with_more_memory(trials.failed.history, n_bytes).served
         # Where a trace lacks what made the step fail, only the history can tell.
         enough = bool(served) if trials.plain_fits else served is not False
-    whether = {True: "is enough", False: "is not enough by itself", None: "may be enough or not"}
+    whether = {True: "is enough", False: "is not enough by itself", None: "may or may not be enough"}
     detail = f"{verb} {format_size(n_bytes)}, which {whether[enough]}"
     return replace(action, detail=detail, checked=True, fits=enough, saved=n_bytes)
 
@@ -142,7 +152,7 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
     size = trials.size
 
     def of(smaller: int) -> Action:
-        title = f"Use {_STAGES[trials.failed.stage or 'train']} batches of {smaller} in place of {size}"
+        title = f"Use {_STAGES[trials.failed.stage or 'train']} batches of {smaller} instead of {size}"
         return replace(SMALLER_BATCHES, title=title, code=loader_code(smaller))
 
     if not trials.can_tell_what_fits:
@@ -152,11 +162,11 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
         return
     found = trials.largest_batch
     if found.estimate is None:
-        yield replace(SMALLER_BATCHES, detail="not even one sample fits", checked=True, fits=False)
+        yield replace(SMALLER_BATCHES, detail="Not even one sample fits", checked=True, fits=False)
         return
     yield replace(
         of(found.size),
-        detail=f"fits, with a peak of {trials.within(found.estimate.peak_allocated)}; {found.end}",
+        detail=f"The step then fits, with a peak of {trials.within(found.estimate.peak_allocated)}. {found.end}",
         checked=True,
         fits=True,
         saved=trials.saving(found.estimate.peak_allocated),
@@ -188,7 +198,7 @@ def accumulation(trials: StepTrials) -> Iterator[Action]:
             peak = trials.within(estimate.peak_allocated)
             yield replace(
                 action,
-                detail=f"keeps the effective batch of {effective} and fits, with a peak of {peak}",
+                detail=f"The effective batch stays {effective}, and the step fits, with a peak of {peak}",
                 checked=True,
                 fits=True,
                 saved=trials.saving(estimate.peak_allocated),
@@ -203,7 +213,7 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
         yield from better
         if not better:
             title = "Recompute more activations than now"
-            detail = "no plan was found that fits"
+            detail = "No plan was found with which the step fits"
             yield replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
         return
     plan, code = trials.best_plan.plan, trials.best_plan.code
@@ -225,9 +235,10 @@ def chunked_loss(trials: StepTrials) -> Iterator[Action]:
     if found is None:
         return
     size = format_size(found.logits_bytes)
-    title = f"{CHUNK_THE_LOSS.title}: they take {size} for each copy ({found.rows:,} x {found.classes:,})"
     fits = found.cost.peak_bytes <= trials.usable if trials.can_tell_what_fits else None
-    yield with_peak(trials, found.cost.peak_bytes, replace(CHUNK_THE_LOSS, title=title), fits=fits)
+    made = with_peak(trials, found.cost.peak_bytes, CHUNK_THE_LOSS, fits=fits)
+    logits = f"Each copy of the logits ({found.rows:,} x {found.classes:,}) takes {size}"
+    yield replace(made, detail=f"{logits}. {made.detail}")
 
 
 def least_recomputation(trials: StepTrials) -> Iterator[Action]:
@@ -256,7 +267,7 @@ def optimizer(trials: StepTrials) -> Iterator[Action]:
     for other in others:
         action = replace(SMALLER_STATE, title=other.title, code=other.code)
         made = compared(trials, trials.failed.estimate(optimizer=other.make), action)
-        yield replace(made, detail=made.detail + (f" ({other.note})" if other.note else ""))
+        yield replace(made, detail=made.detail + (f". {other.note}" if other.note else ""))
 
 
 def larger_gpu(trials: StepTrials) -> Iterator[Action]:
@@ -270,7 +281,7 @@ def larger_gpu(trials: StepTrials) -> Iterator[Action]:
             yield replace(
                 LARGER_GPU,
                 title=f"{LARGER_GPU.title} ({gpu.name})",
-                detail="the smallest of those known on which this step fits as it is",
+                detail="It is the smallest known GPU on which this step fits unchanged",
                 checked=True,
                 fits=True,
             )
@@ -282,13 +293,17 @@ def growth(trials: StepTrials) -> Iterator[Action]:
     grown = trials.failed.facts.grown
     assert grown is not None
     enough = trials.plain_fits_with(grown.n_bytes)
-    without = {True: "the step fits", False: "the step would not fit either", None: "it is not known what would fit"}
+    without = {
+        True: "the step fits",
+        False: "the step would not fit either",
+        None: "the step may or may not fit",
+    }
     yield replace(
         FIND_GROWTH,
         title=f"Find what grows by {format_size(grown.n_bytes // grown.n_batches)} a batch",
-        detail=f"{format_size(grown.n_bytes)} have accumulated in {grown.n_batches} batches that belong to neither "
-        "model, optimizers nor inputs, such as losses or outputs that are kept with their graph (use `.detach()`); "
-        f"without them {without[enough]}",
+        detail=f"In {grown.n_batches} batches, {format_size(grown.n_bytes)} have accumulated that belong neither to "
+        "the model nor to its optimizers or inputs. The usual cause is losses or outputs that are kept with their "
+        f"graph (use `.detach()`). Without this memory, {without[enough]}",
         checked=True,
         fits=enough,
         saved=grown.n_bytes,
@@ -305,15 +320,13 @@ def with_peak(trials: StepTrials, peak: int, action: Action, *, fits: bool | Non
     """Return the action with the step's peak."""
     saved = trials.saving(peak)
     if not saved:
-        return replace(action, detail="no lower peak", checked=True, fits=False)
-    minus = f"minus {format_size(saved)}" + (f" at {price}" if price else "")
-    detail = f"{minus}{' ' if fits is None else ', '}{trials.verdict(peak, fits=fits)}"
-    return replace(action, detail=detail, checked=True, fits=fits, saved=saved)
+        return replace(action, detail="It does not lower the peak", checked=True, fits=False)
+    return replace(action, detail=trials.verdict(peak, fits=fits, price=price), checked=True, fits=fits, saved=saved)
 
 
 def _recompute(plan: CheckpointPlan, code: str) -> Action:
     names = ", ".join(f"`{chain.name or '(the model)'}`" for chain in plan.chains if chain.ranges)
-    return replace(RECOMPUTE, title=f"Recompute activations of {names}", code=code)
+    return replace(RECOMPUTE, title=f"Recompute the activations of {names} in the backward pass", code=code)
 
 
 def _price(plan: CheckpointPlan) -> str:

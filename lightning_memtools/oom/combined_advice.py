@@ -18,6 +18,7 @@ from lightning_memtools.oom.advice import (
 from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.report_page import Action, ActionKind
 from lightning_memtools.oom.step_trials import StepTrials
+from lightning_memtools.reporting.phrases import in_series
 
 COMBINE = Action(kind=ActionKind.COMBINATION, title="Combine several changes")
 _MOST_SHOWN = 2
@@ -62,7 +63,7 @@ def combined(trials: StepTrials) -> Iterator[Action]:
         if widest:
             least = min(widest, key=lambda group: tried[_names(group)].peak_allocated)
             peak = tried[_names(least)].peak_allocated
-            detail = trials.verdict(peak, fits=False).replace(" by itself", " together")
+            detail = trials.verdict(peak, fits=False, alone="together")
             yield _action(trials, least, peak, fits=False, detail=detail)
         return
     found: list[frozenset[str]] = []
@@ -74,7 +75,7 @@ def combined(trials: StepTrials) -> Iterator[Action]:
         if trials.fits(estimate):
             found.append(names)
             peak = estimate.peak_allocated
-            yield _action(trials, one, peak, fits=True, detail=f"fits, with a peak of {trials.within(peak)}")
+            yield _action(trials, one, peak, fits=True, detail=trials.verdict(peak, fits=True))
         if len(found) == _MOST_SHOWN:
             return
 
@@ -123,9 +124,8 @@ def _arguments(changes: Sequence[StepChange]) -> dict[str, Any]:
 
 def _action(trials: StepTrials, changes: Sequence[StepChange], peak: int, *, fits: bool, detail: str) -> Action:
     first, *rest = (change.title for change in changes)
-    lower = [f"{title[0].lower()}{title[1:]}" for title in rest]
-    title = ", ".join([first, *lower[:-1]]) + f" and {lower[-1]}"
+    title = in_series([first, *(f"{title[0].lower()}{title[1:]}" for title in rest)])
     code = ", ".join(change.code for change in changes)
-    detail += "".join(f" ({change.note})" for change in changes if change.note)
+    detail += "".join(f". {change.note}" for change in changes if change.note)
     saved = trials.saving(peak)
     return replace(COMBINE, title=title, code=code, detail=detail, checked=True, fits=fits, saved=saved)

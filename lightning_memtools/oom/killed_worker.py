@@ -1,4 +1,4 @@
-"""The report on a loader worker that died for want of host memory or of shared memory."""
+"""The report on a loader worker that died for lack of host memory or of shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def killed_worker_page(text: str, moment: FailureMoment) -> str:
     return "\n".join((
         f"# A loader worker died: {where} ran out",
         "",
-        f"At {moment} a worker of a DataLoader ended with {signal}. The device's memory has nothing to do with it.",
+        f"A worker of a DataLoader ended with {signal} ({moment}). The memory of the GPU is not the cause.",
         "",
         "## What was found",
         *(f"- {line}" for line in _evidence(in_shared_memory=in_shared_memory)),
@@ -45,21 +45,22 @@ def _evidence(*, in_shared_memory: bool) -> list[str]:
         )
     kills = kills_in_container()
     if not in_shared_memory and kills is not None:
-        found = f"killed {kills} processes" if kills else "killed none, so somebody else sent the signal"
-        lines.append(f"For want of memory the kernel has {found}, in this container since it began.")
+        found = f"{kills} processes" if kills else "no process"
+        otherwise = "" if kills else ", so that something else sent the signal"
+        lines.append(f"Since this container began, the kernel has killed {found} in it for lack of memory{otherwise}.")
     return lines
 
 
 def _actions(*, in_shared_memory: bool) -> list[str]:
-    fewer = "Fewer workers (`num_workers`) or a smaller `prefetch_factor`: fewer batches wait at a time."
+    fewer = "Use fewer workers (`num_workers`) or a smaller `prefetch_factor`, so that fewer batches wait at a time."
     if in_shared_memory:
         return [
-            "A larger /dev/shm: `docker run --shm-size=8g`, `--ipc=host`, or in Kubernetes a memory emptyDir.",
+            "Make /dev/shm larger: `docker run --shm-size=8g`, `--ipc=host`, or in Kubernetes an emptyDir.",
             fewer,
-            'Or batches through files: `torch.multiprocessing.set_sharing_strategy("file_system")`.',
+            'Pass batches through files: `torch.multiprocessing.set_sharing_strategy("file_system")`.',
         ]
     return [
         fewer,
-        "Data in one NumPy array, tensor or Arrow table: workers copy pages of Python objects, as MemoryMonitor warns.",
-        "A higher memory limit for the container.",
+        "Keep the data in one NumPy array, tensor or Arrow table: workers come to hold copies of Python objects.",
+        "Raise the memory limit of the container.",
     ]

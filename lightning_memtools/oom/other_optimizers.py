@@ -59,16 +59,16 @@ def smaller_states(optimizer: Optimizer) -> Iterator[OtherOptimizer]:
     """Yield optimizers with a smaller state than this one's, the smallest first."""
     if isinstance(optimizer, SGD):
         return
-    title = f"Use an optimizer with a smaller state than {type(optimizer).__name__}'s"
-    sgd = OtherOptimizer(f"{title}: SGD", "torch.optim.SGD(parameters, momentum=0.9, ...)", 4.0, _sgd)
+    title = f"Replace {type(optimizer).__name__} with {{}}, which has a smaller state"
+    sgd = OtherOptimizer(title.format("SGD"), "torch.optim.SGD(parameters, momentum=0.9, ...)", 4.0, _sgd)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if type(optimizer) not in {Adam, AdamW} or any(group.get("amsgrad") for group in optimizer.param_groups):
         yield sgd  # bitsandbytes refuses amsgrad
         return
 
     name = f"{type(optimizer).__name__}8bit"
-    note = "the bytes of its states are counted; bitsandbytes itself was not run"
-    eight = OtherOptimizer(f"{title}: {name}", f"bitsandbytes.optim.{name}(parameters, ...)", 2.0, EightBitStates, note)
+    note = "The size of its state was computed, and bitsandbytes itself was not run"
+    eight = OtherOptimizer(title.format(name), f"bitsandbytes.optim.{name}(parameters, ...)", 2.0, EightBitStates, note)
     n_sgd = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     yield from (eight, sgd) if sum(map(_n_bytes_in_8_bit, parameters)) <= n_sgd else (sgd, eight)
 

@@ -134,8 +134,9 @@ def _replayed(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) 
     except SimulatedOutOfMemory as error:
         page = config.large_segment_size if error.rounded > SMALL_LIMIT else SMALL_SEGMENT
         needed = round_up(error.rounded, page) if config.expandable_segments else error.segment_size
-        found = f"{format_size(max(error.free or 0, 0))} would have been free"
-        return ReplayVerdict(
-            served=False, why=f"{found}, and {format_size(needed)} needed for a request of {format_size(error.rounded)}"
-        )
+        free = format_size(max(error.free or 0, 0))
+        why = f"only {free} would have been free for the request of {format_size(error.rounded)}"
+        if needed > error.rounded:
+            why += f", which needs a segment of {format_size(needed)}"
+        return ReplayVerdict(served=False, why=why)
     return ReplayVerdict(served=True, why="the request would have been served")

@@ -13,10 +13,12 @@ from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.oom.failure_facts import FailureFacts, describe_batch
 from lightning_memtools.oom.recorded_history import ReplayVerdict
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
+from lightning_memtools.reporting.phrases import counted, in_series
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 _SHORT = 3
 _WORTH_A_LINE = 0.01
+_CATEGORY_WORDS = {"optimizer": "optimizer state", "other": "other tensors"}
 _STANDS_FOR = {
     "(backward)": "`(backward)` stands for gradients that backward passes from module to module.",
     "(outside)": "`(outside)` stands for tensors made outside of modules, such as the loss.",
@@ -48,7 +50,7 @@ class Action:
     Attributes:
         kind: The kind of change.
         title: The change in a few words.
-        detail: The result of the check; where it was not checked, the reason.
+        detail: The result of the check in sentences, without the last period; where it was not checked, the reason.
         checked: True if the change was tried, by tracing the step or by replaying the recorded history.
         fits: True if it is enough by itself; None where that is not known.
         saved: The bytes by which it lowers the peak of a step.
@@ -72,8 +74,8 @@ class Action:
         code = f" (`{self.code}`)" if self.code else ""
         if not self.checked:
             why = f": {self.detail}" if self.detail else ""
-            return f"{self.title}{code}. Not checked{why}."
-        return f"{self.title}{code}: {self.detail}."
+            return f"{self.title}{code}. This was not checked{why}."
+        return f"{self.title}{code}. {self.detail}."
 
 
 def ranked(actions: Iterable[Action]) -> list[Action]:
@@ -147,14 +149,18 @@ class ReportPage:
         """Return the short form: what failed, what filled the device, what to do first, and the path of the report."""
         lines = [self.headline, *self._what_was_done()]
         if self.facts.split is not None:
-            lines.append(f"It held {_in_words(self.facts.split.by_category)}.")
+            lines.append(f"The device held {_in_words(self.facts.split.by_category)}.")
         # "(backward)" and "(outside)" are no modules.
         modules = [(name, size) for name, size in self.modules if size and not _stands_for(name)]
         if modules and modules[0][1] > _WORTH_A_LINE * (self.facts.stats.allocated or 0):
             name, size = modules[0]
             ties = sum(other == size for _, other in modules) - 1
-            each = f" and {ties} more with as much, {format_size(size)} each" if ties else f", {format_size(size)}"
-            lines.append(f"Most activations: {name}{each}.")
+            others = (
+                f" and {counted(ties, 'other module', 'other modules')}, with {format_size(size)} each"
+                if ties
+                else f", with {format_size(size)}"
+            )
+            lines.append(f"The largest activations belong to {name}{others}.")
         helping = [action for action in self.actions if action.checked and not action.is_useless][:_SHORT]
         lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
         if not helping and any(action.checked for action in self.actions):
@@ -162,8 +168,9 @@ class ReportPage:
         unchecked = [action for action in self.actions if not action.checked]
         if unchecked:
             reasons = list(dict.fromkeys(action.detail for action in unchecked))
-            why = f": {reasons[0]}" if len(reasons) == 1 else ", for reasons given in the report"
-            lines.append(f"Not checked{why}: {', '.join(_lower_first(action.title) for action in unchecked)}.")
+            why = f" ({reasons[0]})" if len(reasons) == 1 else ", for reasons given in the report"
+            titles = "; ".join(_lower_first(action.title) for action in unchecked)
+            lines.append(f"These changes were not checked{why}: {titles}.")
         lines += self._how_to_finish()
         lines.append(self.file_line())
         return "\n".join(lines)
@@ -187,8 +194,9 @@ class ReportPage:
         if helping:
             parts.append("\n".join(f"{number}. {action}" for number, action in enumerate(helping, 1)))
             parts.append(
-                "Every peak is that of a step traced on fake tensors. It is compared with the memory left for the "
-                "step, the capacity of the device less what other processes hold, and less what this one holds besides."
+                "Each peak was found by tracing the step with that change on fake tensors. The available memory is the "
+                "capacity of the device, less what other processes hold, and less what this process holds beside the "
+                "step."
             )
         rest = [action for action in self.actions if not action.checked]
         if rest:
@@ -196,14 +204,16 @@ class ReportPage:
         parts += self._how_to_finish()
         useless = [action for action in self.actions if action.is_useless]
         if useless:
-            parts.append("\n".join(["Checked, but does not help:", "", *(f"- {action}" for action in useless)]))
+            parts.append(
+                "\n".join(["These changes were checked, but do not help:", "", *(f"- {action}" for action in useless)])
+            )
         parts += [note if note.endswith(".") else f"{note}." for note in self.notes]
         return parts if len(parts) > 1 else []
 
     def _how_to_finish(self) -> list[str]:
         if self.saved_step is None or not isinstance(self.file, Path):
             return []
-        return [f"To check everything: `memtools oom-report {shlex.quote(str(self.file))} --finish`."]
+        return [f"To make all checks, run `memtools oom-report {shlex.quote(str(self.file))} --finish`."]
 
     def _facts(self) -> list[str]:
         facts, stats = self.facts, self.facts.stats
@@ -227,7 +237,7 @@ class ReportPage:
             (name, size if isinstance(size, str) else format_size(size)) for name, size in sizes if size is not None
         ]
         if stats.alloc_retries:
-            rows.append(("allocation retries before", str(stats.alloc_retries)))
+            rows.append(("allocation retries so far", str(stats.alloc_retries)))
         parts = ["## What happened", markdown_table(Table(("", ""), [row for row in rows if row[1]], align="ll"))]
         if facts.problem:
             parts.append(f"Some facts could not be read when memory ran out: {facts.problem}.")
@@ -239,7 +249,7 @@ class ReportPage:
     def _for_a_request(self) -> str:
         if self.request is None or self.request == self.facts.requested:
             return ""
-        return f", the segment for a request of {format_size(self.request)}"
+        return f" from the device, as a segment for a request of {format_size(self.request)}"
 
     def _split(self) -> list[str]:
         split = self.facts.split
@@ -256,14 +266,14 @@ class ReportPage:
             parts.append(f'Of "other", {format_size(split.buffers)} are the model\'s buffers.')
         if split.older > _WORTH_A_LINE * total:
             parts.append(
-                f"{format_size(split.older)} of all this were allocated before the batch and belong to neither model, "
-                "optimizers nor inputs: tensors held by hooks, callbacks and your own lists, buffers of the strategy, "
-                "workspaces of libraries."
+                f"{format_size(split.older)} of this were allocated before the batch began and belong neither to the "
+                "model nor to its optimizers or inputs. Hooks, callbacks, your own lists, buffers of the strategy and "
+                "workspaces of libraries can hold such memory."
             )
         if not split.exact:
             parts.append(
-                "Activations are all that was allocated since the batch began and has no other owner, including "
-                "temporary memory of backward."
+                "Activations are everything that was allocated since the batch began and has no other owner, which "
+                "includes temporary memory of the backward pass."
             )
         return parts
 
@@ -272,18 +282,22 @@ class ReportPage:
         if not shown:
             return []
         if not self.modules_traced:
-            whose = "held at that moment"
+            whose = "held when memory ran out"
         elif self.facts.moment.stage == "train":
-            whose = "kept by the traced step at the end of its forward pass"
+            whose = "keeps for the backward pass in the traced step"
         else:
-            whose = "held at the peak of the traced step"
+            whose = "holds at the peak of the traced step"
         table = Table(("module", "activations"), [(f"`{name}`", format_size(n_bytes)) for name, n_bytes in shown])
         left_out = sum(n_bytes == shown[-1][1] for _, n_bytes in self.modules) - sum(
             n_bytes == shown[-1][1] for _, n_bytes in shown
         )
-        ties = f"{left_out} more have as much as the last of these." if left_out else ""
-        text = [f"Activations {whose}.", *(_stands_for(name) for name, _ in shown), ties]
-        return ["## Modules with most activations", " ".join(filter(None, text)), markdown_table(table)]
+        ties = (
+            f"{counted(left_out, 'more module holds', 'more modules hold')} as much as the last one listed."
+            if left_out
+            else ""
+        )
+        text = [f"These are the activations that each module {whose}.", *(_stands_for(name) for name, _ in shown), ties]
+        return ["## Modules with the most activations", " ".join(filter(None, text)), markdown_table(table)]
 
     def _fragmentation(self) -> list[str]:
         unusable = self.facts.unusable
@@ -296,11 +310,13 @@ class ReportPage:
         )
         setting = "`expandable_segments:True`"
         if self.expandable is None:
-            verdict = f"Whether {setting} would have helped is not known: no history was recorded."
+            verdict = f"Whether {setting} would have helped is not known: no history of allocations was recorded."
         elif self.expandable.served is None:
             verdict = f"Whether {setting} would have helped is not known: {self.expandable.why}."
         elif self.expandable.served:
-            verdict = f"With {setting} this request would have been served, as a replay of the recorded history shows."
+            verdict = (
+                f"With {setting} this request would have been served, as a replay of the recorded allocations shows."
+            )
         else:
             verdict = f"{setting} would not have helped: {self.expandable.why}."
         return ["## Fragmentation", f"{text} {verdict}"]
@@ -315,8 +331,8 @@ class ReportPage:
         parts = []
         if isinstance(self.snapshot, Path):
             parts.append(
-                f"Memory snapshot: `{self.snapshot}`. `memtools snapshot` makes a page of it that shows every block; "
-                "https://pytorch.org/memory_viz shows it too."
+                f"Memory snapshot: `{self.snapshot}`. `memtools snapshot` makes a page from it that shows every block; "
+                "https://pytorch.org/memory_viz can show it too."
             )
         elif self.snapshot:
             parts.append(f"No memory snapshot: {self.snapshot}.")
@@ -330,10 +346,14 @@ def _stands_for(name: str) -> str:
 
 
 def _in_words(split: Mapping[str, int]) -> str:
+    """Return the categories that hold more than next to nothing, the largest first."""
+    least = _WORTH_A_LINE * sum(split.values())
     parts = [
-        f"{format_size(n_bytes)} of {name}" for name, n_bytes in sorted(split.items(), key=lambda i: -i[1]) if n_bytes
+        f"{format_size(n_bytes)} of {_CATEGORY_WORDS.get(name, name)}"
+        for name, n_bytes in sorted(split.items(), key=lambda i: -i[1])
+        if n_bytes > least
     ]
-    return ", ".join(parts) or "nothing"
+    return in_series(parts) or "nothing"
 
 
 def _lower_first(title: str) -> str:

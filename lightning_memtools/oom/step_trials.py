@@ -25,8 +25,9 @@ from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocato
 from lightning_memtools.memory.sizes import MIB, format_size
 from lightning_memtools.oom.failed_step import FailedStep
 
-# Memory budgets that are closer than this, as a share of the memory that is left, are not told apart.
-_BUDGET_STEP = 0.02
+_BUDGET_TRIALS = 4
+# Memory budgets that are closer than this, as a share of them, are not told apart.
+_BUDGET_STEP = 0.01
 # As a share of the step's computation. Nothing is gained where recomputation costs even less.
 LEAST_PRICE = 0.01
 # As a share of the plain step's peak. Smaller savings are not worth a line.
@@ -35,7 +36,7 @@ _LEAST_SAVING = 0.01
 _FAR_TOO_MUCH = 1.25
 
 
-NOT_REACHED = "not reached within the time for checks"
+NOT_REACHED = "the time for the checks was over"
 
 
 class OutOfTimeError(Exception):
@@ -281,7 +282,7 @@ class StepTrials:
             return TracedSize(known[size], estimate.peak_allocated, estimate.trace)
 
         # Segments of the allocator make a step's fit jump: it need not end for good where it ends first.
-        end = "{} does not fit (sizes just above may)"
+        end = "A batch of {} does not fit, but slightly larger ones may"
         try:
             size = largest_batch(
                 self._first_guess(),
@@ -294,7 +295,7 @@ class StepTrials:
             size = max((size for size, does in known.items() if does), default=0)
             if not size:
                 raise
-            end = "a larger one may fit: there was no time to find out"
+            end = "A larger batch may fit too: there was no time to find out"
         return LargestBatch(size, self.at(size), end.format(size + 1)) if size else LargestBatch(0)
 
     def _first_guess(self) -> int:
@@ -349,26 +350,27 @@ class StepTrials:
         return ChosenPlan(plan, f"GradientCheckpointing({given})")
 
     def plan_that_fits(self) -> FittingPlan | None:
-        """Return the plan with the least recomputation that was found to fit; None where none was."""
-        found = self._within_largest_budget("skip")
-        if found is None and self._may_recompute_norms:
-            return self._within_largest_budget("recompute")
-        return found
+        """Return the plan with the least recomputation that was found to fit; None where none was.
 
-    def _within_largest_budget(self, bn_dropout: BnDropout) -> FittingPlan | None:
-        """Return the plan for the largest memory budget with which the step fits; None where none was found.
-
-        A budget counts what tensors hold, and the allocator asks the device for more. So the plan for all the memory
-        that is left may not fit. Smaller budgets are then tried by bisection, down to the least peak of any plan. The
-        search ends early with a plan that recomputes next to nothing.
+        A memory budget counts what tensors hold, and the allocator asks the device for more. So the plan for all the
+        memory that is left may not fit. Smaller budgets are then tried by bisection, down to the least peak of any
+        plan. The search ends early with a plan that recomputes next to nothing.
         """
         found: FittingPlan | None = None
-        budget = too_large = self.usable // MIB
-        least = (self._planner.least_peak(CheckpointOptions.parse(bn_dropout=bn_dropout)) or 0) // MIB
-        while True:
+        bn_dropout: BnDropout = "skip"
+        budget, least = self.usable // MIB, self._least_budget(bn_dropout)
+        too_large = budget + 1
+        if self._fragmented_peak is not None:
+            too_large = self._fragmented_peak // MIB
+            budget = (least + too_large) // 2
+        for _ in range(_BUDGET_TRIALS):
             try:
                 fitting = self._fitting(budget, bn_dropout)
             except BudgetTooSmallError:
+                if found is None and bn_dropout == "skip" and self._may_recompute_norms:
+                    bn_dropout = "recompute"
+                    least = self._least_budget(bn_dropout)
+                    continue
                 least = budget
             except OutOfTimeError:
                 if found is None:
@@ -378,9 +380,24 @@ class StepTrials:
                 found = fitting or found
                 least, too_large = (budget, too_large) if fitting else (least, budget)
             is_cheap = found is not None and found.plan.extra_operations < LEAST_PRICE
-            if is_cheap or too_large - least <= max(_BUDGET_STEP * self.usable / MIB, 1):
+            if is_cheap or too_large - least <= max(_BUDGET_STEP * budget, 1):
                 return found
             budget = (least + too_large) // 2
+        return found
+
+    @cached_property
+    def _fragmented_peak(self) -> int | None:
+        """The peak of the plan without a budget if only fragmentation keeps it from fitting, else None."""
+        if self.failed.run.plan is not None:
+            return None
+        plan = self.best_plan.plan
+        if plan.refused is not None or plan.peak_bytes is None or plan.peak_bytes > self.usable:
+            return None
+        return None if self.fits(self.under(plan)) else plan.peak_bytes
+
+    def _least_budget(self, bn_dropout: BnDropout) -> int:
+        """Return the least peak of any plan in MiB, as far as it is known."""
+        return (self._planner.least_peak(CheckpointOptions.parse(bn_dropout=bn_dropout)) or 0) // MIB
 
     def _fitting(self, budget: int, bn_dropout: BnDropout) -> FittingPlan | None:
         """Return the plan for a memory budget in MiB; None if the step does not fit with it.
@@ -418,17 +435,36 @@ class StepTrials:
 
     def within(self, peak: int) -> str:
         """Return a peak and what it has to fit into."""
-        return f"{format_size(peak)} within {format_size(self.usable)}"
+        return f"{format_size(peak)} within the available {format_size(self.usable)}"
 
-    def verdict(self, peak: int, *, fits: bool | None) -> str:
-        """Say whether a step with that peak fits, and if not by how much it is too large."""
+    def verdict(self, peak: int, *, fits: bool | None, price: str = "", alone: str = "by itself") -> str:
+        """Say in sentences how much lower a changed step's peak is, and whether the step fits.
+
+        Args:
+            peak: The peak.
+            fits: Whether the step fits; None where that is not known.
+            price: What the change costs; "" where it is not said.
+            alone: The words for the change, or the changes, that are not enough.
+        """
+        saved = self.saving(peak)
+        falls = (
+            f"he peak falls by {format_size(saved)} to {format_size(peak)}"
+            if saved
+            else f"he peak is {format_size(peak)}"
+        )
+        sentence = f"With {price}, t{falls}" if price else f"T{falls}"
         if fits is None:
-            return f"to a peak of {format_size(peak)}; whether that is enough is not known"
+            return f"{sentence}. Whether that is enough is not known"
         if fits:
-            return f"fits, with a peak of {self.within(peak)}"
-        over = peak - self.usable
-        reason = f"{format_size(over)} too much" if over > 0 else f"too fragmented for {format_size(self.usable)}"
-        return f"not enough by itself: a peak of {format_size(peak)}, {reason}"
+            return f"{sentence} and fits within the available {format_size(self.usable)}"
+        return f"{sentence}. That is not enough {alone}: {self.obstacle(peak)}"
+
+    def obstacle(self, peak: int) -> str:
+        """Say why a step with that peak does not fit."""
+        over, usable = peak - self.usable, format_size(self.usable)
+        if over > 0:
+            return f"it is {format_size(over)} more than the available {usable}"
+        return f"its tensors would fit within the available {usable}, but fragmentation prevents it"
 
 
 def in_a_line(error: Exception) -> str:

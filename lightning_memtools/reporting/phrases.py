@@ -10,6 +10,11 @@ def counted(n: int, one: str, several: str) -> str:
     return f"{n:,} {one if n == 1 else several}"
 
 
+def in_series(parts: Sequence[str]) -> str:
+    """Return the parts as one phrase: "a", "a and b" or "a, b and c"."""
+    return " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else "".join(parts)
+
+
 def first_of(found: Sequence[object], most: int = 3) -> str:
     """Return the first ones as text, and the number of the others: "a, b, c and 4 more"."""
     shown = ", ".join(map(str, found[:most]))

@@ -148,7 +148,7 @@ def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed
     for name_, n_bytes in split.items():
         if name_ in singular:
             assert n_bytes == pytest.approx(categories[singular[name_]], rel=0.01)
-    largest, n_bytes = next(iter(table(outcome.report, "Modules with most activations").items()))
+    largest, n_bytes = next(iter(table(outcome.report, "Modules with the most activations").items()))
     assert largest == case.largest
     assert n_bytes == pytest.approx(max(modules.values()), rel=0.01)
     # What the error takes along begins with the same line and names the report, and nothing is printed twice.
@@ -164,7 +164,7 @@ def test_on_a_device_that_knows_no_modules_a_trace_names_the_largest(name, faile
     case, known = CASES[name], failed(name)
     monkeypatch.setattr("lightning_memtools.oom.failure_capture.KnowsItsComposition", type("Nobody", (), {}))
     report = attempt(tmp_path, case.capacity, case.call, **case.sizes).report
-    assert next(iter(table(report, "Modules with most activations"))) == case.largest
+    assert next(iter(table(report, "Modules with the most activations"))) == case.largest
     split = table(report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(known.seen[-1][0], rel=0.01)
     assert sum(split.values()) == pytest.approx(known.seen[-1][0], rel=0.01)
@@ -173,7 +173,9 @@ def test_on_a_device_that_knows_no_modules_a_trace_names_the_largest(name, faile
 @pytest.mark.parametrize("name", CASES)
 def test_the_suggested_batch_size_fits_and_the_next_does_not(name, failed, tmp_path):
     case, outcome = CASES[name], failed(name)
-    found = re.search(r"`DataLoader\(batch_size=(\d+)\)`\): fits, .*; (\d+) does not fit", outcome.report)
+    found = re.search(
+        r"`DataLoader\(batch_size=(\d+)\)`\)\. The step then fits, .* A batch of (\d+) does not fit", outcome.report
+    )
     assert found is not None
     size, next_size = map(int, found.groups())
     assert next_size == size + 1
@@ -185,7 +187,7 @@ def test_the_suggested_batch_size_fits_and_the_next_does_not(name, failed, tmp_p
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_the_suggested_checkpointing_fits(name, failed, tmp_path):
     case, outcome = CASES[name], failed(name)
-    found = re.search(r'`GradientCheckpointing\(memory_budget="(\w+)"\)`\): minus .* fits', outcome.report)
+    found = re.search(r'`GradientCheckpointing\(memory_budget="(\w+)"\)`\)\. With .* fits', outcome.report)
     assert found is not None
     assert attempt(tmp_path, case.capacity, case.call, GradientCheckpointing(memory_budget=found[1]), **case.sizes).fits
 
@@ -228,8 +230,10 @@ def test_in_the_optimizer_step_the_smaller_state_fits(tmp_path):
     # One segment of 42 MiB each, of which less than 1 MiB is left: too little to be split off.
     assert split["parameters"] == pytest.approx(weights, rel=0.02)
     assert split["gradients"] == pytest.approx(weights, rel=0.02)
-    assert re.search(r"`torch.optim.SGD\(parameters, momentum=0.9, ...\)`\): minus .* MiB, fits", outcome.report)
-    assert "- Use smaller batches: not even one sample fits." in outcome.report
+    assert re.search(
+        r"`torch.optim.SGD\(parameters, momentum=0.9, ...\)`\)\. The peak falls by .* MiB and fits", outcome.report
+    )
+    assert "- Use smaller batches. Not even one sample fits." in outcome.report
     assert attempt(tmp_path, "150MiB", "fit", model=WithSgd(**sizes)).fits
 
 
@@ -248,7 +252,7 @@ class Matrices(Layers):
 
 def test_bfloat16_fits_where_it_is_said_to(tmp_path):
     outcome = attempt(tmp_path, "52MiB", "fit", model=Matrices())
-    assert re.search(r'`Trainer\(precision="bf16-mixed"\)`\): minus .* MiB, fits', outcome.report)
+    assert re.search(r'`Trainer\(precision="bf16-mixed"\)`\)\. The peak falls by .* MiB and fits', outcome.report)
     assert attempt(tmp_path, "52MiB", "fit", model=Matrices(), options={"precision": "bf16-mixed"}).fits
 
 
@@ -274,8 +278,8 @@ def test_training_fits_in_two_gibibytes_and_validation_with_a_larger_batch_does_
     assert sum(split.values()) == pytest.approx(outcome.seen[-1][0], rel=0.01)
     assert split["inputs"] == 60 * SAMPLE_BYTES
     assert split["parameters"] == pytest.approx(1.8 * 2**30, rel=0.01)
-    assert next(iter(table(outcome.report, "Modules with most activations").items())) == ("net.4.0", 90 * MIB)
-    size = int(re.search(r"Use validation batches of (\d+) in place of 60", outcome.report)[1])
+    assert next(iter(table(outcome.report, "Modules with the most activations").items())) == ("net.4.0", 90 * MIB)
+    size = int(re.search(r"Use validation batches of (\d+) instead of 60", outcome.report)[1])
     assert run(tmp_path, **(sizes | {"val_batch": size})).fits
     assert not run(tmp_path, **(sizes | {"val_batch": size + 1})).fits
 
@@ -283,14 +287,14 @@ def test_training_fits_in_two_gibibytes_and_validation_with_a_larger_batch_does_
 def test_the_stopped_process_and_the_dropped_predictions_are_enough_where_it_is_said(tmp_path):
     sizes = CASES["test"].sizes | {"val_batch": 70}
     outcome = attempt(tmp_path, "330MiB", "test", device={"used_by_others": "60MiB"}, **sizes)
-    assert "Stop others (simulated) (pid 0): it holds 60.0 MiB, which is enough." in outcome.report
+    assert "Stop others (simulated) (pid 0). It holds 60.0 MiB, which is enough." in outcome.report
     assert "Others (simulated) (pid 0, 60.0 MiB)." in outcome.report
     assert attempt(tmp_path, "330MiB", "test", **sizes).fits
 
     # Where the failed request would have been served, but not the rest of the step.
     sizes["val_batch"] = 96
     outcome = attempt(tmp_path / "more", "330MiB", "test", device={"used_by_others": "60MiB"}, **sizes)
-    assert "it holds 60.0 MiB, which is not enough by itself" in outcome.report
+    assert "It holds 60.0 MiB, which is not enough by itself" in outcome.report
     assert not attempt(tmp_path / "most", "330MiB", "test", **sizes).fits
 
     class Predicts(Layers):
@@ -302,7 +306,7 @@ def test_the_stopped_process_and_the_dropped_predictions_are_enough_where_it_is_
 
     sizes = {"n": 2, "wide": None, "val_batch": 120}
     outcome = attempt(tmp_path / "predict", "100MiB", "predict", model=Predicts(**sizes))
-    assert re.search(r"`trainer.predict\(return_predictions=False\)`\): they hold .*, which is enough", outcome.report)
+    assert re.search(r"`trainer.predict\(return_predictions=False\)`\)\. They hold .*, which is enough", outcome.report)
     with VirtualDevice("100MiB"):
         trainer(tmp_path, logger=False).predict(Predicts(**sizes), return_predictions=False)
 
@@ -324,7 +328,7 @@ def test_fragmentation_is_named_and_expandable_segments_help_where_it_is_said(tm
     sizes = {"n": 2, "wide": 1, "batch": 2, "val_batch": 80}
     outcome = attempt(tmp_path, "490MiB", "val", model=Cut(**sizes))
     assert "With `expandable_segments:True` this request would have been served" in outcome.report
-    assert re.search(r"^\d\. Use expandable segments .*the whole step fits", outcome.report, re.MULTILINE)
+    assert re.search(r"^\d\. Use expandable segments .*The whole step fits", outcome.report, re.MULTILINE)
     assert table(outcome.report, "What filled the device")["other"] == 4 * 21 * MIB
     settings = {"allocator": "expandable_segments:True"}
     assert attempt(tmp_path, "490MiB", "val", device=settings, model=Cut(**sizes)).fits
@@ -352,12 +356,12 @@ def test_what_grows_from_batch_to_batch_is_the_first_thing_to_look_for(tmp_path)
     assert "(train, step 3, batch 3, forward)" in outcome.report
     # Eight layers keep one output each, and one keeps three times as much before it is cut down: 24 MiB a batch.
     assert re.search(
-        r"^1\. Find what grows by 24\.0 MiB a batch: 48\.0 MiB have accumulated in 2 batches .* step fits\.",
+        r"^1\. Find what grows by 24\.0 MiB a batch\. In 2 batches, 48\.0 MiB have accumulated .* step fits\.",
         outcome.report,
         re.MULTILINE,
     )
     assert "everything else only delays the failure" in outcome.report
-    assert "72.0 MiB of all this were allocated before the batch" in outcome.report
+    assert "72.0 MiB of this were allocated before the batch" in outcome.report
     assert attempt(tmp_path, "120MiB", "fit", model=Keeps(keeps=False)).fits
 
 
@@ -367,11 +371,11 @@ def test_where_the_traced_step_fits_nothing_is_said_to_be_enough(tmp_path):
             torch.empty(40 * MIB, dtype=torch.uint8)
 
     report = attempt(tmp_path, "64MiB", "fit", Takes(), batch=4).report
-    assert "Traced by itself, this step fits: its peak is 28.0 MiB within 64.0 MiB." in report
-    half = "minus 14.0 MiB to a peak of 14.0 MiB; whether that is enough is not known."
-    assert f"Use training batches of 2 in place of 4 (`DataLoader(batch_size=2)`): {half}" in report
-    assert "- Use a larger GPU. Not checked: as far as a trace shows, the step fits on this one." in report
-    assert not re.search(r"^\d+\. .*(fits|is enough\.|in place of 4 .* does not fit)", report, re.MULTILINE)
+    assert "Traced by itself, this step fits: its peak is 28.0 MiB within the available 64.0 MiB." in report
+    half = "The peak falls by 14.0 MiB to 14.0 MiB. Whether that is enough is not known."
+    assert f"Use training batches of 2 instead of 4 (`DataLoader(batch_size=2)`). {half}" in report
+    assert "- Use a larger GPU. This was not checked: as far as a trace shows, the step fits on this one." in report
+    assert not re.search(r"^\d+\. .*(fits|is enough\.|instead of 4 .* does not fit)", report, re.MULTILINE)
 
 
 def test_what_training_left_of_the_cache_is_found_out_once(tmp_path, monkeypatch):
@@ -393,7 +397,7 @@ def test_a_share_of_the_device_is_all_there_is_where_it_is_set(tmp_path):
     outcome = attempt(tmp_path, "640MiB", "test", device=half, **sizes)
     assert "| share this process may reserve | 50.0% |" in outcome.report
     # As on a device of that size, where it is true.
-    assert "Use test batches of 69 in place of 96" in outcome.report
+    assert "Use test batches of 69 instead of 96" in outcome.report
 
 
 def test_torchs_own_tools_read_the_snapshot_that_lies_beside_the_report(tmp_path):
@@ -473,14 +477,17 @@ def test_where_no_file_can_be_written_the_console_has_it(tmp_path, capsys, monke
     with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError):
         trainer(tmp_path, OOMReport(directory=str(tmp_path / "taken")), logger=False).fit(Layers(batch=16))
     out = capsys.readouterr().out
-    assert "It held 32.0 MiB of activations, 8.00 MiB of inputs" in out
+    assert "The device held 32.0 MiB of activations and 8.00 MiB of inputs." in out
     assert "The report could not be written: " in out
 
 
 DEVICE = "virtual device (64MiB, simulated)"
 FOUR = "DataLoader(batch_size=4), Trainer(accumulate_grad_batches=4)"
-KEEPS = "keeps the effective batch of 16 and fits, with a peak of 28.0 MiB within 64.0 MiB."
-FITS = "fits, with a peak of 42.0 MiB within 64.0 MiB; 7 does not fit (sizes just above may)."
+KEEPS = "The effective batch stays 16, and the step fits, with a peak of 28.0 MiB within the available 64.0 MiB."
+FITS = (
+    "The step then fits, with a peak of 42.0 MiB within the available 64.0 MiB. "
+    "A batch of 7 does not fit, but slightly larger ones may."
+)
 
 
 def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_do(tmp_path, capsys):
@@ -489,11 +496,11 @@ def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_
     begin = next(at for at, line in enumerate(lines) if line.startswith("Out of memory"))
     assert lines[begin:] == [
         f"Out of memory on {DEVICE} (train, step 0, batch 0, forward): tried to allocate 24.0 MiB with 2.00 MiB free.",
-        "It held 32.0 MiB of activations, 8.00 MiB of inputs, 4.00 KiB of parameters.",
-        "Most activations: net.0 and 3 more with as much, 8.00 MiB each.",
-        f"1. Accumulate gradients over 4 batches of 4 (`{FOUR}`): {KEEPS}",
-        f"2. Use training batches of 6 in place of 16 (`DataLoader(batch_size=6)`): {FITS}",
-        "3. Use a larger GPU (RTX 4060 8GB): the smallest of those known on which this step fits as it is.",
+        "The device held 32.0 MiB of activations and 8.00 MiB of inputs.",
+        "The largest activations belong to net.0 and 3 other modules, with 8.00 MiB each.",
+        f"1. Accumulate gradients over 4 batches of 4 (`{FOUR}`). {KEEPS}",
+        f"2. Use training batches of 6 instead of 16 (`DataLoader(batch_size=6)`). {FITS}",
+        "3. Use a larger GPU (RTX 4060 8GB). It is the smallest known GPU on which this step fits unchanged.",
         f"Report: {tmp_path / 'oom-train-step0.md'}",
     ]
 
@@ -623,7 +630,7 @@ def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
             return super().training_step(batch, batch_idx)
 
     outcome = attempt(tmp_path, "64MiB", "fit", model=Looks(batch=16))
-    assert "- Use smaller batches. Not checked: RuntimeError: The step reads values at" in outcome.report
+    assert "- Use smaller batches. This was not checked: RuntimeError: The step reads values at" in outcome.report
     assert "Use training batches of" not in outcome.report
     # The recorded history needs no trace.
     assert "`expandable_segments:True` would not have helped" in outcome.report
@@ -632,10 +639,13 @@ def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):
 def test_what_is_not_reached_in_time_is_said_not_to_be_checked(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lightning_memtools.oom.oom_reporter.CHECKS_S", 0.0)
     outcome = attempt(tmp_path, "64MiB", "fit", batch=16)
-    late = "ot checked: not reached within the time for checks"
-    assert f"- Use smaller batches. N{late}." in outcome.report
+    late = "the time for the checks was over"
+    assert f"- Use smaller batches. This was not checked: {late}." in outcome.report
     out = " ".join(capsys.readouterr().out.split())
-    assert f" N{late}: recompute activations, accumulate gradients over smaller batches, use smaller batches" in out
+    assert (
+        f"not checked ({late}): recompute activations in the backward pass; accumulate gradients over smaller batches;"
+        in out
+    )
     assert "32.0 MiB" in outcome.report
 
 
@@ -656,7 +666,7 @@ def test_the_hosts_own_memory_can_run_out_too(tmp_path, capsys):
     for useless in ("GPU", "Use expandable segments", "EmptyCache", "within", "fits"):
         assert useless not in text.split("## What happened")[0]
     # What the step keeps is known from a trace.
-    assert table(text, "Modules with most activations")
+    assert table(text, "Modules with the most activations")
     assert "DefaultCPUAllocator: can't allocate memory" in text
     assert re.search(r"where \| .*test_oom_report.py:\d+ in training_step: return self.loss", text)
 
@@ -666,7 +676,7 @@ def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path
     planned = attempt(tmp_path / "planned", "60MiB", "fit", GradientCheckpointing(), batch=24)
     sizes = [int(re.search(r"Use training batches of (\d+)", one.report)[1]) for one in (plain, planned)]
     assert sizes[0] < sizes[1]
-    assert "- Recompute more activations than now: no plan was found that fits." in planned.report
+    assert "- Recompute more activations than now. No plan was found with which the step fits." in planned.report
     assert attempt(tmp_path, "60MiB", "fit", GradientCheckpointing(), batch=sizes[1]).fits
 
 
@@ -674,7 +684,7 @@ def test_running_out_before_the_first_step_is_explained_as_far_as_it_goes(tmp_pa
     model = Layers(width=4000)
     outcome = attempt(tmp_path, "32MiB", "fit", model=model)
     assert "(setup)" in outcome.report.splitlines()[0]
-    assert "- Use smaller batches. Not checked: no step had begun." in outcome.report
+    assert "- Use smaller batches. This was not checked: no step had begun." in outcome.report
 
 
 @pytest.mark.parametrize("top", [0, -1])
@@ -687,7 +697,7 @@ def test_top_limits_the_modules(tmp_path):
     with VirtualDevice("64MiB"), pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(tmp_path, OOMReport(top=2, snapshot=False, directory=str(tmp_path)), logger=False).fit(Layers(batch=16))
     text = place_of(caught.value).read_text()
-    assert list(table(text, "Modules with most activations")) == ["net.0", "net.1"]
+    assert list(table(text, "Modules with the most activations")) == ["net.0", "net.1"]
     assert "No memory snapshot: it was not asked for (snapshot=False)" in text
     assert "Use expandable segments" in text
-    assert "Not checked: no history was recorded" in text
+    assert "This was not checked: no history of allocations was recorded" in text

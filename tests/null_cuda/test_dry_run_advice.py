@@ -108,7 +108,7 @@ def test_what_the_report_of_a_run_out_of_memory_advises_fits_and_one_sample_more
     failed = dry_run(path, ["40000"], gpu="RTX 3060")
     assert failed.status == 3
     assert failed.report is not None
-    advice = re.search(r"batches of (\d+) in place of 40000", Path(failed.report).read_text())
+    advice = re.search(r"batches of (\d+) instead of 40000", Path(failed.report).read_text())
     assert advice is not None
     size = int(advice[1])
     assert dry_run(path, [str(size), str(size + 1)], gpu="RTX 3060").status == 3

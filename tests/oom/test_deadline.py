@@ -23,7 +23,7 @@ def test_a_deadline_ends_after_its_seconds(clock) -> None:
     deadline.check()
     assert deadline.left_s == pytest.approx(0.1)
     clock[0] += 0.2
-    with pytest.raises(OutOfTimeError, match="not reached within the time for checks"):
+    with pytest.raises(OutOfTimeError, match="the time for the checks was over"):
         deadline.check()
 
 

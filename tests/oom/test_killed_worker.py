@@ -67,7 +67,7 @@ def test_an_error_of_the_users_files_is_no_dead_worker():
 @pytest.mark.parametrize(
     ("number", "headline", "action"),
     [
-        (signal.SIGKILL, "A loader worker died: host memory ran out", "Fewer workers"),
+        (signal.SIGKILL, "A loader worker died: host memory ran out", "Use fewer workers"),
         (signal.SIGBUS, "the shared memory of loader workers (/dev/shm) ran out", "--shm-size"),
     ],
 )

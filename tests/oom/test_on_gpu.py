@@ -99,8 +99,8 @@ def test_the_split_adds_up_and_the_suggested_batch_size_fits_and_the_next_does_n
         assert split["gradients"] == pytest.approx(weights, rel=0.01)
         return
     wide = sizes.get("wide", 4)
-    assert next(iter(sizes_in(report, "Modules with most activations"))) == f"net.{wide}.0"
-    found = re.search(rf"batches of (\d+) in place of {sizes[key]}", report)
+    assert next(iter(sizes_in(report, "Modules with the most activations"))) == f"net.{wide}.0"
+    found = re.search(rf"batches of (\d+) instead of {sizes[key]}", report)
     assert found is not None
     size = int(found[1])
     assert attempt(tmp_path, call, **(sizes | {key: size})) is None

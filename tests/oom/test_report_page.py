@@ -36,7 +36,7 @@ def test_unusable_memory_is_what_is_reserved_and_in_nobodys_use():
     assert "| reserved but unusable | 1.00 GiB |" in text
     assert "1.00 GiB (14.3% of what is reserved) were free, but in pieces" in text
     assert "`expandable_segments:True` would not have helped: so it is." in text
-    assert "is not known: no history was recorded." in ReportPage(facts=FACTS).markdown()
+    assert "is not known: no history of allocations was recorded." in ReportPage(facts=FACTS).markdown()
 
 
 def test_without_nvml_the_section_says_so():
@@ -57,7 +57,9 @@ def test_other_processes_are_listed_and_their_absence_is_said():
 
 
 def test_what_is_enough_comes_first_and_what_was_not_checked_has_no_number():
-    useless = Action(kind=ActionKind.PRECISION, title="useless", detail="no lower peak", checked=True, fits=False)
+    useless = Action(
+        kind=ActionKind.PRECISION, title="useless", detail="It does not lower the peak", checked=True, fits=False
+    )
     unchecked = Action(kind=ActionKind.EXPANDABLE_SEGMENTS, title="unchecked", detail="the step reads values")
     little = Action(kind=ActionKind.CHECKPOINTING, title="little", detail="a", checked=True, fits=False, saved=1)
     more = Action(kind=ActionKind.OPTIMIZER, title="more", detail="b", checked=True, fits=False, saved=2)
@@ -68,9 +70,9 @@ def test_what_is_enough_comes_first_and_what_was_not_checked_has_no_number():
     order = ranked([useless, unchecked, little, more, enough, least])
     assert order == [least, enough, more, little, unchecked, useless]
     text = ReportPage(facts=FACTS, actions=order).markdown()
-    assert "1. least intrusive: d.\n2. enough (`n=1`): c.\n3. more: b.\n4. little: a.\n" in text
-    assert "- unchecked. Not checked: the step reads values." in text
-    assert "Checked, but does not help:\n\n- useless: no lower peak." in text
+    assert "1. least intrusive. d.\n2. enough (`n=1`). c.\n3. more. b.\n4. little. a.\n" in text
+    assert "- unchecked. This was not checked: the step reads values." in text
+    assert "These changes were checked, but do not help:\n\n- useless. It does not lower the peak." in text
 
 
 def test_ties_are_said_on_the_page_and_on_the_console():
@@ -78,11 +80,13 @@ def test_ties_are_said_on_the_page_and_on_the_console():
     page = ReportPage(facts=FACTS, modules=modules, modules_traced=True, top=3)
     assert "| `layer.1` | 2.00 GiB |" in page.markdown()
     assert "`layer.2`" not in page.markdown()
-    assert "2 more have as much as the last of these." in page.markdown()
-    assert "more have" not in ReportPage(facts=FACTS, modules=modules, modules_traced=True, top=5).markdown()
-    assert "Most activations: body, 3.00 GiB." in page.console()
+    assert "2 more modules hold as much as the last one listed." in page.markdown()
+    assert (
+        "as much as the last one" not in ReportPage(facts=FACTS, modules=modules, modules_traced=True, top=5).markdown()
+    )
+    assert "The largest activations belong to body, with 3.00 GiB." in page.console()
     tied = ReportPage(facts=FACTS, modules=modules[1:], modules_traced=True).console()
-    assert "Most activations: layer.0 and 3 more with as much, 2.00 GiB each." in tied
+    assert "The largest activations belong to layer.0 and 3 other modules, with 2.00 GiB each." in tied
 
 
 def test_the_sizes_of_a_batch_take_no_memory_and_keep_its_nesting():

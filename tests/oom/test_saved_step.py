@@ -54,7 +54,7 @@ def test_a_finished_report_is_that_of_unlimited_time(failure, tmp_path, monkeypa
     shortened(monkeypatch, 0.0)
     path = report_of(tmp_path / "short", call, capacity, model())
     command = f"memtools oom-report {path} --finish"
-    assert f"To check everything: `{command}`." in path.read_text()
+    assert f"To make all checks, run `{command}`." in path.read_text()
     assert command in capsys.readouterr().out.replace("\n", "")
     shortened(monkeypatch, 600.0)
     full = report_of(tmp_path / "full", call, capacity, model()).read_text()
@@ -75,10 +75,10 @@ def test_another_process_asks_for_trust_and_then_finishes(tmp_path, monkeypatch)
     assert refused.returncode == 1
     assert "importing tests.oom_models" in refused.stderr
     assert "--trust" in refused.stderr
-    assert "Not checked" in path.read_text()
+    assert "This was not checked" in path.read_text()
     done = subprocess.run([*command, "--trust"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Not checked" not in path.read_text()
+    assert "This was not checked" not in path.read_text()
 
 
 def test_a_module_that_cannot_be_made_again_is_given(tmp_path, monkeypatch, capsys):
@@ -89,7 +89,7 @@ def test_a_module_that_cannot_be_made_again_is_given(tmp_path, monkeypatch, caps
     assert "heavy.weight" in said
     assert "--model package.function" in said
     assert main(["oom-report", str(path), "--finish", "--model", "tests.oom.test_saved_step.wide_layers"]) == 0
-    assert "Not checked" not in path.read_text()
+    assert "This was not checked" not in path.read_text()
 
 
 def wide_layers() -> Layers:
