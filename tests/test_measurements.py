@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 RESULTS = {path.stem: json.loads(path.read_text("utf-8")) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
 PAGE = (ROOT / "docs" / "measurements.md").read_text("utf-8")
@@ -24,6 +26,7 @@ def test_the_figures_are_those_of_the_results():
     llama = RESULTS["dry_run"]["cases"]["Llama 2 7B, FSDP 2, 8 ranks of RTX 4090"]
     alone = RESULTS["dry_run"]["estimates"]["Llama 2 7B, FSDP 2, 8 ranks"]
     assert alone["peak_reserved"] == llama["peak_reserved"]["train"]
+    large = RESULTS["halt_on_nan"]["AdamW"]["4x64"]["HaltOnNaN"]
     small = RESULTS["halt_on_nan"]["small network, AdamW: a step over a bare one"]["HaltOnNaN"]
     right = RESULTS["nan_cause"]["totals"]
     sizes, tab, start = RESULTS["batch_size"], RESULTS["memory_tab_load"], RESULTS["tensorboard_start"]
@@ -43,7 +46,8 @@ def test_the_figures_are_those_of_the_results():
         f"without a script: {alone['seconds']:.0f} s, {alone['host_bytes_peak'] / 1e9:.1f} GB, the same reserved",
         f"{calls['MemoryMonitor_logged_over_bare']['median']:.1f} times bare logging",
         f"`DeviceStatsMonitor` {theirs:.0f} times",
-        f"a step of 3 ms takes {small['median']:.2f} times",
+        f"{100 * large['inside_its_hooks_cpu']['median']:.0f}% of a step of 25 million parameters",
+        f"a step of 0.7 ms takes {small['median']:.2f} times",
         f"in {right['HaltOnNaN']['right']} of {len(RESULTS['nan_cause']['failing'])} models",
         f"(`detect_anomaly`: {right['detect_anomaly']['right']})",
         f"{RESULTS['oom_recovery']['own_us_per_step']['100 parameters']:.0f} microseconds a step",
@@ -98,3 +102,17 @@ def test_the_page_of_oom_recovery_says_its_figures():
         f"`allow_batch_norm=True`, this takes {own['200 parameters, 50 BatchNorms, allowed']:.0f} microseconds",
     ):
         assert sentence in page, sentence
+
+
+def test_the_costs_on_the_page_of_halt_on_nan_are_those_of_the_results():
+    page, costs = (ROOT / "docs" / "halt-on-nan.md").read_text("utf-8"), RESULTS["halt_on_nan"]
+    for check in costs["AdamW"]["4x64"].keys() - {"parameters", "tensors", "bare_step_ms"}:
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {check} |"))
+        figure = "whole_step_cpu" if check == "detect_anomaly" else "inside_its_hooks_cpu"
+        measured = [
+            100 * costs[optimizer][shape][check][figure]["median"]
+            for optimizer in ("AdamW", "AdamW(fused=True)")
+            for shape in ("4x64", "1x16")
+        ]
+        shown = [float(cell.strip(" %")) for cell in row.split("|")[2:-1]]
+        assert shown == pytest.approx(measured, rel=0.05), check
