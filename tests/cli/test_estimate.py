@@ -54,7 +54,7 @@ def target(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def test_it_prints_figures_and_gpus(capsys):
+def test_it_prints_figures_and_gpus(capfd):
     arguments = [
         "--optimizer",
         "Adam",
@@ -68,7 +68,7 @@ def test_it_prints_figures_and_gpus(capsys):
         "m.svg",
     ]
     assert main(["estimate", "my_target:model_and_batch", *arguments]) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "1,049,600" in out  # parameters
     assert "It fits in 1GiB." in out
     assert out.index("It fits in 1GiB.") == 0, "the verdict comes first"
@@ -127,18 +127,18 @@ def test_as_a_command_of_its_own_it_fails_with_a_message(tmp_path):
         ),
     ],
 )
-def test_a_wrong_line_says_what_is_wrong(arguments, message, capsys):
+def test_a_wrong_line_says_what_is_wrong(arguments, message, capfd):
     assert main(["estimate", *arguments]) == 1
-    assert message in capsys.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a build for CUDA")
-def test_the_engine_of_a_cuda_build_is_refused_on_a_build_for_the_cpu(capsys):
+def test_the_engine_of_a_cuda_build_is_refused_on_a_build_for_the_cpu(capfd):
     assert main(["estimate", "my_target:model_and_batch", "--engine", "cuda"]) == 1
-    assert "is a build for the CPU, and a dry run needs one for CUDA" in capsys.readouterr().err
+    assert "is a build for the CPU, and a dry run needs one for CUDA" in capfd.readouterr().err
     assert main(["estimate", "my_target:model_and_batch", "--strategy", "fsdp2", "--devices", "8"]) == 1
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert "--strategy fsdp2 runs on PyTorch's own CUDA code. " in said
     assert "is a build for the CPU, and a dry run needs one for CUDA" in said
     assert main(["estimate", "my_target:model_and_batch", "--stage", "val"]) == 0
-    assert "estimate (simulated)" in capsys.readouterr().out
+    assert "estimate (simulated)" in capfd.readouterr().out
