@@ -141,7 +141,8 @@ class MonitoredCalls:
             self._end_snapshot(trainer)
         run.switch_phase(None)
         run.write_arrived()
-        if is_due(trainer, self._every_n_steps):
+        # Before a validation at the end of the epoch, which drops the gradients: they are part of the peak.
+        if is_due(trainer, self._every_n_steps) or trainer.is_last_batch:
             self._log_training(trainer, training_step(trainer), batch)
 
     def end_epoch(self, trainer: Trainer) -> None:
