@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_memtools.reporting.phrases import in_series
+
 ROOT = Path(__file__).parents[1]
 PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("gradient-checkpointing", "checkpointing-compared")}
 RESULTS = ROOT / "benchmarks" / "results"
@@ -167,8 +169,8 @@ def _of_segments() -> str:
     errors = sorted(one["largest_error_of_the_memory_model"] for one in found.values())
     counts = (
         f"Of {others} ways in all, plans match or beat {matched}, and have a lower peak than {lower}. The memory model "
-        f"by which plans are chosen is at most {errors[-1]:.1%} off the traced peak of a plan, and at most "
-        f"{errors[-2]:.1%} for all models but one."
+        f"that chooses the plans differs from the traced peak of a plan by at most {errors[-1]:.1%}, and for all "
+        f"models but one by at most {errors[-2]:.1%}."
     )
     return f"{_lines(lines)}\n\n{counts}\n"
 
@@ -180,13 +182,14 @@ def _of_bits(found: Mapping[str, Any]) -> str:
     return (
         f"`benchmarks/checkpointing_bitwise.py` trained {len(found)} models of transformers, timm and torchvision in "
         "small configurations for three steps with and without a plan, with dropout and stochastic depth, in fp32 and "
-        f"in bf16-mixed. Of these, {len(planned)} had a plan (the rest has next to no activations beside its weights), "
-        f"and all {len(planned)} had the same losses, gradients, weights, buffers and random numbers bit for bit: "
-        f"{sum(map(in_all_styles, planned.values()))} in all of three styles of steps (a plain loop, the order of "
-        "transformers' Trainer with two micro-batches, clipping, AdamW and a schedule, and a Lightning Trainer whose "
-        "callback plans), the others in those that were tried and had a plan. The predicted peak was the simulated "
-        f"allocator's to the byte for {sum(one == 0 for one in off.values())} of the {len(planned)}, and within 1% for "
-        f"{sum(abs(one) <= 0.01 for one in off.values())} (the others: {far or 'none'}).\n"
+        f"in bf16-mixed. {len(planned)} of them had a plan; the others have next to no activations beside their "
+        f"weights. All {len(planned)} had the same losses, gradients, weights, buffers and random numbers bit for bit. "
+        "Three styles of steps were tried: a plain loop; the order of transformers' Trainer, with two micro-batches, "
+        "clipping, AdamW and a schedule; and a Lightning Trainer with the callback. "
+        f"{sum(map(in_all_styles, planned.values()))} models ran in all three, the others in those that were tried and "
+        "had a plan. The predicted peak equals that of the simulated allocator to the byte for "
+        f"{sum(one == 0 for one in off.values())} of the {len(planned)} models, and is within 1% of it for "
+        f"{sum(abs(one) <= 0.01 for one in off.values())}{f' (the others: {far})' if far else ''}.\n"
     )
 
 
@@ -199,8 +202,9 @@ def _of_switches(found: Mapping[str, Any]) -> str:
     names = "; ".join(f"{name}, {switch}: {one - 1:+.1%}" for (name, switch), one in above.items())
     missing = ", ".join(name for name in WANTED if name not in found)
     counts = (
-        f"Of {len(measured)} switches and policies that ran ({failed} failed), plans are not above "
-        f"{len(measured) - len(above)}, and at least 15% below {lower}. Above: {names or 'none'}."
+        f"{len(measured)} switches and policies ran, and {failed} failed. The peak of the plan is no higher for "
+        f"{len(measured) - len(above)} of them, and at least 15% lower for {lower}."
+        f"{f' It is higher for {names}.' if names else ''}"
         f"{f' Not measured: {missing}.' if missing else ''}"
     )
     return (
@@ -253,7 +257,7 @@ def partition_counts(found: Mapping[str, Any]) -> str:
     """Returns a sentence on how many of torch.compile's budgets have a plan that is not above them."""
     ran = [one for model in found.values() for one in model.get("partitions", {}).values() if "failed" not in one]
     lower = sum(one["ours"] is not None and _mib(one["ours"]) <= _mib(one) for one in ran)
-    return f"Of {len(ran)} budgets of torch.compile, plans with no more FLOPs are not above {lower}."
+    return f"For {lower} of {len(ran)} budgets of torch.compile, a plan with no more FLOPs has no higher peak."
 
 
 def _divided_by_torch(one: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
@@ -268,11 +272,11 @@ def _eighths(found: Mapping[str, Any]) -> str:
     times = {name: divided(model) for name, model in _in_order(found).items() if name in _TRANSFORMERS}
     alone = [name for name, (plan, _) in times.items() if plan >= 8]
     bound = [name for name, (plan, head) in times.items() if plan < 8 <= (head or 0)]
-    rest = [f"{name} {max(plan, head or 0):.1f}" for name, (plan, head) in times.items() if max(plan, head or 0) < 8]
+    rest = [f"{name} ({max(plan, head or 0):.1f}x)" for name, (plan, head) in times.items() if max(plan, head or 0) < 8]
     return (
-        f"Of the transformers, at most an eighth of the activation memory is needed by {', '.join(alone)} with the "
-        f"plan alone, and by {', '.join(bound)} with another loss too, since logits bound their plans. Less is gained "
-        f"on {', '.join(rest)} (times, at most)."
+        f"Of the transformers, {in_series(alone)} need at most an eighth of the activation memory with the plan alone. "
+        f"{in_series(bound)} do so with the other loss as well, because their logits limit what a plan can do. The "
+        f"gain is smaller for {in_series(rest)}."
     )
 
 
@@ -288,8 +292,8 @@ def off_the_allocator(model: Mapping[str, Any]) -> list[float]:
 def _off(found: Mapping[str, Any]) -> str:
     off = [one for model in found.values() for one in off_the_allocator(model)]
     return (
-        f"Predictions of these {len(off)} steps are at most {-min(off):.1%} below the peak by PyTorch's own allocator, "
-        f"and at most {max(off):.1%} above; {sum(one == 0 for one in off)} are equal to the byte."
+        f"The predictions of these {len(off)} steps are at most {-min(off):.1%} below the peak of PyTorch's own "
+        f"allocator, and at most {max(off):.1%} above it. {sum(one == 0 for one in off)} are equal to it to the byte."
     )
 
 

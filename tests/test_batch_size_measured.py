@@ -52,7 +52,7 @@ def test_the_page_shows_the_measurements():
     for tool, found in (("power", power), ("binsearch", binary)):
         over = sum(one["share_of_true_maximum"] > 1 for one in found)
         least = min(one["share_of_true_maximum"] for one in found)
-        assert f"{tool}: {least:.0%} of it at the least, over it {over} times" in words
+        assert f"With `{tool}` it found as little as {least:.0%} of it, and exceeded it {over} times" in words
 
 
 # Lightning asks whether a length is zero, which a fake tensor cannot say.
