@@ -1005,6 +1005,11 @@ def is_compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def has_compiled() -> bool:
+    """Returns whether torch.compile has compiled anything in this process. There is no public way to ask."""
+    return is_compiler_loaded() and bool(sys.modules["torch._dynamo.utils"].counters["frames"])
+
+
 def set_activation_memory_budget(budget: float) -> float:
     """Sets the share of activations that graphs compiled from now on may keep, and returns the one before.
 

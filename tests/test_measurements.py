@@ -41,7 +41,7 @@ def test_the_figures_are_those_of_the_results():
         f"to the byte in {truth['allocated']['equal_pct']}% of {truth['compared']} cases",
         f"reserved in {truth['reserved']['equal_pct']}%",
         f"to the byte in {on_cpu['allocated']['equal_pct']}% of {on_cpu['compared']} cases, reserved",
-        f"takes {min(engines)} to {max(engines)} times less",
+        f"takes {min(engines)} to {max(engines)} times the processor time",
         f"8 ranks: {llama['seconds']:.0f} s, {llama['host_bytes_peak'] / 1e9:.1f} GB",
         f"without a script: {alone['seconds']:.0f} s, {alone['host_bytes_peak'] / 1e9:.1f} GB, the same reserved",
         f"{calls['MemoryMonitor_logged_over_bare']['median']:.1f} times bare logging",

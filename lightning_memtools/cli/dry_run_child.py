@@ -26,6 +26,7 @@ from lightning_memtools.cli.dry_run import (
     DryRunSpec,
     DryRunStage,
 )
+from lightning_memtools.cli.dry_run_loops import WHOLE_SCRIPT, LoopWatch
 from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported, masks_read_when_imported
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
@@ -155,6 +156,7 @@ def _run(spec: DryRunSpec) -> None:
     _run_one_of(spec)
     cut_trainers_when_imported(observer)
     observer.files.guard_torch()
+    loops = LoopWatch(observer)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     record_cuda_history(_HISTORY_ENTRIES)
     # Registered before the script registers its own functions, so it runs after them.
@@ -164,6 +166,7 @@ def _run(spec: DryRunSpec) -> None:
         variables = _run_program(spec)
         status, message = FITS, None
     except BaseException as error:  # noqa: BLE001, the user's error is reported, whatever it is
+        loops.look()
         status, message = _judge(error)
     observer.end()
     others = _other_processes()
@@ -176,7 +179,7 @@ def _run(spec: DryRunSpec) -> None:
     del variables
     if not observer.stages:
         _add_whole_script(observer)
-        if status == FITS and not others and not observer.stages["script"].peak_allocated:
+        if status == FITS and not others and not observer.stages[WHOLE_SCRIPT].peak_allocated:
             observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
     if spec.snapshot is not None:
         Path(spec.snapshot).write_bytes(pickle.dumps(snapshot))
@@ -187,10 +190,12 @@ def _run(spec: DryRunSpec) -> None:
 def _add_whole_script(observer: RunObserver) -> None:
     """Make a stage of the peaks of a script in which no Trainer ran."""
     stats = torch.cuda.memory_stats(observer.spec.rank)
-    observer.stages["script"] = DryRunStage(
-        stage="script",
-        peak_allocated=stats.get("allocated_bytes.all.peak", 0),
+    peak = stats.get("allocated_bytes.all.peak", 0)
+    observer.stages[WHOLE_SCRIPT] = DryRunStage(
+        stage=WHOLE_SCRIPT,
+        peak_allocated=peak,
         peak_reserved=stats.get("reserved_bytes.all.peak", 0),
+        by_category=observer.composition(WHOLE_SCRIPT, peak),
     )
 
 

@@ -101,6 +101,11 @@ class RunObserver:
         for name, size in owned.by_category.items():
             known[name] = max(size, known.get(name, 0))
 
+    def composition(self, stage: str, peak_allocated: int) -> dict[str, int]:
+        """Return what a stage's peak consists of; empty where nothing was seen."""
+        known = {name: size for name, size in self._owned.get(stage, {}).items() if size}
+        return {**known, "activations": max(0, peak_allocated - sum(known.values()))} if known else {}
+
     @property
     def layers(self) -> dict[str, int]:
         """The bytes that each layer keeps, at most.
@@ -109,16 +114,24 @@ class RunObserver:
         """
         return self._layers_at_first | self._layers
 
-    def watch_layers(self, model: nn.Module) -> None:
-        """A training batch begins: note how much more is allocated after each innermost module than before it."""
+    @property
+    def is_watching(self) -> bool:
+        """True while a Trainer runs."""
+        return self._watch is not None
+
+    def begin_batch(self, model: nn.Module) -> None:
+        """A training batch of a Trainer begins."""
         self._batches += 1
         if self._batches == 2:  # noqa: PLR2004, the first has ended
             self._layers_at_first, self._layers = self._layers, {}
-        if self._hooks:
-            return
+        if not self._hooks:
+            self.watch_layers(model)
+
+    def watch_layers(self, model: nn.Module) -> None:
+        """Note from now on how much more is allocated after each innermost module than before it."""
         for name, module in model.named_modules():
             if next(module.children(), None) is None:
-                shown = plain_name(f"{name}.").removesuffix(".")
+                shown = plain_name(f"{name}.").removesuffix(".") or type(model).__name__
                 self._hooks += [
                     module.register_forward_pre_hook(functools.partial(self._enter_layer, shown)),
                     module.register_forward_hook(self._leave_layer),
@@ -146,7 +159,6 @@ class RunObserver:
         for stage, peak in self._watch.peaks.items():
             if peak.allocated is None:
                 continue
-            known = {name: size for name, size in self._owned.get(stage, {}).items() if size}
             before = self.stages.get(stage)
             if before is not None and before.peak_allocated >= peak.allocated:
                 continue
@@ -154,7 +166,7 @@ class RunObserver:
                 stage=stage,
                 peak_allocated=peak.allocated,
                 peak_reserved=peak.reserved or 0,
-                by_category={**known, "activations": max(0, peak.allocated - sum(known.values()))},
+                by_category=self.composition(stage, peak.allocated),
                 phase=max(phases, key=lambda one: phases[one]) if stage == "train" and phases else None,
             )
         if self._phases is not None:
@@ -180,7 +192,7 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             observer.phase("forward")
-            observer.watch_layers(pl_module)
+            observer.begin_batch(pl_module)
             observer.see("train", pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
 
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:

@@ -59,7 +59,6 @@ def test_the_table_of_the_engines_is_that_of_the_results():
         assert f"| {name} | {one['simulation_s']:.2f} s | {one['cuda_s']:.2f} s | {one['ratio']} |" in MANUAL
         assert one["allocated_equal"]
         assert one["reserved_equal"]
-        assert one["ratio"] >= 1
     ratios = [one["ratio"] for one in found.values()]
     assert f"takes {min(ratios)} to {max(ratios)} times as long" in MANUAL
 

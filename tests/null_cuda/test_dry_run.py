@@ -102,9 +102,14 @@ def test_the_peak_equals_that_of_the_same_steps_without_a_trainer(trained, scrip
             optimizer.step()
     """)
     train = next(one for one in trained.stages if one.stage == "train")
-    (plain,) = dry_run(by_hand).stages
+    result = dry_run(by_hand)
+    (plain,) = result.stages
     # Lightning keeps the loss and what is logged: a few scalars.
     assert abs(train.peak_allocated - plain.peak_allocated) <= 16 * 512
+    for category in ("parameters", "gradients", "optimizer"):
+        assert plain.by_category[category] == train.by_category[category]
+    assert sum(plain.by_category.values()) == plain.peak_allocated
+    assert [(f"net.{name}", size) for name, size in result.layers] == trained.layers
 
 
 def test_running_out_of_memory_gives_status_3_and_a_report(script):
@@ -187,6 +192,26 @@ def test_workspaces_of_convolutions_do_not_decide_whether_a_run_fits(convolved):
 def test_without_convolutions_there_is_no_row_of_their_workspaces(plain):
     assert plain.convolution_workspaces == 0
     assert [row[0] for row in plain.table().rows] == ["script"]
+
+
+def test_a_loop_that_runs_out_of_memory_in_its_first_step_is_told_what_it_holds(script):
+    path = script("""
+        import torch
+        from torch import nn
+
+        def main():
+            model = nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)).cuda()
+            optimizer = torch.optim.Adam(model.parameters())
+            model(torch.randn(2**16, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+
+        main()
+    """)
+    result = dry_run(path, capacity="1GiB")
+    (stage,) = result.stages
+    assert result.status == 3, result.error
+    assert stage.by_category["parameters"] == 4 * (2 * 1024 * 4096 + 4096 + 1024)
+    assert sum(stage.by_category.values()) == stage.peak_allocated
 
 
 def test_an_error_of_the_script_is_shown_without_our_frames(script):

@@ -1,0 +1,64 @@
+"""Training loops of the script's own in a dry run: what their models and optimizers hold, and what layers keep."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_memtools._torch import has_compiled
+from lightning_memtools.cli.dry_run_trainers import RunObserver
+
+WHOLE_SCRIPT = "script"
+
+
+class LoopWatch:
+    """Looks at models and optimizers after each step of an optimizer, unless a Trainer runs, which is observed itself.
+
+    Args:
+        observer: Is told what is found.
+    """
+
+    def __init__(self, observer: RunObserver) -> None:
+        self._observer = observer
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer))
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        if self._observer.is_watching:
+            return
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            self._models.update(
+                model for model in _whole_models() if any(id(one) in trained for one in model.parameters())
+            )
+            # From the second step on: in the first, cuBLAS makes its workspaces within some layer. Hooks would change
+            # what is compiled.
+            if not has_compiled():
+                for model in self._models:
+                    self._observer.watch_layers(model)
+        self._note()
+
+    def look(self) -> None:
+        """The script ends with an error: note what there is, if no step came to its end."""
+        if not self._observer.is_watching and not self._optimizers:
+            self._models.update(_whole_models())
+            self._note()
+
+    def _note(self) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._observer.see(WHOLE_SCRIPT, nn.ModuleList(self._models), list(self._optimizers), None, device)
+
+
+def _whole_models() -> Iterator[nn.Module]:
+    """Yield the modules of this process that are no part of another."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    parts = {id(part) for one in found for part in one.children()}
+    yield from (one for one in found if id(one) not in parts)
