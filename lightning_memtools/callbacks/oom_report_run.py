@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import callbacks_of, is_compiled_by_lightning, training_step
@@ -33,6 +34,8 @@ def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
         forward=forward_of(trainer, pl_module, batch_idx),
         precision=trainer.precision,
         accumulate=trainer.accumulate_grad_batches if automatic else 1,
+        # With either, Lightning refuses the argument.
+        can_accumulate=automatic and not any(isinstance(one, GradientAccumulationScheduler) for one in callbacks),
         clip=trainer.gradient_clip_val if automatic else None,
         untraceable=untraceable,
         empties_cache=any(type(callback).__name__ == "EmptyCache" for callback in callbacks),

@@ -77,7 +77,7 @@ CHECKS = (
     AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true"),
     AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training),
     AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
-    AdviceCheck(advice.accumulation, advice.ACCUMULATE, _is_training),
+    AdviceCheck(advice.accumulation, advice.ACCUMULATE, lambda it: _is_training(it) and it.run.can_accumulate),
     AdviceCheck(
         advice.least_recomputation,
         advice.LEAST_RECOMPUTATION,

@@ -104,7 +104,7 @@ def _changes(trials: StepTrials) -> list[StepChange]:
         changes.append(StepChange(RECOMPUTE.title, best.code, 1.0, {"plan": best.plan}))
     least = trials.smallest_batch
     effective = trials.size * failed.run.accumulate
-    if least is not None and least < trials.size and effective % least == 0:
+    if failed.run.can_accumulate and least is not None and least < trials.size and effective % least == 0:
         n = effective // least
         code = f"{loader_code(least)}, Trainer(accumulate_grad_batches={n})"
         changes.append(StepChange(f"{ACCUMULATE.title} of {least}", code, 1.5, {"size": least, "accumulate": n}))

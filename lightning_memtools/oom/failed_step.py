@@ -46,6 +46,7 @@ class FailedRun:
         forward: Runs the training step's forward pass on fake tensors, for planning; None where there is none.
         precision: Lightning's name of the precision.
         accumulate: The number of batches per optimizer step.
+        can_accumulate: True if the Trainer takes another number of batches per optimizer step.
         clip: The norm to which gradients are clipped; None for no clipping.
         untraceable: The reason why steps cannot be traced; "" where they can.
         empties_cache: True if the cache is emptied before evaluation already.
@@ -58,6 +59,7 @@ class FailedRun:
     forward: Forward | None = None
     precision: Any = "32-true"
     accumulate: int = 1
+    can_accumulate: bool = True
     clip: float | None = None
     untraceable: str = ""
     empties_cache: bool = False

@@ -12,6 +12,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.cuda import _memory_viz as viz
@@ -214,6 +216,33 @@ def test_the_suggested_accumulation_fits_and_keeps_the_effective_batch(name, fai
     assert size * accumulate == case.sizes["batch"]
     options = {"accumulate_grad_batches": accumulate, "max_epochs": accumulate}
     assert attempt(tmp_path, case.capacity, case.call, options=options, **(case.sizes | {"batch": size})).fits
+
+
+class Manual(Layers):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("how", ["manual optimization", "a schedule"])
+def test_no_accumulation_is_advised_where_lightning_refuses_it(how, tmp_path):
+    case = CASES["later_step"]
+    model = Manual(**case.sizes) if how == "manual optimization" else Layers(**case.sizes)
+    schedule = [] if how == "manual optimization" else [GradientAccumulationScheduler({0: 1})]
+    outcome = attempt(tmp_path, case.capacity, case.call, *schedule, model=model)
+    assert re.search(r"Use training batches of \d+", outcome.report)
+    assert "accumulate_grad_batches" not in outcome.report
+    options = {"accumulate_grad_batches": 2}
+    with pytest.raises((MisconfigurationException, ValueError), match="accumulat"):
+        attempt(tmp_path, case.capacity, case.call, *schedule, model=model, options=options)
 
 
 class WithSgd(Layers):
