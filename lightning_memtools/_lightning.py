@@ -282,6 +282,11 @@ class _MethodWithAddition:
         self._after(*args, **kwargs)
         return result
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The method as a function of its owner, which torch's schedulers put into a function of their own."""
+        return lambda _owner, *args, **kwargs: self(*args, **kwargs)
+
     def undo(self) -> None:
         """Put the method back; undoing twice does no harm."""
         self._is_active = False

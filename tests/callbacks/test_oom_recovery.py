@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -144,6 +145,34 @@ def test_a_run_that_dies_without_it_ends_with_it_as_on_a_larger_device(optimizer
     assert run.global_step == other.global_step
     assert run.lr_scheduler_configs[0].scheduler.last_epoch == other.lr_scheduler_configs[0].scheduler.last_epoch
     assert 4 in model.seen or 8 in model.seen
+
+
+class Unscheduled(Sequences):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class SchedulesLater(L.Callback):
+    """Makes a scheduler while the fit runs."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.9)
+
+    def on_train_batch_end(self, *_args: Any) -> None:
+        self.schedule.step()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("scheduler", ["of weight averaging", "of the user"])
+def test_schedulers_made_during_the_fit_are_served(scheduler, is_first, tmp_path):
+    ends = []
+    for capacity, recoveries in [(None, []), (TIGHT, [OOMRecovery(on_recover="ignore")])]:
+        averaging = StochasticWeightAveraging(1e-2, swa_epoch_start=1, device=None)
+        other = averaging if scheduler == "of weight averaging" else SchedulesLater()
+        callbacks = [*recoveries, other] if is_first else [other, *recoveries]
+        ends.append(Unscheduled())
+        fit(tmp_path, ends[-1], *callbacks, capacity=capacity, max_epochs=3)
+    close(*ends)
 
 
 @pytest.mark.parametrize("has_hook", [False, True], ids=["plain", "gradient_hook"])
