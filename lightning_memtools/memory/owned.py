@@ -74,20 +74,22 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
         inputs: A batch, or anything else that holds tensors and is expected to be on the device now.
     """
     seen: set[int] = set()
-
-    def count(tensors: Iterable[Any]) -> int:
-        total = 0
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not on_device(tensor):
-                continue
-            found = storage_of(tensor)
-            if found is not None and found[0] not in seen:
-                seen.add(found[0])
-                total += block_bytes(found[1])
-        return total
-
-    by_category = {name: count(tensors) for name, tensors in tensors_by_owner(model, optimizers, inputs).items()}
+    tensors = tensors_by_owner(model, optimizers, inputs)
+    by_category = {name: bytes_on_device(those, on_device, seen) for name, those in tensors.items()}
     return Owned(by_category, frozenset(seen))
+
+
+def bytes_on_device(tensors: Iterable[Any], on_device: OnDevice, seen: set[int]) -> int:
+    """Return the bytes that tensors occupy on the device, without storages seen before, to which it adds theirs."""
+    total = 0
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or not on_device(tensor):
+            continue
+        found = storage_of(tensor)
+        if found is not None and found[0] not in seen:
+            seen.add(found[0])
+            total += block_bytes(found[1])
+    return total
 
 
 def tensors_by_owner(model: nn.Module, optimizers: Iterable[Optimizer], inputs: Any) -> dict[str, Iterable[Any]]:

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import attach_cuda_oom_observer
+from lightning_memtools._torch import attach_cuda_oom_observer, without_dispatch_modes
 from lightning_memtools.memory.history_recording import record
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import error_chain, requested_bytes
-from lightning_memtools.memory.owned import OnDevice, on_device_of
+from lightning_memtools.memory.owned import OnDevice, bytes_on_device, on_device_of
 from lightning_memtools.memory.readers import CudaReader, allocated_bytes, reader_for
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -144,7 +145,8 @@ class FailureCapture:
         self._batch_idx: int | None = None
         self._first_batch: Any = None
         self._before: MemoryAtBatchStart | None = None
-        # The first batch that began with the same owners of memory as the present one, and the number of batches since.
+        # The first batch that began with the same owners of memory as the present one, and the number of batches since;
+        # a stage's own first batch is left out.
         self._first_before: MemoryAtBatchStart | None = None
         self._n_since = 0
         self._captured: deque[FailureFacts] = deque(maxlen=_MOST_CAPTURED)
@@ -170,16 +172,20 @@ class FailureCapture:
     def begin_batch(self, batch: Any, batch_idx: int, phase: str = "") -> None:
         """Note that a batch is on the device."""
         self._batch, self._batch_idx, self.phase = batch, batch_idx, phase
-        if self._first_batch is None:
+        is_first = self._first_batch is None
+        if is_first:
             self._first_batch = sizes_only(batch)
         if self.reader is not None:
             self._before = before = MemoryAtBatchStart(
                 allocated_bytes(self.reader),
+                bytes_on_device(tensors_in(batch), self.on_device, set()),
                 had_gradients=any(p.grad is not None for p in self._model.parameters() if p.requires_grad),
                 had_state=any(optimizer.state for optimizer in self._progress().optimizers),
             )
             first, self._n_since = self._first_before, self._n_since + 1
-            if first is None or replace(first, allocated=before.allocated) != before:
+            if is_first:
+                return  # libraries allocate their workspaces in this batch, and keep them
+            if first is None or replace(first, allocated=before.allocated, inputs=before.inputs) != before:
                 self._first_before, self._n_since = before, 0
 
     def end_batch(self) -> None:
@@ -212,7 +218,9 @@ class FailureCapture:
             return
         self.is_reporting = True
         try:
-            self._captured.append(self._capture(requested=n_bytes, free=free))
+            # A simulated device may run out of memory within a rule that runs on fake tensors: no copy shall be one.
+            with without_dispatch_modes():
+                self._captured.append(self._capture(requested=n_bytes, free=free))
         finally:
             self.is_reporting = False
 
@@ -261,7 +269,7 @@ class FailureCapture:
         first, now, n_batches = self._first_before, self._before, self._n_since
         if first is None or now is None or not n_batches:
             return None
-        n_bytes = now.allocated - first.allocated
+        n_bytes = (now.allocated - now.inputs) - (first.allocated - first.inputs)
         is_large = n_bytes > _LEAST_GROWTH * (stats.reserved or stats.allocated or 0)
         return MemoryGrowth(n_bytes, n_batches) if is_large else None
 

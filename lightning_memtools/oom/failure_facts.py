@@ -60,11 +60,13 @@ class MemoryAtBatchStart:
 
     Attributes:
         allocated: Bytes allocated.
+        inputs: The bytes of these that the batch takes.
         had_gradients: True if gradients of the previous step existed.
         had_state: True if the optimizers had state.
     """
 
     allocated: int
+    inputs: int
     had_gradients: bool
     had_state: bool
 

@@ -394,6 +394,25 @@ def test_what_grows_from_batch_to_batch_is_the_first_thing_to_look_for(tmp_path)
     assert attempt(tmp_path, "120MiB", "fit", model=Keeps(keeps=False)).fits
 
 
+class OneLong(Matrices):
+    """The third batch is the only one that does not fit. Without momentum, all batches begin alike."""
+
+    def train_dataloader(self) -> Any:
+        rows = [torch.ones(1, self.width), torch.ones(1, self.width), torch.ones(3000, self.width)]
+        return torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]  # a list serves too
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_a_long_batch_and_the_workspaces_of_libraries_do_not_pass_for_growth(tmp_path):
+    device = {"cuda_like": True, "cublas_workspace": "8MiB"}
+    outcome = attempt(tmp_path, "40MiB", "fit", model=OneLong(), device=device)
+    assert "(train, step 2, batch 2, " in outcome.report
+    assert "Use training batches of" in outcome.report
+    assert "accumulated" not in outcome.report
+
+
 def test_where_the_traced_step_fits_nothing_is_said_to_be_enough(tmp_path):
     class Takes(L.Callback):
         def on_before_backward(self, *_):

@@ -53,6 +53,7 @@ class Watched:
         assert allocated is not None
         self.before = MemoryAtBatchStart(
             allocated,
+            self.batch.nbytes,
             had_gradients=any(p.grad is not None for p in self.model.parameters()),
             had_state=bool(self.optimizer.state),
         )
