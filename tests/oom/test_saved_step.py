@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_memtools import OOMReport, VirtualDevice
 from lightning_memtools.cli.main import main
@@ -24,9 +25,18 @@ class HyperLayers(Layers):
         self.save_hyperparameters()
 
 
-def report_of(root: Path, call: str, capacity: str, model: Layers) -> Path:
+class Normalized(Layers):
+    """A layer whose memory VirtualDevice(cuda_like=True) follows by a rule on fake tensors."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(batch=batch)
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.LayerNorm(16384))
+
+
+def report_of(root: Path, call: str, capacity: str, model: Layers, *, cuda_like: bool = False) -> Path:
     run = trainer(root, OOMReport(directory=str(root)), logger=False, limit_val_batches=0)
-    with VirtualDevice(capacity), pytest.raises(torch.OutOfMemoryError):
+    with VirtualDevice(capacity, cuda_like=cuda_like), pytest.raises(torch.OutOfMemoryError):
         getattr(run, call)(model)
     (path,) = root.glob("oom-*.md")
     return path
@@ -65,6 +75,17 @@ def test_a_finished_report_is_that_of_unlimited_time(failure, tmp_path, monkeypa
     assert capsys.readouterr().out == path.read_text()
     assert re.search(r"^1\. ", path.read_text(), re.MULTILINE)
     assert without_files(path.read_text()) == without_files(full)
+
+
+def test_a_step_that_fails_within_a_rule_on_fake_tensors_is_saved_with_its_batch(tmp_path, monkeypatch):
+    shortened(monkeypatch, 0.0)
+    path = report_of(tmp_path, "fit", "40MiB", Normalized(batch=48), cuda_like=True)
+    assert main(["oom-report", str(path), "--finish"]) == 0
+    found = re.search(r"Use training batches of (\d+)", path.read_text())
+    assert found is not None
+    run = trainer(tmp_path, logger=False, limit_val_batches=0)
+    with VirtualDevice("40MiB", cuda_like=True):
+        run.fit(Normalized(batch=int(found[1])))
 
 
 def test_another_process_asks_for_trust_and_then_finishes(tmp_path, monkeypatch):
