@@ -11,7 +11,7 @@ from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
-from lightning_memtools.memory.sizes import format_size, known_gpus
+from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
 from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.recorded_history import (
     ReplayVerdict,
@@ -164,13 +164,15 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
     if found.estimate is None:
         yield replace(SMALLER_BATCHES, detail="Not even one sample fits", checked=True, fits=False)
         return
-    yield replace(
+    peak = found.estimate.peak_allocated
+    smaller = replace(
         of(found.size),
-        detail=f"The step then fits, with a peak of {trials.within(found.estimate.peak_allocated)}. {found.end}",
+        detail=f"The step then fits, with a peak of {trials.within(peak)}. {found.end}",
         checked=True,
         fits=True,
-        saved=trials.saving(found.estimate.peak_allocated),
+        saved=trials.saving(peak),
     )
+    yield _with_the_same_plan(trials, smaller, peak)
 
 
 def accumulation(trials: StepTrials) -> Iterator[Action]:
@@ -195,15 +197,30 @@ def accumulation(trials: StepTrials) -> Iterator[Action]:
         if fits is None:
             yield compared(trials, estimate, action)
         else:
-            peak = trials.within(estimate.peak_allocated)
-            yield replace(
+            peak = estimate.peak_allocated
+            fits_how = f"the step fits, with a peak of {trials.within(peak)}"
+            fitting = replace(
                 action,
-                detail=f"The effective batch stays {effective}, and the step fits, with a peak of {peak}",
+                detail=f"The effective batch stays {effective}, and {fits_how}",
                 checked=True,
                 fits=True,
-                saved=trials.saving(estimate.peak_allocated),
+                saved=trials.saving(peak),
             )
+            yield _with_the_same_plan(trials, fitting, peak)
         return
+
+
+def _with_the_same_plan(trials: StepTrials, action: Action, peak: int) -> Action:
+    """Return the action with the memory budget that the traced checkpoint plan takes, if one is applied."""
+    if trials.failed.stage != "train" or trials.failed.run.plan is None:
+        return action
+    budget = -(-peak // MIB)
+    note = "Without this budget, GradientCheckpointing plans anew for smaller batches, and may recompute less"
+    return replace(
+        action,
+        code=f'{action.code}, GradientCheckpointing(memory_budget="{budget}MiB", ...)',
+        detail=f"{action.detail.rstrip('.')}. {note}",
+    )
 
 
 def checkpointing(trials: StepTrials) -> Iterator[Action]:

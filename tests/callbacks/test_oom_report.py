@@ -728,6 +728,40 @@ def test_a_checkpointing_plan_that_was_at_work_is_at_work_in_the_traces(tmp_path
     assert attempt(tmp_path, "60MiB", "fit", GradientCheckpointing(), batch=sizes[1]).fits
 
 
+class Blocks(L.LightningModule):
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        layers = (
+            nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(6)
+        )
+        self.net, self.batch = nn.Sequential(*layers), batch
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.ones(2 * self.batch, 128), batch_size=self.batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:Peak reserved memory is", "ignore:The number of training batches")
+def test_smaller_batches_fit_with_the_checkpointing_budget_that_is_given_with_them(tmp_path):
+    device = {"cuda_like": True, "cublas_workspace": "8519680B"}
+    # Planned anew, a batch of this advice recomputes less, and does not fit.
+    outcome = attempt(tmp_path, "49MiB", "fit", GradientCheckpointing(), model=Blocks(2000), device=device)
+    given = re.findall(
+        r"`DataLoader\(batch_size=(\d+)\).*?, GradientCheckpointing\(memory_budget=\"(\d+MiB)\", \.\.\.\)`",
+        outcome.report,
+    )
+    assert len(given) == 2  # accumulation, and smaller batches by themselves
+    for size, budget in given:
+        checkpointing = GradientCheckpointing(memory_budget=budget)
+        assert attempt(tmp_path, "49MiB", "fit", checkpointing, model=Blocks(int(size)), device=device).fits
+
+
 def test_running_out_before_the_first_step_is_explained_as_far_as_it_goes(tmp_path):
     model = Layers(width=4000)
     outcome = attempt(tmp_path, "32MiB", "fit", model=model)
