@@ -11,6 +11,7 @@ from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
 from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.recorded_history import (
@@ -21,6 +22,7 @@ from lightning_memtools.oom.recorded_history import (
 )
 from lightning_memtools.oom.report_page import Action, ActionKind
 from lightning_memtools.oom.step_trials import LEAST_PRICE, NotFoundError, StepTrials
+from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.simulation.step import PrecisionName
 
 BF16: PrecisionName = "bf16-mixed"
@@ -162,17 +164,29 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
         return
     found = trials.largest_batch
     if found.estimate is None:
-        yield replace(SMALLER_BATCHES, detail="Not even one sample fits", checked=True, fits=False)
+        detail = f"Not even one sample fits{_of_other_lengths(trials)}"
+        yield replace(SMALLER_BATCHES, detail=detail, checked=True, fits=False)
         return
     peak = found.estimate.peak_allocated
     smaller = replace(
         of(found.size),
-        detail=f"The step then fits, with a peak of {trials.within(peak)}. {found.end}",
+        detail=f"The step then fits, with a peak of {trials.within(peak)}. {found.end}{_of_other_lengths(trials)}",
         checked=True,
         fits=True,
         saved=trials.saving(peak),
     )
     yield _with_the_same_plan(trials, smaller, peak)
+
+
+def _of_other_lengths(trials: StepTrials) -> str:
+    """Return a remark on the batch's tensors that no smaller batch of a trace cuts."""
+    lengths = {tensor.shape[0] for tensor in tensors_in(trials.failed.facts.batch) if tensor.dim()}
+    others = sorted(lengths - {trials.size, 1})
+    if not others:
+        return ""
+    return (
+        f". Parts of the batch with other first dimensions ({first_of(others)}) were left as they are: reduce them too"
+    )
 
 
 def accumulation(trials: StepTrials) -> Iterator[Action]:

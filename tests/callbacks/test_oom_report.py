@@ -762,6 +762,21 @@ def test_smaller_batches_fit_with_the_checkpointing_budget_that_is_given_with_th
         assert attempt(tmp_path, "49MiB", "fit", checkpointing, model=Blocks(int(size)), device=device).fits
 
 
+def test_parts_of_a_batch_with_other_lengths_are_said_to_be_left_as_they_are(tmp_path):
+    class TwoSources(Blocks):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return super().training_step(batch["long"]) + super().training_step(batch["short"])
+
+        def train_dataloader(self) -> Any:
+            rows = [{"long": torch.ones(600, 128), "short": torch.ones(300, 128)}] * 2
+            return torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]  # a list serves too
+
+    outcome = attempt(tmp_path, "24MiB", "fit", model=TwoSources(600))
+    assert (
+        "Parts of the batch with other first dimensions (300) were left as they are: reduce them too" in outcome.report
+    )
+
+
 def test_running_out_before_the_first_step_is_explained_as_far_as_it_goes(tmp_path):
     model = Layers(width=4000)
     outcome = attempt(tmp_path, "32MiB", "fit", model=model)
