@@ -151,7 +151,7 @@ def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
     smallest = min(trials, key=lambda trial: trial.size)
     reading = smallest.tightest
     needs = [trial.tightest.peak for trial in trials if trial.tightest.peak is not None]
-    text = f"No batch size fits for {stage}: already {smallest.size} does not fit ({smallest.outcome}"
+    text = f"No batch size fits for {stage}: not even {smallest.size} fits ({smallest.outcome}"
     if needs:
         text += f"; it needs at least {format_size(min(needs))}"
     if reading.limit is not None:

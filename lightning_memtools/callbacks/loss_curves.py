@@ -146,8 +146,8 @@ class LossCurves(EitherCallback):
             self._train.warn_of_missing("train", self._other_names)
             if self.grad_norm and not self._norms.has_curves:
                 warnings.warn(
-                    "LossCurves(grad_norm=True): no optimizer step saw a gradient in p.grad: grad/norm has no curve. "
-                    "DeepSpeed keeps gradients elsewhere.",
+                    "LossCurves(grad_norm=True): no optimizer step saw a gradient in p.grad, so grad/norm has no "
+                    "curve. DeepSpeed keeps gradients elsewhere.",
                     stacklevel=2,
                 )
 

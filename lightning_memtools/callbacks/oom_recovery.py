@@ -87,11 +87,11 @@ class OOMRecovery(EitherCallback):
         if not is_count(max_splits, least=2):  # a whole batch is one part
             raise ValueError(f"max_splits={max_splits!r} splits nothing. Give 2 or more.")
         if split_batch is not None and not callable(split_batch):
-            raise ValueError(f"split_batch={split_batch!r} is no function of a batch and a number of parts.")
+            raise ValueError(f"split_batch={split_batch!r} is not a function of a batch and a number of parts.")
         if loss not in {"auto", "mean", "sum"}:
             raise ValueError(f"loss={loss!r} is neither 'auto' nor 'mean' nor 'sum'.")
         if loss_weight is not None and not callable(loss_weight):
-            raise ValueError(f"loss_weight={loss_weight!r} is no function of a batch.")
+            raise ValueError(f"loss_weight={loss_weight!r} is not a function of a batch.")
         if loss_weight is not None and loss == "sum":
             raise ValueError('loss="sum" is added without weights. Leave loss_weight out, or give loss="mean".')
         if on_recover not in {"warn", "ignore"}:

@@ -103,7 +103,7 @@ def _budget(budget: object) -> tuple[float | None, int | None]:
             f"{accepted}"
         )
     if not 0 < budget <= 1:
-        raise ValueError(f"memory_budget={budget!r} is no share. {accepted}")
+        raise ValueError(f"memory_budget={budget!r} is not a share. {accepted}")
     return budget, None
 
 

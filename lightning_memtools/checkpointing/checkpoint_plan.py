@@ -132,7 +132,7 @@ class CheckpointPlan:
         ]
         if measured_bytes is not None:
             off = measured_bytes / planned.peak_bytes - 1
-            lines.append(f"measured peak: {format_size(measured_bytes)} ({off:+.1%} of the predicted one)")
+            lines.append(f"measured peak: {format_size(measured_bytes)} ({off:+.1%} from the predicted one)")
         return lines
 
     def table(self, measured_bytes: int | None = None) -> str:

@@ -42,7 +42,7 @@ class ReleaseOptions:
         is_list = isinstance(self.stages, Iterable) and not isinstance(self.stages, str)
         unknown = [stage for stage in self.stages if stage not in EVALUATIONS] if is_list else []
         if unknown or not is_list:
-            what = f"holds {unknown[0]!r}, which is no stage" if unknown else "is not a list of stages"
+            what = f"holds {unknown[0]!r}, which is not a stage" if unknown else "is not a list of stages"
             raise ValueError(
                 f"stages={self.stages!r} {what}. Accepted are {', '.join(map(repr, EVALUATIONS))}, in a list: "
                 'stages=["val", "test"]. The end of fit always counts.'

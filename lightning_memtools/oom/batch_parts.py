@@ -62,7 +62,9 @@ def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, in
         except Exception as error:
             raise CannotSplitError(f"split_batch raised {type(error).__name__}: {error}") from error
         if not isinstance(returned, Iterable):
-            raise CannotSplitError(f"split_batch returned {returned!r} for {n_parts} parts, which is no list of them")
+            raise CannotSplitError(
+                f"split_batch returned {returned!r} for {n_parts} parts, which is not a list of parts"
+            )
         parts = list(returned)
         sizes = [n_samples_in(part) for part in parts]
         counts = [size for size in sizes if size]

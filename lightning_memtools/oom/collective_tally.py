@@ -68,12 +68,12 @@ class CollectiveTally:
             if counted is None:
                 sizes = [size for other, size in usual if other == name]
                 if sizes and (size := _n_elements(tensors)) not in sizes:
-                    raise CollectivesDifferError(f"{name} of {size:,} numbers, where {max(sizes):,} were the most")
+                    raise CollectivesDifferError(f"{name} of {size:,} numbers instead of at most {max(sizes):,}")
                 if _is_reduction(name):
                     _zero(tensors[1])
                 return run()
             if counted[0] != name:
-                raise CollectivesDifferError(f"{name} stands where {counted[0]} was")
+                raise CollectivesDifferError(f"{name} instead of {counted[0]}")
             return _leave_out(name, run, tensors)
 
         with _watched(collective):

@@ -37,7 +37,7 @@ class FailedStepRelease:
 
     Attributes:
         freed_bytes: The allocated memory that was freed, over all devices.
-        allocated_bytes: What is allocated still.
+        allocated_bytes: What is still allocated.
         owned_bytes: The part of that which the models and optimizers that were found own.
         holders: Who holds the largest of the rest, each with its size.
     """
@@ -49,10 +49,10 @@ class FailedStepRelease:
 
     def __str__(self) -> str:
         text = (
-            f"{format_size(self.freed_bytes)} came back, and {format_size(self.allocated_bytes)} are allocated still, "
-            f"{format_size(self.owned_bytes)} of it for models and optimizers."
+            f"{format_size(self.freed_bytes)} were released, and {format_size(self.allocated_bytes)} are still "
+            f"allocated, {format_size(self.owned_bytes)} of this for models and optimizers."
         )
-        return "\n".join([text, *(f"Held still: {holder}." for holder in self.holders)])
+        return "\n".join([text, *(f"Still held: {holder}." for holder in self.holders)])
 
 
 def release_failed_step(error: BaseException, model: nn.Module | None = None) -> FailedStepRelease:

@@ -95,7 +95,7 @@ def read_step(
     except Exception as error:
         raise SavedStepError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
     if not isinstance(saved, dict) or saved.get("version") != VERSION or "step" not in saved:
-        raise SavedStepError(f"{path} is no step that this version of OOMReport saved.")
+        raise SavedStepError(f"{path} was not saved by this version of OOMReport.")
     try:
         with importing_from(saved["origin"], trusts) as find:
             page: ReportPage = from_plain(saved["page"], find)

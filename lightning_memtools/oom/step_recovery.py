@@ -139,7 +139,9 @@ class StepRecovery:
             parameter.grad = None
         if not is_skipped:
             self.recoveries.n_skipped += 1
-            self.recoveries.latest = "A batch was skipped, because that of another rank ran out of memory in any parts."
+            self.recoveries.latest = (
+                "A batch was skipped, because another rank ran out of memory even with the smallest parts of its batch."
+            )
         return step.skipped()
 
     def run_on_this_rank(self, step: BatchStep, exchange: GradientExchange) -> Any:
@@ -232,8 +234,8 @@ class StepRecovery:
             logged.append(step.log.of_part())
         if step.backward is not None and self._kind is None:
             raise CannotSplitError(
-                'two samples together do not fit, so that the loss cannot be tried; loss="mean" or loss="sum" says '
-                "what it is"
+                'two samples together do not fit, so the loss cannot be tried; loss="mean" or loss="sum" says how it '
+                "depends on the samples"
             )
         losses = [] if step.backward is None else [one.closure_loss for one in results]
         has_losses = [loss is not None for loss in losses]
@@ -310,7 +312,7 @@ class StepRecovery:
         n_samples = n_samples_in(step.batch)
         if n_samples is not None and n_samples <= self.max_splits:
             return f"each of its {n_samples} samples alone is too large; skip_batch=True skips such a batch"
-        return f"max_splits={self.max_splits} parts are too large still; a larger max_splits allows smaller ones"
+        return f"even max_splits={self.max_splits} parts are too large; a larger max_splits allows smaller ones"
 
     def skip(self, step: BatchStep, before: StepStart, exchange: GradientExchange, text: str) -> Any:
         """Skip a batch and return its result."""
@@ -332,7 +334,7 @@ class StepRecovery:
             self.recoveries.n_recovered += 1
             self.recoveries.latest = (
                 f"A batch of {n_samples_in(step.batch)} samples ran out of memory and was run again in {n_run} parts."
-                + (f" Its loss is a {self._kind} over them." if step.backward is not None else "")
+                + (f" Its loss is the {self._kind} over its samples." if step.backward is not None else "")
             )
 
     def look_at_first(self, step: BatchStep) -> None:

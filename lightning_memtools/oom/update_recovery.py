@@ -152,7 +152,7 @@ class UpdateRecovery:
         self._is_done.add(id(optimizer))
         self.told = (
             f"The step of {type(optimizer).__name__} ran out of memory and was run again with foreach=False, from the "
-            "same weights; it stays so. Each parameter is updated by the same formula, one after the other, without "
+            "same weights, and keeps this setting. Each parameter is updated by the same formula, one by one, without "
             f"temporaries for all of them at once. {_advice(optimizer)}"
         )
         return result

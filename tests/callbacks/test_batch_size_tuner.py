@@ -99,7 +99,7 @@ def test_the_found_size_is_a_multiple_of_the_given_number(tmp_path):
 def test_the_model_is_unchanged_when_no_size_fits(tmp_path):
     model = Small()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match=r"No batch size fits for train: already 2 does not .*at least .*MiB"):
+    with pytest.raises(RuntimeError, match=r"No batch size fits for train: not even 2 fits .*at least .*MiB"):
         fit(tmp_path, Tuner(), model, capacity="3MiB")
     assert_same(before, dict(model.state_dict()))
     assert model.hparams["batch_size"] == 4
@@ -118,7 +118,7 @@ def test_the_effective_batch_is_kept_exactly(tmp_path, effective):
     with VirtualDevice("128MiB"):
         for n in larger[:1]:  # the next divisor does not fit
             check = Tuner(init_val=n, max_val=n, max_trials=1, stages=("train",))
-            with pytest.raises(RuntimeError, match=f"already {n} does not"):
+            with pytest.raises(RuntimeError, match=f"not even {n} fits"):
                 trainer(tmp_path, check, logger=False, accumulate_grad_batches=effective // n).fit(Small())
     assert run.global_step == -(-N // size // result.accumulate) or run.global_step == -(-N // effective)
 

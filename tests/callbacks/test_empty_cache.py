@@ -369,8 +369,8 @@ def test_after_a_run_and_after_a_failure_nothing_is_kept_and_it_can_be_pickled(t
 @pytest.mark.parametrize(
     ("stages", "what"),
     [
-        (["train"], "holds 'train', which is no stage"),
-        (["val", "tests"], "holds 'tests', which is no stage"),
+        (["train"], "holds 'train', which is not a stage"),
+        (["val", "tests"], "holds 'tests', which is not a stage"),
         ("val", "is not a list of stages"),
         (None, "is not a list of stages"),
     ],

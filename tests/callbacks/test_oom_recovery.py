@@ -449,7 +449,7 @@ def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
 @pytest.mark.parametrize(
     ("n_given", "said"),
     [
-        (lambda n: n, "max_splits=2 parts are too large still; a larger max_splits allows smaller ones"),
+        (lambda n: n, "even max_splits=2 parts are too large; a larger max_splits allows smaller ones"),
         (lambda n: 2 * n, "split_batch returned 4 parts, and max_splits=2"),
     ],
 )
@@ -598,7 +598,7 @@ def test_a_batch_without_samples_and_parts_that_do_not_add_up_are_quoted(tmp_pat
         raise KeyError("x")
 
     for own, said in (
-        (lambda *_: None, "returned None for 2 parts, which is no list"),
+        (lambda *_: None, "returned None for 2 parts, which is not a list"),
         (fails, "raised KeyError: 'x'"),
     ):
         with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -547,8 +547,8 @@ def test_nothing_to_apply_to_is_a_warning_with_what_could_be_taken():
         ({"segments": 0}, "segments=0 is not a number of chunks: give an int of at least 1"),
         ({"segments": True}, "segments=True"),
         ({"segments": 2.0}, "segments=2.0"),
-        ({"memory_budget": 0.0}, "memory_budget=0.0 is no share"),
-        ({"memory_budget": 1.5}, "memory_budget=1.5 is no share"),
+        ({"memory_budget": 0.0}, "memory_budget=0.0 is not a share"),
+        ({"memory_budget": 1.5}, "memory_budget=1.5 is not a share"),
         ({"memory_budget": 1}, "a bare int never means either"),
         ({"memory_budget": "8"}, "Not a size: '8'"),
         ({"memory_budget": "0GiB"}, "leaves no memory at all"),
@@ -570,7 +570,7 @@ def test_a_plan_is_plain_data_and_prints_as_a_table():
     text = plan.table(measured_bytes=plan.peak_bytes)
     assert "| (the model) | 9 |" in text
     assert "measured peak" in text
-    assert "+0.0% of the predicted one" in text
+    assert "+0.0% from the predicted one" in text
 
 
 def test_planning_within_a_virtual_device_does_not_change_its_statistics():

@@ -146,9 +146,7 @@ def test_single_samples_are_run_where_an_earlier_batch_has_shown_the_loss(monkey
     monkeypatch.setattr("tests.oom.test_loss_proof.FITS", 1)
     assert run.step(texts(*EVEN)) < 1e-5
     unknown = Run(Tokens())
-    with pytest.raises(
-        torch.OutOfMemoryError, match="two samples together do not fit, so that the loss cannot be tried"
-    ):
+    with pytest.raises(torch.OutOfMemoryError, match="two samples together do not fit, so the loss cannot be tried"):
         unknown.step(texts(*EVEN))
 
 

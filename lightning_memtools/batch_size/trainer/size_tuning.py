@@ -242,7 +242,7 @@ def _can_start(trainer: Trainer) -> bool:
         RuntimeError: The strategy or the model does not allow trials.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        _say(trainer, "skipped, because fast_dev_run=True runs batches of the size as it is.")
+        _say(trainer, "skipped, because fast_dev_run=True keeps the batch size as it is.")
         return False
     reason = why_no_trials(trainer, trainer.lightning_module)
     if reason is not None:
