@@ -825,6 +825,7 @@ def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
 # --- operators
 
 OpOverload = _ops.OpOverload  # what `torch.ops.aten.add.Tensor` is an instance of
+cast = torch.ops.aten._to_copy.default  # what `tensor.to(dtype)` runs, and autocast
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 without_dispatch_modes = _python_dispatch._disable_current_modes
 kernels_of_meta_tensors = fake_tensor.in_kernel_invocation_manager  # for fakes, as their mode runs these

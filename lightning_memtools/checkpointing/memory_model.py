@@ -116,6 +116,8 @@ class Unit:
             code around it refers to them.
         freed_input_bytes: How much lower this is where the unit alone holds its input.
         alongside: The same when it begins and nothing is kept: the index of the unit that made each, and its size.
+        cached_bytes: Bytes of `own_bytes` that are there until the forward pass ends even if nothing keeps them: the
+            weights that autocast casts.
         products: Its matrix products, convolutions and attention, in the order of their calls.
     """
 
@@ -142,6 +144,7 @@ class Unit:
     again_bytes: int = 0
     freed_input_bytes: int = 0
     alongside: tuple[tuple[int, int], ...] = ()
+    cached_bytes: int = 0
     products: tuple[Product, ...] = ()
 
     def forward_need(self, *, keeping: bool, stops: bool) -> int:
@@ -342,19 +345,21 @@ class _SimulatedStep:
         base = self._units[stop - 1].backward_base if again else None
         end = last_saving(self._units, start, stop) if again else None
         forward: list[tuple[Range | int, int, int]] = []
+        cached = 0  # besides what is held
         for piece in pieces(start, stop, ranges):
             held_before = of_input
             if isinstance(piece, Range):
                 held += self._between[piece.start].missing(of_input)
                 kept = kept_products(self._units, piece)
-                self._run_range(piece, held, base, kept)
+                self._run_range(piece, held + cached, base, kept)
                 held += sum(map(_bytes_of, kept.values()))
+                cached += sum(unit.cached_bytes for unit in self._units[piece.start : piece.stop])
                 of_input = held_after(self._units, piece)
                 if again:
                     self.extra += sum(unit.operations for unit in self._units[piece.start : piece.stop])
             else:
                 before = self._between[piece]
-                self._run_unit(piece, held + before.missing(of_input), base, end)
+                self._run_unit(piece, held + cached + before.missing(of_input), base, end)
                 added, of_input = after_keeping(self._units[piece], before, of_input)
                 held += added
             forward.append((piece, held, held_before))

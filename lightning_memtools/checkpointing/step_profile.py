@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import node_sequence_number, write_count, written_arguments
+from lightning_memtools._torch import cast, node_sequence_number, write_count, written_arguments
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
@@ -269,6 +269,8 @@ class _Recorder:
     def _note_operator(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, operations: int
     ) -> None:
+        if self._open is not None and operator is cast and self._is_static(args[0]):
+            self._open.casts |= self._keys(out)
         if self._open is not None and is_product(operator, args, kwargs):
             found = ProductRecord(operations, self._trace.counted.total, self._keys(out))
             self._open.products.append(found)
@@ -290,6 +292,10 @@ class _Recorder:
         self._alive.leave_out(keys)
         # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
         return SavedTensor(tensor if tensor.is_leaf else tensor.detach())
+
+    def _is_static(self, tensor: Tensor) -> bool:
+        entry = self._trace.device.block_of(tensor)
+        return entry is not None and entry.block.id in self.static
 
     def _keys(self, value: Any) -> dict[int, int]:
         found: dict[int, int] = {}

@@ -31,6 +31,7 @@ class UnitRecord:
     `alongside`: the blocks besides its input that are there when it begins and that no unit has kept by then: which
     unit made each, and its size. `alongside_if_dropped`: the same if nothing is kept. `taken`: its input, and that of
     the layers around it that begin with it. `within`: the calls of these layers, and of others around it.
+    `casts`: copies of weights and of the batch in another type; autocast keeps those of weights.
     `again_backward_peaks`: of its backward pass after it ran again, where others hold its input, and where not.
     """
 
@@ -53,6 +54,7 @@ class UnitRecord:
     overwrites: bool = False
     given: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     products: list[ProductRecord] = field(default_factory=list)
+    casts: dict[int, int] = field(default_factory=dict)
     backward_before: int | None = None
     backward_peak: int | None = None
     again_backward_peaks: tuple[int, int] = (0, 0)
@@ -74,6 +76,7 @@ def units_of(
     kept, not_yet_kept = 0, dict(carried)
     # What a chain's first unit keeps of its input is there until the layers around the chain end, whatever a plan does.
     lasting: dict[int, tuple[int, ...]] = {}
+    there_at_last = set(records[-2].alongside_if_dropped) if len(records) > 1 else set()
     for at, (record, after) in enumerate(zip(records, [*records[1:], None], strict=True)):
         keeps = {key for key in record.saved if keepers[key] <= at}
         new = keeps - kept_before
@@ -89,9 +92,9 @@ def units_of(
             if key not in carried and (key in before or key not in lasting or now[: len(lasting[key])] != lasting[key])
         }
         same = bool(passed) and passed.keys() <= before.keys()
-        own = sum(record.saved[key] for key in new if key not in before and key not in passed)
+        own = {key: record.saved[key] for key in new if key not in before and key not in passed}
         unit = Unit(
-            own_bytes=own + (0 if at else sum(carried.values())),
+            own_bytes=sum(own.values()) + (0 if at else sum(carried.values())),
             out_bytes=0 if passed.keys() == before.keys() else sum(passed.values()),
             in_kept=_size_of(before, keeps),
             in_added=_size_of(before, new),
@@ -107,6 +110,7 @@ def units_of(
             stopped_bytes=max(record.peak_at_last_save - record.allocated_before, 0),
             dropping_bytes=record.peak - record.allocated_before if record.dropping is None else record.dropping,
             alongside=record.alongside_if_dropped,
+            cached_bytes=sum(own[key] for key in own.keys() & record.casts if (at, own[key]) in there_at_last),
             again_bytes=sum(size for maker, size in record.alongside if maker >= starts[at]),
             products=tuple(_product_of(one, record, passed) for one in record.products),
         )

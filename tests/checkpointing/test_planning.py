@@ -23,6 +23,7 @@ from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, esti
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges
 from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict, profile_step
+from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.checkpointing.models import ZOO, Block, conv_bn_relu, encoder, mlp, nested, same_seed
@@ -480,6 +481,72 @@ class Conditioned(nn.Module):
         for block in self.blocks:
             x = block(x, condition)
         return x
+
+
+class HandingOnTheResidual(nn.Module):
+    """Hands on what it computed and the sum so far, as the blocks of Mamba do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, given: Any) -> Any:
+        hidden, residual = given if isinstance(given, tuple) else (given, torch.zeros_like(given))
+        residual = residual + hidden
+        return self.down(torch.nn.functional.gelu(self.up(self.norm(residual)))), residual
+
+
+def convolutions(n_in: int, n_out: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(n_in, n_out, 3, padding=1), nn.BatchNorm2d(n_out), nn.ReLU()),
+        *(nn.Conv2d(n_out, n_out, 3, padding=1), nn.BatchNorm2d(n_out), nn.ReLU()),
+    )
+
+
+class UNet(nn.Module):
+    """Two resolutions and a skip between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle, self.up = convolutions(8, 16), convolutions(16, 32), nn.ConvTranspose2d(32, 16, 2, 2)
+        self.out = convolutions(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.down(x)
+        x = self.middle(torch.nn.functional.max_pool2d(skip, 2))
+        out: torch.Tensor = self.out(torch.cat([skip, self.up(x)], 1))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "lowest"),
+    [
+        (nn.Sequential(*[HandingOnTheResidual() for _ in range(6)]), torch.empty(16, 24, 32), 0.96),
+        (UNet(), torch.empty(2, 8, 32, 32), 1),
+    ],
+    ids=["residual", "u-net"],
+)
+def test_the_weights_that_autocast_casts_stay_until_forward_ends(model, batch, lowest):
+    def forward(copy: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: torch.Tensor = torch.stack([one.float().mean() for one in tensors_in(copy(x))]).sum()
+        return loss
+
+    step = TracedStep(model, batch, forward, device="cuda")
+    options = CheckpointOptions.parse(bn_dropout="recompute")
+    found = find_chains(model, options)
+    chains = [*found, *find_modules(model, found, options)]
+    measured = profile_step(step, chains)
+    casts = sum(unit.cached_bytes for unit in measured.units)
+    weights = sum(one.numel() * 2 for one in model.parameters() if one.dim() > 1)
+    assert 0.7 * weights < casts < 1.3 * weights  # without the last layer's, and with the biases of the others
+    planner = OptimalRanges(measured.units, int(1.02 * measured.plain.peak_bytes), rows_of(measured, chains))
+    frontier = planner.frontier()
+    for peak, _ in frontier[:: len(frontier) // 6 + 1]:
+        ranges = planner.best(peak) or ()
+        traced = predict(step, chain_plans(measured, chains, ranges))
+        told = estimate(measured.units, ranges).peak_bytes - traced.static_bytes
+        assert lowest <= told / traced.activation_bytes <= 1
 
 
 @pytest.mark.parametrize(
