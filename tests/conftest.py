@@ -30,8 +30,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS / "fast
 # A shell that starts the suite in the background lets it ignore Ctrl-C, and so would every process that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# An example that takes longer on a busy machine is no failure: times belong in benchmarks/.
-hypothesis.settings.register_profile("untimed", deadline=None)
+# An example that takes longer on a busy machine is no failure: times belong in benchmarks/. CI tries the same examples
+# each time, so that a change is judged by itself; new examples are for those who work on the code.
+hypothesis.settings.register_profile("untimed", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("untimed")
 
 

@@ -119,5 +119,5 @@ def test_a_report_of_running_out_of_memory_advises_it():
     checks = checks_of(Language(), words, int(0.9 * plain))
     (action,) = [one for one in checks.actions if one.kind == ActionKind.LOSS]
     assert action.fits
-    assert action.title.endswith("they take 32.0 MiB for each copy (512 x 16,384)")
+    assert action.detail.startswith("Each copy of the logits (512 x 16,384) takes 32.0 MiB. ")
     assert "linear_cross_entropy" in action.code

@@ -252,9 +252,9 @@ def test_a_coarse_plan_keeps_to_its_memory_and_costs_what_the_frontier_says(unit
     plan = planner.best(share * limit)
     if plan is None:
         return
-    mine = estimate(units, plan)
-    assert mine.peak_bytes <= share * limit + 1e-6
+    mine, allowed = estimate(units, plan), share * limit + 1e-6
+    assert mine.peak_bytes <= allowed
     for one in plan:
         assert may_be_range(units, one.start, one.stop)
-    cheapest = [extra for peak, extra in planner.frontier() if peak <= share * limit]
+    cheapest = [extra for peak, extra in planner.frontier() if peak <= allowed]
     assert mine.extra_operations <= min(cheapest)
