@@ -6,6 +6,14 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+# Python 3.12 has a few hundred frozen objects of its own, and a caller who freezes has a hundred thousand.
+_MOST_OF_PYTHON = 1000
+
+
+def are_objects_frozen() -> bool:
+    """Return whether the program has frozen its objects with `gc.freeze()`; this takes as long as a collection."""
+    return gc.get_freeze_count() > _MOST_OF_PYTHON
+
 
 @contextlib.contextmanager
 def quick_collections() -> Iterator[None]:
@@ -15,8 +23,8 @@ def quick_collections() -> Iterator[None]:
     at once, such as a traced step, causes one every few steps. Reference cycles that exist already are collected
     afterwards. Where the caller has frozen objects before, these stay frozen.
     """
-    # Python counts frozen objects one by one: within another block that takes as long as a collection, and is known.
-    if _Frozen.here or gc.get_freeze_count():
+    # Within another block it is known, and needs no count.
+    if _Frozen.here or are_objects_frozen():
         yield
         return
     gc.freeze()
