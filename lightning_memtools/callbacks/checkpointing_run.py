@@ -26,12 +26,14 @@ from lightning_memtools.reporting.files import report_directory, write_report_or
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table, markdown_table
-from lightning_memtools.simulation.step_trace import TracedStep, device_of
+from lightning_memtools.simulation.step_trace import Forward, NoLossError, TracedStep, device_of
 from lightning_memtools.simulation.trainer_stand_in import forward_of
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
 _FIRST_MEASURED = 3
 _REPORT = "checkpoint_plan.md"
+# Batches that give no loss are skipped by the training; a step may return none in its first few calls.
+_MOST_WITHOUT_LOSS = 10
 
 
 class CheckpointingRun:
@@ -50,6 +52,8 @@ class CheckpointingRun:
         self._trainer, self._options = trainer, options
         self._directory = report_directory(trainer)
         self._steps = 0
+        self._without_loss = 0
+        self._is_planned = False
         self._was_measured = False
         self._applied: AppliedPlan | None = None
         self._window: PeakWindow | None = None
@@ -58,18 +62,18 @@ class CheckpointingRun:
         self.is_in_trial = False
 
     def begin_step(self, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plan on the first batch and apply the plan; begin to measure the peak of a later step.
+        """Plan on the first batch that gives a loss and apply the plan; begin to measure the peak of a later step.
 
-        Collective on the first batch.
+        Collective until there is a plan.
 
         Raises:
             CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
         """
-        if self._steps == 0:
+        if not self._is_planned:
+            self._is_planned = True
             self._plan_and_apply(module, batch, batch_idx)
         elif self._applied is not None and not self._applied.differing.keys() <= self._options.differing:
             self._plan_again(self._applied, module, batch, batch_idx)
-        self._steps += 1
         if self._compiled is not None:
             self._compiled.begin_batch()
         if self._measures(batch_idx):
@@ -81,13 +85,13 @@ class CheckpointingRun:
     def _measures(self, batch_idx: int) -> bool:
         """Returns whether this batch is the one whose peak is measured: a late one, which ends an accumulation."""
         ends = (batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
-        if self._was_measured or self._steps < _FIRST_MEASURED or not ends:
+        if self._was_measured or self._steps + 1 < _FIRST_MEASURED or not ends:
             return False
-        self._was_measured = True
         return self.plan is not None and self.plan.planned is not None
 
-    def end_step(self) -> None:
+    def end_step(self, *, gave_loss: bool) -> None:
         """Write the measured peak beside the predicted one, once it is known."""
+        self._steps += gave_loss
         if self._compiled is not None and self._compiled.end_batch() and self._trainer.is_global_zero:
             self._write(f"# Gradient checkpointing\n\n{self._compiled}.\n\n{markdown_table(self._compiled.table())}\n")
             print_on_console(f"GradientCheckpointing: {self._compiled}")
@@ -97,7 +101,8 @@ class CheckpointingRun:
         measured = self._window.allocated
         self._window.close()
         self._window = None
-        if measured is not None and self._trainer.is_global_zero:
+        self._was_measured = gave_loss
+        if measured is not None and gave_loss and self._trainer.is_global_zero:
             self._write(self.plan.table(measured))
             print_on_console(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
 
@@ -119,6 +124,9 @@ class CheckpointingRun:
         made = _why_unplanned(self._trainer, module) or self._plan_on_rank_zero(module, batch, batch_idx)
         if isinstance(made, CheckpointPlan):
             self._apply(made, module)
+        elif isinstance(made, NoLossError) and self._without_loss < _MOST_WITHOUT_LOSS:
+            self._without_loss += 1
+            self._is_planned = False
         elif self._trainer.is_global_zero:
             warnings.warn(f"GradientCheckpointing leaves the model unchanged: {made}.", stacklevel=2)
 
@@ -155,7 +163,9 @@ class CheckpointingRun:
             self._show(plan)
         self._applied = plan.apply(module)
 
-    def _plan_on_rank_zero(self, module: LightningModule, batch: Any, batch_idx: int) -> CheckpointPlan | str:
+    def _plan_on_rank_zero(
+        self, module: LightningModule, batch: Any, batch_idx: int
+    ) -> CheckpointPlan | NoLossError | str:
         """Returns on every rank the plan of rank 0, or the reason why there is none. Collective.
 
         Raises:
@@ -169,7 +179,7 @@ class CheckpointingRun:
             made = self._planned_here(module, batch, batch_idx)
         if isinstance(made, (CheckpointOptionsError, torch.OutOfMemoryError)):
             raise made
-        if isinstance(made, Exception):
+        if isinstance(made, Exception) and not isinstance(made, NoLossError):
             return (
                 f"a step could not be traced on fake tensors ({type(made).__name__}: "
                 f"{str(made).partition(chr(10))[0]}). plan_checkpoints(module, sample) can plan a part of the model "
@@ -179,10 +189,11 @@ class CheckpointingRun:
 
     def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> CheckpointPlan | Exception:
         """Returns this rank's plan, or the error that planning raised."""
+        forward = forward_of(self._trainer, module, batch_idx)
         step = TracedStep(
             module,
             batch,
-            forward_of(self._trainer, module, batch_idx),
+            _with_loss(forward) if module.automatic_optimization else forward,
             tuple(self._trainer.optimizers),
             device=device_of(cuda=self._trainer.strategy.root_device.type == "cuda"),
             accumulates=self._trainer.accumulate_grad_batches > 1,
@@ -192,7 +203,7 @@ class CheckpointingRun:
         try:
             with ended_by_sigterm(), progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}"):
                 refuse_peaks(self._options, module)
-                plan = within_units(planner.plan(self._options, nearest=self.is_in_trial), step)
+                plan = within_units(planner.plan(self._options, nearest=self.is_in_trial), planner.step)
                 return planner.with_advice(plan)
         except BudgetTooSmallError as error:
             # For a trial of BatchSizeTuner, a size that is exceeded is a device that is full: a smaller batch may fit.
@@ -228,6 +239,18 @@ class CheckpointingRun:
 
 def _is_compiled(module: LightningModule) -> bool:
     return is_compiled_by_lightning(module) or any(map(is_compiled, module.modules()))
+
+
+def _with_loss(forward: Forward) -> Forward:
+    """Return the forward pass of a step that has to give a loss."""
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        loss = forward(model, batch)
+        if loss is None:
+            raise NoLossError(f"training_step gave no loss for any of the first {_MOST_WITHOUT_LOSS + 1} batches")
+        return loss
+
+    return run
 
 
 def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:

@@ -83,7 +83,7 @@ class GradientCheckpointing(EitherCallback):
             self._run = CheckpointingRun(trainer, self._options)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plan on the first batch; measure the peak of a later step."""
+        """Plan on the first batch that gives a loss; measure the peak of a later step."""
         if self._run is not None:
             self._run.is_in_trial = self.is_in_trial
             self._run.begin_step(pl_module, batch, batch_idx)
@@ -94,7 +94,8 @@ class GradientCheckpointing(EitherCallback):
     ) -> None:
         """Write the measured peak beside the predicted one."""
         if self._run is not None:
-            self._run.end_step()
+            # For a step that gives no loss, which Lightning skips, it has no outputs.
+            self._run.end_step(gave_loss=bool(outputs) or not pl_module.automatic_optimization)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo the plan."""

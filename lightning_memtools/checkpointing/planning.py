@@ -34,7 +34,7 @@ from lightning_memtools.checkpointing.memory_model import ChainPlan, Ranges, Uni
 from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges, Row
 from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.simulation.step_trace import StepCost, TracedStep, device_of
+from lightning_memtools.simulation.step_trace import StepCost, StepDiffersError, TracedStep, device_of
 
 # The most operations that "auto" accepts, as a multiple of the plain step's: a third more is about one more forward
 # pass, which is what gradient checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
@@ -46,6 +46,10 @@ _MOST_COMPARED = 8
 _FEW_UNITS = 100
 _WORTH_A_NOTE = 0.1  # of the peak
 _FAR_OFF = 0.1  # for an estimate of the plain peak
+_AS_AT_FIRST = (
+    "so each trace of it found the model's attributes as the first step does, and the peaks leave out what a step "
+    "keeps for later ones"
+)
 
 
 class BudgetTooSmallError(CheckpointOptionsError):
@@ -117,11 +121,13 @@ class StepPlanner:
 
     Attributes:
         progress: What the planner is busy with; a model of a thousand layers takes it several seconds.
+        step: The step as it is traced: `first_calls_only` if it fails or gives no loss when it runs again.
     """
 
     def __init__(self, step: TracedStep) -> None:
         self.progress = PlanningProgress()
-        self._step = step
+        self.step = step
+        self._notes: tuple[str, ...] = ()
         self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
 
     def plan(self, options: CheckpointOptions, *, nearest: bool = False) -> CheckpointPlan:
@@ -135,8 +141,8 @@ class StepPlanner:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
             Exception: Whatever the step raises on fake tensors.
         """
-        if not find_chains(self._step.model, options) and (not _takes_all(options) or not self._finds_modules(options)):
-            message = nothing_found_message(self._step.model, options)
+        if not find_chains(self.step.model, options) and (not _takes_all(options) or not self._finds_modules(options)):
+            message = nothing_found_message(self.step.model, options)
             warnings.warn(message, NothingToApplyTo, stacklevel=3)
             return CheckpointPlan((), None, None, message)
         if options.bn_dropout == "auto":
@@ -147,10 +153,11 @@ class StepPlanner:
             if not nearest or options.budget_share is None or not error.reachable_bytes:
                 raise
             plan = self._best(replace(options, budget_share=None, budget_bytes=error.reachable_bytes))
-        cached = modules_with_caches(self._step.model)
+        cached = modules_with_caches(self.step.model)
         if plan.refused is None and cached:
             names = ", ".join(sorted({type(one).__name__ for one in cached.values()}))
             plan = replace(plan, notes=(f"use_cache of {names} is off in training, where blocks run twice",))
+        plan = replace(plan, notes=(*plan.notes, *self._notes))
         if plan.refused is not None and not options.has_budget:
             return replace(plan, refused=f"{plan.refused} {self._alternatives(options)}")
         return plan
@@ -170,7 +177,7 @@ class StepPlanner:
             return plan
         self.progress.doing = "tracing a step with another loss"
         try:
-            head = step_with_chunked_loss(self._step, plan.chains)
+            head = step_with_chunked_loss(self.step, plan.chains)
         except Exception:  # noqa: BLE001, the user's step may do anything with logits that are not there
             return plan
         peak = plan.planned.peak_bytes
@@ -201,8 +208,8 @@ class StepPlanner:
         return _GroupPlan(self._group(widest), self._all_chains(options), options).make()
 
     def _all_chains(self, options: CheckpointOptions) -> list[Chain]:
-        chains = find_chains(self._step.model, options)
-        return [*chains, *find_modules(self._step.model, chains, options)]
+        chains = find_chains(self.step.model, options)
+        return [*chains, *find_modules(self.step.model, chains, options)]
 
     def _finds_modules(self, options: CheckpointOptions) -> bool:
         chains = self._all_chains(replace(options, bn_dropout="recompute"))
@@ -215,8 +222,8 @@ class StepPlanner:
         """
         best: CheckpointPlan | None = None
         too_small: BudgetTooSmallError | None = None
-        widest = depths(find_chains(self._step.model, replace(options, bn_dropout="recompute")))
-        for profiled, chains in zip(widest, depths(find_chains(self._step.model, options)), strict=True):
+        widest = depths(find_chains(self.step.model, replace(options, bn_dropout="recompute")))
+        for profiled, chains in zip(widest, depths(find_chains(self.step.model, options)), strict=True):
             try:
                 plan = _GroupPlan(self._group(profiled), chains, options).make()
             except BudgetTooSmallError as error:
@@ -250,8 +257,20 @@ class StepPlanner:
         if key not in self._groups:
             n_layers = sum(len(chain.layers) for chain in chains)
             self.progress.doing = f"tracing a step layer by layer, {n_layers} of them"
-            self._groups[key] = _PlanningGroup(self._step, profile_step(self._step, chains), self.progress)
+            profile = self._profile(chains)
+            self._groups[key] = _PlanningGroup(self.step, profile, self.progress)
         return self._groups[key]
+
+    def _profile(self, chains: Sequence[Chain]) -> StepProfile:
+        try:
+            return profile_step(self.step, chains)
+        except StepDiffersError as error:
+            if self.step.first_calls_only:
+                raise
+            # A step that counts its calls may expect a number of them, or give a loss at every second one alone.
+            self.step = replace(self.step, first_calls_only=True)
+            self._notes = (f"{error}, {_AS_AT_FIRST}",)
+            return self._profile(chains)
 
     def _alternatives(self, options: CheckpointOptions) -> str:
         """Says what each other `bn_dropout` would give."""

@@ -144,7 +144,7 @@ class RealExchange(TensorExchange):
 
 
 @contextmanager
-def borrowed(roots: Iterable[Any], exchange: TensorExchange) -> Iterator[None]:
+def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
     """Replace all tensors that the roots hold with stand-ins, and restore everything afterwards.
 
     The search leaves out closures but those of modules' hooks, objects that only have ``__slots__``, and optimizers
@@ -157,6 +157,13 @@ def borrowed(roots: Iterable[Any], exchange: TensorExchange) -> Iterator[None]:
     finally:
         for container, content in reversed(noted):
             _put_back(container, content)
+
+
+@contextmanager
+def attributes_restored(root: Any) -> Iterator[None]:
+    """Afterwards, all that an object and those within it refer to is as before; see `borrowed`. Values may differ."""
+    with borrowed([root], lambda tensor: tensor):
+        yield
 
 
 def copy_optimizer(
@@ -197,7 +204,7 @@ def _span(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _exchange_all(roots: Iterable[Any], exchange: TensorExchange, noted: list[tuple[Any, Any]]) -> None:
+def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, noted: list[tuple[Any, Any]]) -> None:
     seen: set[int] = set()
     queue: deque[Any] = deque(roots)
     kinds: set[type] = set()
@@ -257,7 +264,7 @@ def _has_state(kind: type) -> bool:
     return issubclass(kind, (CachedFunction, Random)) or kind.__name__ in GENERATORS
 
 
-def _exchange_of_hooks(module: nn.Module, exchange: TensorExchange, noted: list[tuple[Any, Any]]) -> Iterator[Any]:
+def _exchange_of_hooks(module: nn.Module, exchange: MakeTensor, noted: list[tuple[Any, Any]]) -> Iterator[Any]:
     """Exchange the variables of a module's hooks that are tensors, and yield the values of all."""
     for variable in variables_of_hooks(module):
         value = variable.value
@@ -292,7 +299,7 @@ def _is_around_the_model(kind: type) -> bool:
     return not names.isdisjoint({"Trainer", "Fabric"})
 
 
-def _exchanged(value: Any, exchange: TensorExchange) -> Any:
+def _exchanged(value: Any, exchange: MakeTensor) -> Any:
     if isinstance(value, torch.Tensor):
         return exchange(value)
     if type(value) is tuple and any(isinstance(item, torch.Tensor) for item in value):

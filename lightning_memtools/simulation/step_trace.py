@@ -25,7 +25,7 @@ from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.memory.virtual.operators import is_gradient_sum
-from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
+from lightning_memtools.simulation.fakes import TensorExchange, attributes_restored, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
 
 Device = Literal["cpu", "cuda-like", "cuda"]
@@ -47,6 +47,7 @@ class TracedStep:
         accumulates: Gradients of several batches are added up before the optimizer steps: the traced step is the last
             of these.
         held_bytes: The memory that other things take on the device all the time, such as averages of the weights.
+        first_calls_only: Each traced run of the step finds the attributes of the model as the first one found them.
     """
 
     model: nn.Module
@@ -56,6 +57,18 @@ class TracedStep:
     device: Device = "cpu"
     accumulates: bool = False
     held_bytes: int = 0
+    first_calls_only: bool = False
+
+
+class NoLossError(Exception):
+    """A step gave no loss. Training skips it."""
+
+
+class StepDiffersError(Exception):
+    """A step raised or gave no loss when it was traced again, and did not when it was traced first."""
+
+    def __str__(self) -> str:
+        return f"the step {self.args[0]} when it was traced a second time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +159,8 @@ class StepTrace:
         self.counted = counted
         self._forward = step.forward
         self._accumulates = step.accumulates
+        self._first_calls_only = step.first_calls_only
+        self._gave_loss: bool | None = None  # the first run, once it is over
         self._peak = 0
         self._original: Any = None
         self._batch: Any = None
@@ -192,7 +207,15 @@ class StepTrace:
 
         The first step makes the gradients, the optimizers' state and the workspaces of libraries. It leaves the
         allocator's blocks as later steps find them, on which the peak depends: what is measured is a later step.
+
+        Raises:
+            StepDiffersError: The step raised, or gave no loss, and did not when it ran first.
+            Exception: Whatever the step raises when it runs first.
         """
+        with attributes_restored(self.model) if self._first_calls_only else nullcontext():
+            return self._run(around_forward, before_backward)
+
+    def _run(self, around_forward: Callable[[], Any], before_backward: Callable[[], None]) -> StepCost:
         self.renew_batch()
         self._peak = 0
         self.device.reset_peaks()
@@ -201,7 +224,7 @@ class StepTrace:
         gradients = sum(one.nbytes for one in found if one is not None and one.layout is torch.strided)
         self.counted.total = self.counted.flops = 0
         with around_forward():
-            loss = _scalar(self._forward(self.model, self._batch))
+            loss = self._loss_now()
         # Training loops hold the loss of one step until the next one is computed.
         self._loss = None
         if loss is not None and not self._accumulates:
@@ -218,6 +241,20 @@ class StepTrace:
                 one.step()
         self.peak_since()
         return StepCost(self._peak, static, gradients, operations, flops)
+
+    def _loss_now(self) -> Tensor | None:
+        """Run the forward pass, and return its loss."""
+        try:
+            loss = _scalar(self._forward(self.model, self._batch))
+        except Exception as error:
+            if self._gave_loss is None:
+                raise
+            what = "gave no loss" if isinstance(error, NoLossError) else f"raised {type(error).__name__}"
+            raise StepDiffersError(what) from error
+        if loss is None and self._gave_loss:
+            raise StepDiffersError("gave no loss")
+        self._gave_loss = loss is not None
+        return loss
 
     def renew_batch(self) -> None:
         """Put a new copy of the batch on the device in place of the last one, which a step may have changed."""

@@ -245,6 +245,13 @@ def test_the_measured_peak_on_a_gpu_is_near_the_predicted_one(dropout):
     assert plan.peak_bytes == pytest.approx(peaks[1], rel=0.1, abs=workspace)
 
 
+def measured_share(root: Path) -> float:
+    """The difference between measured and predicted peak in the plan's report, as percent of the predicted one."""
+    (report,) = root.rglob("checkpoint_plan.md")
+    (line,) = (line for line in report.read_text().splitlines() if "measured peak" in line)
+    return float(line.split("(")[1].split("%")[0])
+
+
 class Manual(Deep):
     """Optimizes by itself, and frees gradients before it returns."""
 
@@ -285,9 +292,7 @@ def test_the_predicted_peak_is_the_measured_one_whatever_the_step_does(model, ot
     assert callback.plan is not None
     assert callback.plan.planned is not None
     assert callback.plan.planned.peak_bytes < callback.plan.plain.peak_bytes
-    (report,) = tmp_path.rglob("checkpoint_plan.md")
-    (line,) = (line for line in report.read_text().splitlines() if "measured peak" in line)
-    assert abs(float(line.split("(")[1].split("%")[0])) <= 1
+    assert abs(measured_share(tmp_path)) <= 1
 
 
 class Failing(Deep):
@@ -303,6 +308,103 @@ def test_an_error_of_the_users_step_in_the_trace_leaves_the_model_unchanged_and_
     with pytest.warns(UserWarning, match=r"could not be traced on fake tensors \(ValueError: not in a trace\)"):
         checkpointed = fit(tmp_path, GradientCheckpointing(), model=Failing)
     assert_same_bits(checkpointed, fit(tmp_path, model=Failing))
+
+
+class CountsItsCalls(Deep):
+    """Counts the calls of its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        return super().training_step(batch, batch_idx)
+
+
+class OneForEachBatch(CountsItsCalls):
+    """Fails where it was called more often than there were batches."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        assert self.calls == batch_idx + 1
+        return loss
+
+
+class EverySecondCall(CountsItsCalls):
+    """Gives no loss at its second, fourth, ... call."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.calls % 2 else None
+
+
+class FromTheSecondCallOn(CountsItsCalls):
+    """Gives no loss at its first call."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.calls > 1 else None
+
+
+NO_LOSS = pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+
+
+@NO_LOSS
+@pytest.mark.parametrize(
+    ("model", "note", "zeroed"),
+    [
+        (OneForEachBatch, "the step raised AssertionError when it was traced a second time", False),
+        (EverySecondCall, "the step gave no loss when it was traced a second time", True),
+        (FromTheSecondCallOn, None, False),
+    ],
+)
+def test_a_step_that_counts_its_calls_is_planned_by_the_first_that_gives_a_loss(model, note, zeroed, tmp_path):
+    with VirtualDevice(cuda_like=True):
+        callback = GradientCheckpointing(memory_budget=0.8, bn_dropout="recompute")
+        planned = fit(tmp_path, callback, model=model)
+    assert callback.plan is not None
+    assert callback.plan.planned is not None
+    assert callback.plan.planned.peak_bytes < callback.plan.plain.peak_bytes
+    assert [one.partition(",")[0] for one in callback.plan.notes] == ([note] if note else [])
+    # After a step without a loss, Lightning has freed the gradients: the forward pass has none of them.
+    freed = 100 * callback.plan.planned.gradient_bytes / callback.plan.planned.peak_bytes if zeroed else 0
+    assert -freed - 1 <= measured_share(tmp_path) <= 1
+    assert planned.calls == 8
+    assert_same_bits(planned, fit(tmp_path, model=model))
+
+
+class NeverALoss(Deep):
+    """Gives no loss at all."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+
+
+@NO_LOSS
+def test_a_step_that_never_gives_a_loss_is_left_alone_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="unchanged: training_step gave no loss for any of the first 11 batches"):
+        fit(tmp_path, GradientCheckpointing(memory_budget=0.8), model=NeverALoss, max_epochs=2)
+
+
+class CountsOutside(Deep):
+    """Fails at every second call, which a closure counts that no one can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = itertools.count(1)
+        self.count = lambda: next(calls)
+
+    def training_step(self, batch, batch_idx):
+        if self.count() % 2 == 0 and not isinstance(self.trainer, L.Trainer):
+            raise RuntimeError("an even call")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_cannot_be_put_back_is_left_unchanged_with_what_it_did(tmp_path):
+    with pytest.warns(UserWarning, match="the step raised RuntimeError when it was traced a second time"):
+        checkpointed = fit(tmp_path, GradientCheckpointing(), model=CountsOutside)
+    assert_same_bits(checkpointed, fit(tmp_path, model=CountsOutside))
 
 
 class Drifting(nn.Module):
