@@ -225,11 +225,25 @@ def test_the_table_shows_what_each_chain_keeps_before_and_after():
     assert [cell.strip() for cell in row.split("|")[5:7]] == ["1.75 MiB", format_size(first.kept_bytes)]
 
 
+def dense() -> tuple[nn.Module, torch.Tensor, type[torch.optim.Optimizer]]:
+    return nn.Sequential(*[Block(512, 8, 0.1) for _ in range(4)]), torch.empty(16, 128, 512), torch.optim.AdamW
+
+
+def sparse() -> tuple[nn.Module, torch.Tensor, type[torch.optim.Optimizer]]:
+    """A model whose embedding has a sparse gradient: a row for each token, half as many bytes as the embedding has."""
+    blocks = [Block(256, 8, 0.1) for _ in range(4)]
+    return (
+        nn.Sequential(nn.Embedding(4096, 256, sparse=True), *blocks),
+        torch.zeros(16, 128, dtype=torch.long),
+        torch.optim.SGD,
+    )
+
+
 @pytest.mark.cuda_memory
-def test_predicted_peaks_are_those_of_pytorchs_allocator():
-    model = nn.Sequential(*[Block(512, 8, 0.1) for _ in range(4)])
-    batch = torch.empty(16, 128, 512)
-    optimizer = torch.optim.AdamW(model.parameters())
+@pytest.mark.parametrize("kind", [dense, sparse])
+def test_predicted_peaks_are_those_of_pytorchs_allocator(kind):
+    model, batch, make_optimizer = kind()
+    optimizer = make_optimizer(model.parameters())
     step = TracedStep(model, batch, lambda copy, given: copy(given).square().mean(), (optimizer,), device="cuda")
     plan = StepPlanner(step).plan(CheckpointOptions.parse(bn_dropout="recompute"))
     assert plan.plain is not None
@@ -241,7 +255,7 @@ def test_predicted_peaks_are_those_of_pytorchs_allocator():
         torch.cuda.empty_cache()
         others = torch.cuda.memory_allocated()
         on_device, given = copy.deepcopy(model).cuda(), batch.cuda()
-        optimizer = torch.optim.AdamW(on_device.parameters())
+        optimizer = make_optimizer(on_device.parameters())
         with AppliedPlan(on_device, chains):
             for _ in range(3):
                 torch.cuda.reset_peak_memory_stats()

@@ -274,6 +274,41 @@ class TakingApart(Deep):
         return self.loss((x[0], y))
 
 
+class Sparse(Deep):
+    """Looks up rows of an embedding, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 4, sparse=True)
+
+    def loss(self, batch):
+        x, y = batch
+        rows = x[:, 0].mul(64).long().clamp(-256, 255) + 256
+        return super().loss((x + self.embedding(rows), y))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def test_sparse_gradients_are_those_of_the_plain_run(tmp_path):
+    class Gradients(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            made.append(pl_module.embedding.weight.grad.clone())
+
+    gradients, runs = [], []
+    for callbacks in ([callback := GradientCheckpointing(bn_dropout="recompute")], []):
+        gradients.append(made := [])
+        runs.append(fit(tmp_path, *callbacks, Gradients(), model=Sparse, logger=False))
+    assert callback.plan is not None
+    assert callback.plan.refused is None
+    assert len(gradients[0]) == len(gradients[1]) == 8
+    for one, other in zip(*gradients, strict=True):
+        assert one.layout is torch.sparse_coo
+        assert torch.equal(one.coalesce().indices(), other.coalesce().indices())
+        assert torch.equal(one.coalesce().values(), other.coalesce().values())
+    assert_same_bits(*runs)
+
+
 @pytest.mark.parametrize(
     ("model", "others", "options"),
     [
@@ -282,8 +317,9 @@ class TakingApart(Deep):
         (Deep, (WeightAveraging,), {}),
         (Manual, (), {}),
         (TakingApart, (), {}),
+        (Sparse, (), {}),
     ],
-    ids=["plain", "accumulated", "averaged", "manual", "taking the batch apart"],
+    ids=["plain", "accumulated", "averaged", "manual", "taking the batch apart", "sparse"],
 )
 def test_the_predicted_peak_is_the_measured_one_whatever_the_step_does(model, others, options, tmp_path):
     with VirtualDevice(cuda_like=True):

@@ -16,6 +16,7 @@ import torch
 
 from lightning_memtools._torch import FakeTensor
 from lightning_memtools.memory.convolution_workspaces import memory_format_of
+from lightning_memtools.memory.virtual.module_scopes import stores_gradient
 
 aten = torch.ops.aten
 
@@ -74,6 +75,27 @@ def _bincount(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwa
 
 
 SIZED[aten.bincount.default] = _bincount
+
+
+def _clone(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a sparse tensor with as many values: FakeTensorMode's has none.
+
+    Autograd keeps a new sparse gradient itself, if nothing else refers to it. For fake tensors it cannot tell, and
+    clones it.
+    """
+    del ledger
+    source = args[0]
+    if source.layout is not torch.sparse_coo:
+        return run(func, *args, **kwargs)
+    parts = [run(each, source) for each in (aten._indices.default, aten._values.default)]
+    if not stores_gradient():
+        parts = [run(func, part) for part in parts]
+    dimensions = source.sparse_dim(), source.dense_dim(), source.shape
+    options = {"dtype": source.dtype, "layout": source.layout, "device": source.device}
+    return run(aten._sparse_coo_tensor_with_dims_and_tensors.default, *dimensions, *parts, **options)
+
+
+SIZED[aten.clone.default] = _clone
 
 
 def _nothing(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
