@@ -17,6 +17,8 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 def ask(address: str, python: str) -> NoReturn:
     """Have a fork of the server run what this process was started for, with all that it was given."""
+    if sys.argv[1].startswith("-") and sys.argv[1] not in ("-c", "-m"):  # options that Python reads at its start
+        os.execv(python, [python, *sys.argv[1:]])  # noqa: S606
     files = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_given(number)]  # noqa: PTH208
     request = {"argv": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ), "files": files}  # noqa: PTH109
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:

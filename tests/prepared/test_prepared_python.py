@@ -39,7 +39,11 @@ def seen(python, tmp_path, *how, **environment):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("how", [("seen.py",), ("-c", SEEN.format(imported="lightning"))], ids=["script", "code"])
+@pytest.mark.parametrize(
+    "how",
+    [("seen.py",), ("-c", SEEN.format(imported="lightning")), ("-B", "seen.py")],
+    ids=["script", "code", "script with an option"],
+)
 def test_a_script_sees_what_it_sees_in_a_fresh_python(how, tmp_path):
     fork, fresh = (seen(python, tmp_path, *how, LOCAL_RANK="1") for python in (prepared_python(), sys.executable))
     assert fork == fresh
