@@ -84,7 +84,8 @@ def test_what_cannot_be_taken_back_is_refused_by_name(variants):
         assert rank["said"].startswith("OutOfMemoryError: ")
         assert "on rank 1, each of its 8 samples alone is too large; skip_batch=True skips such a batch" in rank["said"]
     _, failed = variants["gathers features"]
-    assert "with other samples the step starts other collectives (allgather of 96 numbers instead of at most " in failed["said"]
+    words = "with other samples the step starts other collectives (allgather of 96 numbers instead of at most "
+    assert words in failed["said"]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
