@@ -273,12 +273,16 @@ class AppliedPlan:
     def __init__(self, model: nn.Module, plans: Iterable[ChainPlan], *, prove: bool = False) -> None:
         self._modules: list[nn.Module] = []
         self._proofs = _Proofs(wanted=prove)
-        for plan in plans:
-            if plan.ranges:
-                self._apply(model, plan)
-        if self._modules:
-            for module in modules_with_caches(model).values():
-                self._replace(module, _WithoutCaches(module))
+        try:
+            for plan in plans:
+                if plan.ranges:
+                    self._apply(model, plan)
+            if self._modules:
+                for module in modules_with_caches(model).values():
+                    self._replace(module, _WithoutCaches(module))
+        except BaseException:
+            self.remove()
+            raise
 
     @property
     def differing(self) -> dict[str, str]:
@@ -301,7 +305,13 @@ class AppliedPlan:
         self.remove()
 
     def _apply(self, model: nn.Module, plan: ChainPlan) -> None:
-        module = model.get_submodule(plan.name)
+        try:
+            module, layers = model.get_submodule(plan.name), list(map(model.get_submodule, plan.layers))
+        except AttributeError as error:
+            raise ValueError(
+                f"The plan for {plan.name or type(model).__name__} does not suit this model ({error}): it was made for "
+                "one that is built otherwise. Make a plan for this model."
+            ) from None
         if "forward" in vars(module):
             raise RuntimeError(
                 f"{plan.name or type(module).__name__} has a forward of its own instance already, of another plan or "
@@ -312,7 +322,6 @@ class AppliedPlan:
             forward = _PlannedModule(module, plan, self._proofs)
         else:
             assert isinstance(module, nn.Sequential)
-            layers = [model.get_submodule(name) for name in plan.layers]
             forward = _PlannedChain(module, plan, layers, self._proofs)
         self._replace(module, forward)
 

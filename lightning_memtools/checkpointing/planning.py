@@ -417,12 +417,14 @@ class _GroupPlan:
                 f"activations, by recomputing {smallest.recomputed()} ({smallest.extra_operations:.0%} more "
                 "operations). "
             )
-        # A share of the activations does not become easier to reach with a smaller batch.
-        smaller = ", make the batch smaller," if options.budget_share is None else ""
-        message += (
-            f"Raise the budget{smaller} or allow more: bn_dropout={options.bn_dropout!r}, "
-            f"exclude={list(options.exclude)}."
-        )
+        ways = ["raise the budget"]
+        if options.budget_share is None:  # a share of the activations is no easier to reach with a smaller batch
+            ways.append("make the batch smaller")
+        if options.bn_dropout == "skip":
+            ways.append('let layers of BatchNorm and Dropout be recomputed, if there are any (bn_dropout="auto")')
+        if options.include is not None or options.exclude:
+            ways.append("let include and exclude leave more to recompute")
+        message += f"Next: {' or '.join(ways)}."
         return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)
 
 

@@ -111,6 +111,16 @@ def test_a_second_plan_on_the_same_module_raises():
         AppliedPlan(model, [ChainPlan("", ("0",), (Range(0, 1),))])
 
 
+def test_a_plan_for_a_model_of_another_depth_raises_and_leaves_nothing_applied():
+    model = nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))) for _ in range(2)))
+    plans = [
+        ChainPlan(str(at), tuple(f"{at}.{layer}" for layer in range(6 if at else 4)), (Range(0, 4),)) for at in (0, 1)
+    ]
+    with pytest.raises(ValueError, match=r"plan for 1 does not suit this model \(.*`4`.*Make a plan for this model"):
+        AppliedPlan(model, plans)
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
 def test_layers_run_again_in_backward_and_their_hooks_fire_again():
     model = same_seed(nested)
     runs: Counter[str] = Counter()

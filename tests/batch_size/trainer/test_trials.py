@@ -270,7 +270,7 @@ class WideLayers(Layers):
 def test_a_share_that_a_small_trial_cannot_reach_does_not_end_the_search(tmp_path, capsys):
     tuner, checkpointing = Tuner(stages=("train",), max_trials=5), GradientCheckpointing(memory_budget=0.75)
     fit(tmp_path, tuner, WideLayers(n=100), checkpointing)
-    with pytest.raises(ValueError, match=r"No plan fits memory_budget=0.75.*Raise the budget or allow more"):
+    with pytest.raises(ValueError, match=r"No plan fits memory_budget=0.75.*Next: raise the budget or let"):
         fit(tmp_path, None, WideLayers(2, n=100), GradientCheckpointing(memory_budget=0.75), limit_val_batches=0)
     plan = checkpointing.plan
     assert tuner.result.sizes["train"] > 10
