@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_memtools.argument_types import check_types
+from lightning_memtools.cli.targets import UsageError, require_folder_of
 from lightning_memtools.memory.sizes import context_bytes, format_size, is_count
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS, environment, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
@@ -304,6 +305,7 @@ def run(chosen: argparse.Namespace) -> int:
     # A session of its own does not end with this process: it has to be ended.
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
+        require_folder_of(chosen.snapshot)
         result = dry_run(
             chosen.script,
             chosen.arguments,
@@ -320,7 +322,7 @@ def run(chosen: argparse.Namespace) -> int:
     except KeyboardInterrupt as error:
         print("memtools: interrupted; the script was ended.", file=sys.stderr)  # noqa: T201, a command prints
         return 128 + (error.args[0] if error.args else signal.SIGINT)
-    except (DryRunError, ValueError, FileNotFoundError) as error:
+    except (DryRunError, UsageError, ValueError, FileNotFoundError) as error:
         print(f"memtools: {error}", file=sys.stderr)  # noqa: T201
         return 2
     finally:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_memtools.cli.targets import Target, UsageError, working
+from lightning_memtools.cli.targets import Target, UsageError, require_folder_of, working
 from lightning_memtools.memory.sizes import find_gpu
 from lightning_memtools.null_cuda.launch import environment, is_on_null_device, null_devices
 from lightning_memtools.null_cuda.stubs import DryRunError
@@ -82,6 +82,8 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         UsageError: The target cannot be found or returns something else, or the engine cannot do what is asked for.
     """
+    for path in (chosen.snapshot, chosen.picture):
+        require_folder_of(path)
     if chosen.engine == "simulation" and chosen.strategy not in {None, "ddp"}:
         raise UsageError(f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code: leave --engine out.")
     if chosen.engine != "simulation" and chosen.device != "cpu" and not is_on_null_device():

@@ -34,6 +34,8 @@ def run(chosen: argparse.Namespace) -> None:
         text = _finished(chosen) if chosen.finish else chosen.path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{chosen.path} cannot be read or written: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{chosen.path} is not a report: it is not text.") from error
     print(text, end="")  # noqa: T201, a command prints
 
 

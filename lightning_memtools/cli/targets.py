@@ -20,6 +20,16 @@ class UsageError(Exception):
     """The command line is wrong; the message says how, and what to do."""
 
 
+def require_folder_of(path: str | None) -> None:
+    """Refuse a file to be written whose folder does not exist, before the work is done whose result it is to hold.
+
+    Raises:
+        UsageError: The folder does not exist.
+    """
+    if path is not None and not Path(path).resolve().parent.is_dir():
+        raise UsageError(f"{path} cannot be written: the folder {Path(path).parent} does not exist.")
+
+
 def working(text: str) -> Status:
     """Show on a terminal what the code within does; elsewhere nothing, so that output can be read by programs."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it

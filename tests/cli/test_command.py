@@ -12,6 +12,7 @@ import pytest
 
 import lightning_memtools
 from lightning_memtools.cli import estimate
+from lightning_memtools.cli.main import main
 from lightning_memtools.cli.targets import print_error
 from tests.prepared.starting import prepared_python
 
@@ -112,3 +113,9 @@ def test_a_wrong_command_lists_those_that_exist(wrong):
     done = memtools(*wrong)
     assert done.returncode == 2
     assert "COMMAND" in done.stderr or "estimate" in done.stderr
+
+
+def test_a_dry_run_whose_snapshot_has_no_folder_is_not_begun(capsys):
+    assert main(["dry-run", "--snapshot", "nowhere/s.pickle", "train.py"]) == 2
+    said = "memtools: nowhere/s.pickle cannot be written: the folder nowhere does not exist.\n"
+    assert capsys.readouterr() == ("", said)

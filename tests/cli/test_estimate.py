@@ -120,6 +120,8 @@ def test_as_a_command_of_its_own_it_fails_with_a_message(tmp_path):
         (["my_target:model_and_batch", "--optimizer", "Eve"], "no optimizer 'Eve'"),
         (["my_target:model_and_batch", "--max-batch"], "--max-batch needs --capacity"),
         (["my_target:model_and_batch", "--capacity", "24"], "Not a capacity: '24'"),
+        (["my_target:model_and_batch", "--snapshot", "nowhere/s.pickle"], "the folder nowhere does not exist"),
+        (["my_target:model_and_batch", "--picture", "nowhere/p.svg"], "nowhere/p.svg cannot be written"),
         (["my_target:model_and_batch", "--strategy", "ddp"], "strategy='ddp' and devices=1 do not go together"),
         (
             ["my_target:model_and_batch", "--strategy", "fsdp", "--devices", "8", "--engine", "simulation"],

@@ -117,6 +117,13 @@ def wide_layers() -> Layers:
     return Layers(n=2, width=2000, batch=64)
 
 
+def test_a_file_that_is_not_text_is_not_a_report(tmp_path, capsys):
+    path = tmp_path / "oom.md"
+    path.write_bytes(bytes(range(128, 256)))
+    assert main(["oom-report", str(path)]) == 1
+    assert capsys.readouterr().err == f"memtools: {path} is not a report: it is not text.\n"
+
+
 def test_a_report_without_its_step_says_so(tmp_path, capsys):
     path = tmp_path / "oom-train-step0.md"
     path.write_text("# Out of memory\n")
