@@ -132,13 +132,14 @@ def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str,
 def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
     """Return the identity of a tensor's storage and the storage itself; for a DTensor those of this rank's shard.
 
-    It is None where a tensor has no storage of its own: sparse, nested and other layouts consist of several tensors.
+    It is None where a tensor has no storage of its own: sparse, nested and other layouts consist of several tensors,
+    and parameters of lazy modules have no shape yet.
     """
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return None
     return storage_id(storage), storage
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from lightning_memtools import VirtualDevice
+from lightning_memtools.memory.leaks.leak_detector import TensorCensus
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold
-from lightning_memtools.memory.owned import on_device_of
+from lightning_memtools.memory.owned import on_device_of, storage_of
 from lightning_memtools.memory.quick_collections import quick_collections
 from lightning_memtools.memory.sizes import GIB, MIB
 
@@ -75,6 +76,15 @@ def test_a_cache_below_the_minimum_is_kept(device):
     assert released.freed_bytes == 0
     assert device.stats().reserved == 32 * MIB
     assert device.stats().allocated == 512
+
+
+def test_parameters_that_have_no_shape_yet_take_no_memory(device):
+    lazy = nn.LazyLinear(4)
+    assert not device.holds(lazy.weight)
+    assert storage_of(lazy.weight) is None
+    kept = torch.empty(MIB)
+    # Memory that grows is looked for among all tensors of the process, these among them.
+    assert [one.tensor is kept for one in TensorCensus(device.holds).take()] == [True]
 
 
 def test_nothing_is_collected_while_all_that_is_allocated_belongs_to_the_model(device, collections):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lightning_memtools._torch import FakeTensor, is_wrapper_subclass, storage_id, uncoalesced_parts
 
@@ -27,6 +28,8 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     Dense, quantized and nested tensors are their own part. Sparse ones have indices and values, and wrapper subclasses
     (DTensor, jagged nested tensors) have the tensors that they wrap. A warning names each other kind once.
     """
+    if is_lazy(tensor):  # has no shape yet
+        return
     if is_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
