@@ -24,8 +24,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from machine import interleaved, save, spread
 
 from lightning_memtools import LossCurves, MemoryMonitor, VirtualDevice, default_callbacks
+from lightning_memtools.callbacks import memory_monitor
 from lightning_memtools.memory.readers import CudaReader, host_rss_bytes
-from lightning_memtools.reporting import monitored_calls
 from lightning_memtools.reporting.loggers import log_scalars
 
 GIB = 2**30
@@ -95,7 +95,7 @@ class Measure(L.Callback):
     ) -> None:
         loop = trainer.fit_loop.epoch_loop
         reader = FakeCudaReader()
-        run = self.ours._calls._running()
+        run = self.ours._running()
         scalars: dict[str, float] = {}
         run.add_training_point(0, lambda found, _step: scalars.update(found))
         per_step: list[Callable[[Any], None]] = [
@@ -164,7 +164,7 @@ def main() -> None:
     reader = FakeCudaReader()
     with (
         tempfile.TemporaryDirectory() as root,
-        mock.patch.object(monitored_calls, "reader_for", return_value=reader),
+        mock.patch.object(memory_monitor, "reader_for", return_value=reader),
         mock.patch("torch.cuda.mem_get_info", return_value=(2 * GIB, 8 * GIB)),
         mock.patch("torch.cuda.memory_stats_as_nested_dict", side_effect=lambda _index: nested_statistics()),
         mock.patch.object(CPUAccelerator, "get_device_stats", side_effect=lambda *_: flat_statistics()),

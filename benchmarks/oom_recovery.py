@@ -27,8 +27,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMRecovery
-from lightning_memtools.oom.step_recovery import StepRecovery
-from lightning_memtools.oom.step_start import BatchStep
+from lightning_memtools.recovery.step_recovery import StepRecovery
+from lightning_memtools.recovery.step_start import BatchStep
 
 STEPS, ROUNDS = 1000, 15
 GOAL_US = 20.0

@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMistakeError
     from lightning_memtools.estimate import estimate_memory
     from lightning_memtools.estimate.memory_estimate import MemoryEstimate
+    from lightning_memtools.memory.release_failed_step import FailedStepRelease, release_failed_step
     from lightning_memtools.memory.stats import MemoryStats
     from lightning_memtools.memory.virtual import VirtualDevice
-    from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError
-    from lightning_memtools.nonfinite.capsule.capsule_replay import Replay, replay
+    from lightning_memtools.nonfinite.capsule_replay import Replay, replay
     from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
     from lightning_memtools.null_cuda.stubs import DryRunError
-    from lightning_memtools.oom.release_failed_step import FailedStepRelease, release_failed_step
+    from lightning_memtools.state.capsule.capsule_file import CapsuleError
 
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
     "BatchSizeResult": "batch_size.batch_size_result",
     "BatchSizeTuner": "callbacks.batch_size_tuner",
-    "CapsuleError": "nonfinite.capsule.capsule_file",
+    "CapsuleError": "state.capsule.capsule_file",
     "CheckpointPlan": "checkpointing.checkpoint_plan",
     "DoctorReport": "doctor.findings",
     "DryRunError": "null_cuda.stubs",
     "DryRunResult": "cli.dry_run",
     "EmptyCache": "callbacks.empty_cache",
-    "FailedStepRelease": "oom.release_failed_step",
+    "FailedStepRelease": "memory.release_failed_step",
     "Finding": "doctor.findings",
     "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
@@ -58,7 +58,7 @@ _HOME_OF_NAME = {
     "NonFiniteError": "nonfinite.nonfinite_error",
     "OOMRecovery": "callbacks.oom_recovery",
     "OOMReport": "callbacks.oom_report",
-    "Replay": "nonfinite.capsule.capsule_replay",
+    "Replay": "nonfinite.capsule_replay",
     "TrainingDoctor": "callbacks.training_doctor",
     "TrainingMistakeError": "doctor.findings",
     "VirtualDevice": "memory.virtual",
@@ -67,8 +67,8 @@ _HOME_OF_NAME = {
     "dry_run": "cli.dry_run",
     "estimate_memory": "estimate",
     "plan_checkpoints": "checkpointing.planning",
-    "release_failed_step": "oom.release_failed_step",
-    "replay": "nonfinite.capsule.capsule_replay",
+    "release_failed_step": "memory.release_failed_step",
+    "replay": "nonfinite.capsule_replay",
     "tune_batch_size": "callbacks.batch_size_tuner",
 }
 

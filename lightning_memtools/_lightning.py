@@ -6,13 +6,14 @@ Nothing else in the package touches a private attribute of Lightning; tests/hous
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
@@ -90,6 +92,12 @@ def training_step(trainer: Trainer) -> int:
     It can go when the Trainer has a public counter of training steps.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def running_stage(trainer: Trainer) -> Literal["train", "val", "test", "predict"]:
+    """Return the stage that a loop runs, the sanity check as "val"; nothing public has Lightning's short names."""
+    stage: Any = trainer.state.stage
+    return stage.dataloader_prefix  # type: ignore[no-any-return]
 
 
 def is_accumulating(trainer: Trainer) -> bool:
@@ -288,7 +296,7 @@ class _MethodWithAddition:
         return lambda _owner, *args, **kwargs: self(*args, **kwargs)
 
     def undo(self) -> None:
-        """Put the method back; undoing twice does no harm."""
+        """Put the method back. Idempotent."""
         self._is_active = False
         # Someone else may have wrapped it since: then ours stays inside theirs and does nothing of its own.
         if vars(self._owner).get(self._name) is self:
@@ -361,14 +369,6 @@ def source_of(loop: Any) -> Any:
     No public way tells whether these were passed or come from a hook. It can go when the Trainer shows the source.
     """
     return loop._data_source
-
-
-def set_source(loop: Any, source: Any) -> None:
-    """Let a loop ask another object for its data loaders.
-
-    The hooks cannot be replaced on a user's module or class. It can go when a Trainer takes other loaders later.
-    """
-    loop._data_source = source
 
 
 def put_loader_classes_back() -> None:
@@ -789,3 +789,287 @@ class LoggedValues:
                 metric.value = before.get("value", 0.0) + value.of_epoch
             if value.size is not None and value.of_epoch is not None:
                 metric.cumulated_batch_size = before.get("cumulated_batch_size", 0) + value.size
+
+
+def twin_of(module: object) -> str | None:
+    """Return the package whose LightningModule this is: "lightning.pytorch", or "pytorch_lightning"; else None."""
+    for kind in twins(LightningModule):
+        if isinstance(module, kind):
+            return kind.__module__.partition(".core")[0]
+    return None
+
+
+STEP_NAMES = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
+# By stage: Lightning's names of the function and of the stage, and the argument that takes the loaders.
+_STAGES = {
+    "train": ("fit", "train", "train_dataloaders"),
+    "val": ("validate", "validate", "val_dataloaders"),
+    "test": ("test", "test", "test_dataloaders"),
+    "predict": ("predict", "predict", "predict_dataloaders"),
+}
+
+
+class StepLoop:
+    """The loops of a Trainer, run batch by batch without a call of `fit` or `validate`.
+
+    `Trainer.fit` also prepares data, calls `setup`, restores checkpoints and takes over signals, and nothing public
+    runs its loops without that. It can go when the loops are public.
+
+    Args:
+        module: The LightningModule.
+        stage: train, val, test or predict.
+        batches: Yields the batches.
+        original: The Trainer of the run that a step is taken from. Hooks at the start of a fit have run there.
+        n_batches: The number of batches that the Trainer believes an epoch has.
+        precision: The precision, by its name or as a plugin.
+        device: The type of the device.
+        accumulate: The number of batches per optimizer step.
+        clip: The norm to which gradients are clipped; None for no clipping.
+        on_phase: Called with the name of a phase that begins.
+        run_step: Called with a function that runs the step as Lightning does; returns its result.
+        place: Called with a batch and a function that moves it to the device; returns the moved batch.
+        callbacks: Callbacks of the Trainer.
+        set_up: Puts the model on the device, and returns the module that a step calls.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        stage: Literal["train", "val", "test", "predict"],
+        batches: Iterator[Any],
+        *,
+        original: Any,
+        n_batches: int,
+        precision: Any,
+        device: Literal["cpu", "cuda"],
+        accumulate: int,
+        clip: float | None,
+        on_phase: Callable[[str], None],
+        run_step: Callable[[Callable[[], Any]], Any],
+        place: Callable[[Any, Callable[[Any], Any]], Any],
+        callbacks: Sequence[Callback],
+        set_up: Callable[[], Any] | None,
+    ) -> None:
+        package = twin_of(module)
+        assert package is not None
+        self._stage = stage
+        self._module = module
+        self._on_phase = on_phase
+        self._run_step = run_step
+        self.trainer: Any = _trainer_of(
+            package,
+            original,
+            callbacks=[_PhaseHooks(on_phase), *callbacks],
+            precision=precision,
+            device=device,
+            n_batches=n_batches,
+            accumulate=accumulate,
+            clip=clip,
+        )
+        self._strategy: Any = self.trainer.strategy
+        self._name = STEP_NAMES[stage]
+        self._loader = _Batches(batches, n_batches)
+        self._connect(place, set_up)
+        if original is not None:
+            self._count_as(original)
+            self._strategy.lr_scheduler_configs = [
+                replace(one, scheduler=_IdleScheduler(one.scheduler), reduce_on_plateau=False)
+                for one in original.lr_scheduler_configs
+            ]
+        if stage == "train":
+            self._begin_training(runs_hooks=original is None)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers; without any, a stand-in of Lightning's that does nothing."""
+        return list(self._strategy.optimizers)
+
+    def _connect(self, place: Callable[..., Any], set_up: Callable[[], Any] | None) -> None:
+        trainer, strategy, module = self.trainer, self._strategy, self._module
+        function, running, loaders = _STAGES[self._stage]
+        states = importlib.import_module(f"{twin_of(module)}.trainer.states")
+        trainer.state.fn, trainer.state.stage = states.TrainerFn(function), states.RunningStage(running)
+        strategy.connect(module)
+        trainer._data_connector.attach_data(module, **{loaders: self._loader})
+        trainer._logger_connector.log_metrics = lambda *_args, **_kwargs: None
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
+        move, step, plugin = strategy.batch_to_device, getattr(strategy, self._name), strategy.precision_plugin
+        # Fake tensors have the type of the precision, and lie on the device.
+        strategy.model_to_device = lambda: None
+        plugin.convert_module = lambda model: model
+        if set_up is not None:
+            strategy._setup_model = lambda _model: set_up()
+        strategy.batch_to_device = lambda batch, *args, **kwargs: place(batch, lambda one: move(one, *args, **kwargs))
+        setattr(strategy, self._name, lambda *args: self._run_step(lambda: step(*args)))
+        plugin._clip_gradients = partial(self._clip_gradients, plugin._clip_gradients)
+        strategy.setup(trainer)
+        if not module.automatic_optimization:
+            for optimizer in strategy.optimizers:
+                optimizer.register_step_post_hook(lambda *_: self._on_phase("forward"))
+
+    def _clip_gradients(self, clip: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self.trainer.gradient_clip_val is not None:
+            self._on_phase("clip")
+        clip(*args, **kwargs)
+        self._on_phase("optimizer")
+
+    def _count_as(self, original: Any) -> None:
+        """Let the Trainer's counters say what another's say."""
+        loop, other = self.trainer.fit_loop, original.fit_loop
+        loop.epoch_progress.current.processed = other.epoch_progress.current.processed
+        loop.epoch_loop._batches_that_stepped = other.epoch_loop._batches_that_stepped
+        steps, others = loop.epoch_loop, other.epoch_loop
+        steps.automatic_optimization.optim_progress.optimizer.step.total.completed = (
+            others.automatic_optimization.optim_progress.optimizer.step.total.completed
+        )
+        steps.manual_optimization.optim_step_progress.total.completed = (
+            others.manual_optimization.optim_step_progress.total.completed
+        )
+
+    def _begin_training(self, *, runs_hooks: bool) -> None:
+        loop = self.trainer.fit_loop
+        loop.min_epochs, loop.max_epochs = 0, 1
+        loop.setup_data()
+        loop.reset()
+        for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start") if runs_hooks else ():
+            _call_lightning_module_hook(self.trainer, hook)
+        loop.epoch_loop.reset()
+        loop.epoch_loop.on_run_start(loop._data_fetcher)
+
+    def run_batch(self, index: int | None = None) -> None:
+        """Run one training batch, of this index in its epoch if one is given."""
+        loop = self.trainer.fit_loop
+        if index is not None:
+            progress = loop.epoch_loop.batch_progress
+            progress.current.ready = progress.current.completed = index
+        loop.epoch_loop.advance(loop._data_fetcher)
+        loop.epoch_loop.on_advance_end(loop._data_fetcher)
+
+    def run_forward(self, batch: Any, index: int) -> Any:
+        """Run the forward pass of a batch on the device alone."""
+        loop = self.trainer.fit_loop.epoch_loop
+        arguments = loop._build_kwargs({}, batch, index)
+        return getattr(self._strategy, self._name)(*arguments.values())
+
+    def evaluate(self, n_batches: int) -> None:
+        """Run this many batches of the stage, and the hooks of its beginning and end."""
+        self._loader.length = n_batches
+        trainer = self.trainer
+        trainer.predict_loop.return_predictions = False  # they are kept on the host
+        trainer.validate_loop.verbose = trainer.test_loop.verbose = False
+        loops = {
+            "val": self.trainer.validate_loop,
+            "test": self.trainer.test_loop,
+            "predict": self.trainer.predict_loop,
+        }
+        loops[self._stage].run()
+
+
+class _Batches:
+    """A loader of batches that are made one by one, with a length of its own."""
+
+    def __init__(self, batches: Iterator[Any], length: int) -> None:
+        self._batches = batches
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class _IdleScheduler:
+    """A learning rate scheduler whose step does nothing."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def step(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+class _PhaseHooks(Callback):
+    """Says when a phase of a step begins."""
+
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
+        self._on_phase = on_phase
+
+    def on_before_backward(self, *_: Any) -> None:
+        """Backward begins."""
+        self._on_phase("backward")
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """In manual optimization, training_step goes on."""
+        del trainer
+        if not pl_module.automatic_optimization:
+            self._on_phase("forward")
+
+    def on_validation_batch_end(self, *_: Any, **_named: Any) -> None:
+        """The outputs are freed next."""
+        self._on_phase("outputs")
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+
+def _trainer_of(
+    package: str,
+    original: Any,
+    *,
+    callbacks: Sequence[Callback],
+    precision: Any,
+    device: str,
+    n_batches: int,
+    accumulate: int,
+    clip: float | None,
+) -> Any:
+    """Return a Trainer that logs and saves nothing; what it does not know, another answers for."""
+    lightning, plugins, environments, strategies, loggers = (
+        importlib.import_module(package + name)
+        for name in ("", ".plugins", ".plugins.environments", ".strategies", ".loggers.logger")
+    )
+    if precision == "32-true":
+        precision = plugins.Precision()
+    elif precision in {"bf16-true", "16-true"}:
+        precision = plugins.HalfPrecision(precision)
+    elif isinstance(precision, str):
+        scaler = torch.amp.GradScaler(device) if precision == "16-mixed" else None
+        precision = plugins.MixedPrecision(precision, device, scaler)
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+    class StepTrainer(lightning.Trainer):  # type: ignore[misc, name-defined]
+        """A Trainer whose missing attributes are those of another."""
+
+        def __getattr__(self, name: str) -> Any:
+            if original is None or name.startswith("__"):
+                raise AttributeError(f"'Trainer' object has no attribute {name!r}")
+            return getattr(original, name)
+
+    trainer = StepTrainer(
+        accelerator=device,
+        devices=1,
+        strategy=strategies.SingleDeviceStrategy(place),
+        plugins=[precision, environments.LightningEnvironment()],
+        max_epochs=1,
+        limit_train_batches=n_batches,
+        limit_val_batches=n_batches,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        gradient_clip_algorithm=None if original is None else original.gradient_clip_algorithm,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        inference_mode=False,  # a dispatch mode does not see all operators in it
+        use_distributed_sampler=False,
+    )
+    trainer.loggers = [loggers.DummyLogger()]
+    trainer.callbacks = list(callbacks)  # and none that an entry point or a patched Trainer adds
+    if original is not None:
+        trainer.datamodule = original.datamodule
+    return trainer

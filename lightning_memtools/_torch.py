@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, _ops, nn
 from torch._subclasses import fake_tensor
+from torch.multiprocessing import reductions
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
@@ -39,7 +40,7 @@ UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 
 
 def without_cache(mode: FakeTensorMode) -> FakeTensorMode:
-    """Returns a mode that no longer looks operators up, which takes as long as many of them do.
+    """Return a mode that no longer looks operators up, which takes as long as many of them do.
 
     Results of equal calls are kept by `RepeatedFakes`, in a tenth of the time. There is a setting for all modes only.
     """
@@ -48,7 +49,7 @@ def without_cache(mode: FakeTensorMode) -> FakeTensorMode:
 
 
 def copied_as_itself(mode: FakeTensorMode) -> FakeTensorMode:
-    """Returns a mode that `copy.deepcopy` leaves as it is.
+    """Return a mode that `copy.deepcopy` leaves as it is.
 
     A copy would share the registered operators of the original and remove them a second time, which ends the process.
     `Tensor.__deepcopy__` copies a fake's mode, as one of its attributes; this can go when it leaves that out.
@@ -107,7 +108,7 @@ def _deep_copy_of_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
 
 
 def fake_copy(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """Returns a fake tensor of the same size, strides and type, without views and autograd.
+    """Return a fake tensor of the same size, strides and type, without views and autograd.
 
     The mode's own ``from_tensor`` keeps these and takes ten times as long.
     """
@@ -130,7 +131,7 @@ class FakeMaker:
         self._guard = guards[mode._allow_unsafe_data_ptr_access]
 
     def __call__(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-        """Returns a fake of a meta tensor that seems to be on a device."""
+        """Return a fake of a meta tensor that seems to be on a device."""
         if device not in self._made:
             fake = FakeTensor(self._mode, meta, device)
             self._made[device] = fake.fake_device, dict(vars(fake))
@@ -144,7 +145,7 @@ class FakeMaker:
         return fake
 
     def number(self, value: torch.Tensor) -> FakeTensor:
-        """Returns the fake of a new number, whose value stays known, as the mode makes it of `torch.tensor`'s."""
+        """Return the fake of a new number, whose value stays known, as the mode makes it of `torch.tensor`'s."""
         with without_torch_dispatch():
             kept = value.clone()
             fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
@@ -170,12 +171,12 @@ BACKWARD_HOOKS = "_backward_hooks"
 
 
 def backward_hooks_of(tensor: torch.Tensor) -> Any:
-    """Returns the dictionary of a tensor's hooks; None where it has none."""
+    """Return the dictionary of a tensor's hooks; None where it has none."""
     return getattr(tensor, BACKWARD_HOOKS, None)
 
 
 def has_accumulation_hook(parameter: nn.Parameter) -> bool:
-    """Returns whether something was given to `register_post_accumulate_grad_hook`, which nothing public lists."""
+    """Return whether something was given to `register_post_accumulate_grad_hook`, which nothing public lists."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
@@ -189,7 +190,7 @@ _POWER_ITERATIONS = {"SpectralNorm", "_SpectralNorm"}
 
 
 def iterates_power(module: nn.Module) -> bool:
-    """Returns whether a forward pass in training advances a power iteration, so that a second one has another weight.
+    """Return whether a forward pass in training advances a power iteration, so that a second one has another weight.
 
     Hooks can be added in public, but not listed, and the parametrization's class is private.
     """
@@ -198,7 +199,7 @@ def iterates_power(module: nn.Module) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Returns a module's own hooks on its call and its backward, which cannot be listed in public."""
+    """Return a module's own hooks on its call and its backward, which cannot be listed in public."""
     kinds: list[Any] = [
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     ]  # fmt: skip
@@ -206,22 +207,22 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Returns whether a module has hooks of its own on its call or its backward."""
+    """Return whether a module has hooks of its own on its call or its backward."""
     return bool(hooks_of(module))
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Returns what `module.compile()` put in place of the module's call, or None; there is no public way to ask."""
+    """Return what `module.compile()` put in place of the module's call, or None; there is no public way to ask."""
     return getattr(module, "_compiled_call_impl", None)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns the dictionary of a module's own parameters, in which one can be put back."""
+    """Return the dictionary of a module's own parameters, in which one can be put back."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Returns the dictionary of a module's buffers. `named_buffers` skips None, and `getattr` on a module is slow."""
+    """Return the dictionary of a module's buffers. `named_buffers` skips None, and `getattr` on a module is slow."""
     return module._buffers
 
 
@@ -241,10 +242,11 @@ tree_map_only = pytree.tree_map_only
 # fake and all empty tensors, and every call of `untyped_storage` makes a new Python object. This can go when storages
 # have a public identity. It is called for every tensor of every operator, so there is no Python function around it.
 storage_id: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+StorageWeakRef = reductions.StorageWeakRef  # says whether a storage is gone, whose id others may have then
 
 
 def write_count(tensor: Tensor) -> int:
-    """Returns how often a tensor was written in place; only autograd's version counter tells, and it is not public."""
+    """Return how often a tensor was written in place; only autograd's version counter tells, and it is not public."""
     return tensor._version
 
 
@@ -253,12 +255,12 @@ WRITE_COUNT = attrgetter("_version")
 
 
 def write_count_or_none(tensor: Tensor) -> int:
-    """Returns the same; -1 for inference tensors and uninitialized parameters, which have no version counter."""
+    """Return the same; -1 for inference tensors and uninitialized parameters, which have no version counter."""
     return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
 def alias_below_autograd(tensor: Tensor) -> Tensor:
-    """Returns a detached alias that shares the version counter, in a dispatch mode, where `detach` alone does not.
+    """Return a detached alias that shares the version counter, in a dispatch mode, where `detach` alone does not.
 
     As `torch.utils.checkpoint` does it.
     """
@@ -268,7 +270,7 @@ def alias_below_autograd(tensor: Tensor) -> Tensor:
 
 
 def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns the functions that an optimizer calls after each step; they can be registered, but not listed."""
+    """Return the functions that an optimizer calls after each step; they can be registered, but not listed."""
     return list(optimizer._optimizer_step_post_hooks.values())
 
 
@@ -276,24 +278,24 @@ def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def node_sequence_number(node: Any) -> int:
-    """Returns the number of an autograd node: later nodes have higher ones, and nothing public tells their order."""
+    """Return the number of an autograd node: later nodes have higher ones, and nothing public tells their order."""
     number: int = node._sequence_nr()
     return number
 
 
 def autograd_sequence_number() -> int:
-    """Returns the number that autograd gives to the next operator; the public profiler shows it only afterwards."""
+    """Return the number that autograd gives to the next operator; the public profiler shows it only afterwards."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Returns the hooks for saved tensors that were set last. `saved_tensors_hooks` can only replace them."""
+    """Return the hooks for saved tensors that were set last. `saved_tensors_hooks` can only replace them."""
     hooks: tuple[Any, Any] = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, its only form
     return hooks
 
 
 def is_jit_tracing() -> bool:
-    """Returns whether torch.jit.trace runs; `torch.jit.is_tracing` is public, but not exported for type checkers."""
+    """Return whether torch.jit.trace runs; `torch.jit.is_tracing` is public, but not exported for type checkers."""
     tracing: bool = torch._C._is_tracing()
     return tracing
 
@@ -302,7 +304,7 @@ def is_jit_tracing() -> bool:
 
 
 def loader_with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int | None) -> DataLoader[Any]:
-    """Returns a copy of a loader with another batch sampler, which shares everything else.
+    """Return a copy of a loader with another batch sampler, which shares everything else.
 
     DataLoader refuses assignments to these attributes, because an iterator under way would not follow them; the
     copy has none. Constructing a loader anew would lose a subclass's own arguments and attributes.
@@ -312,12 +314,8 @@ def loader_with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any, size:
     return new
 
 
-# What a scheduler's state_dict says of its progress. The keys are written to every checkpoint, but not documented.
-SCHEDULER_PROGRESS = frozenset({"_step_count", "last_epoch", "_last_lr", "_get_lr_called_within_step", "_is_initial"})
-
-
 def inner_schedulers(scheduler: Any) -> list[Any]:
-    """Returns the schedulers that a SequentialLR or ChainedScheduler is made of; nothing public lists them."""
+    """Return the schedulers that a SequentialLR or ChainedScheduler is made of; nothing public lists them."""
     return list(getattr(scheduler, "_schedulers", []))
 
 
@@ -354,19 +352,19 @@ def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callab
 
 
 def in_backward() -> bool:
-    """Returns whether backward runs in this thread. The public hooks tell of single nodes only."""
+    """Return whether backward runs in this thread. The public hooks tell of single nodes only."""
     running: bool = torch._C._current_graph_task_id() != -1
     return running
 
 
 def node_in_backward() -> int:
-    """Returns the sequence number of the node whose backward runs; -1 outside of backward. There is no public way."""
+    """Return the sequence number of the node whose backward runs; -1 outside of backward. There is no public way."""
     node: Any = torch._C._current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
 
 
 def saved_reduction(node: Any) -> int | None:
-    """Returns the reduction of a loss's node (2 is "sum"); None for other nodes. It cannot be asked for in public."""
+    """Return the reduction of a loss's node (2 is "sum"); None for other nodes. It cannot be asked for in public."""
     reduction: int | None = getattr(node, "_saved_reduction", None)
     return reduction
 
@@ -379,12 +377,12 @@ DispatchMode = _TorchDispatchMode
 
 
 def sparse_values(tensor: Tensor) -> Tensor:
-    """Returns a sparse tensor's values; the public `values()` refuses gradients that are not coalesced yet."""
+    """Return a sparse tensor's values; the public `values()` refuses gradients that are not coalesced yet."""
     return tensor._values()
 
 
 def has_readable_values(tensor: Tensor) -> bool:
-    """Returns whether a tensor's own values can be read: some kinds have no memory, and reading them fails or crashes.
+    """Return whether a tensor's own values can be read: some kinds have no memory, and reading them fails or crashes.
 
     Double backward through abs gives zero tensors, for which `isfinite` ends the process; only a private method tells
     them. FSDP frees storages and keeps the tensors. The layouts without a strided storage hold theirs elsewhere.
@@ -400,7 +398,7 @@ def has_readable_values(tensor: Tensor) -> bool:
 
 
 def is_in_memory(tensor: Tensor) -> bool:
-    """Returns whether a tensor is strided, and a copy of its own memory is a copy of it."""
+    """Return whether a tensor is strided, and a copy of its own memory is a copy of it."""
     if tensor.layout is not torch.strided or tensor.is_quantized or not has_readable_values(tensor):
         return False
     # A class with a dispatch of its own may keep its values anywhere.
@@ -413,24 +411,24 @@ def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
 
 
 def l2_norm_of_each(tensors: list[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """Returns the L2 norm of each tensor with one kernel for all; the public `get_total_norm` returns one for all."""
+    """Return the L2 norm of each tensor with one kernel for all; the public `get_total_norm` returns one for all."""
     norms: Sequence[Tensor] = torch._foreach_norm(tensors, 2, dtype=dtype)
     return norms
 
 
 def flattened(tensors: list[Tensor]) -> Tensor:
-    """Returns all elements in one flat tensor, with one call; `parameters_to_vector` takes a microsecond per tensor."""
+    """Return all elements in one flat tensor, with one call; `parameters_to_vector` takes a microsecond per tensor."""
     flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
     return flat
 
 
 def operator_schema(operator: Any) -> Any:
-    """Returns an operator's schema: which arguments it writes, and what it returns. There is no public way."""
+    """Return an operator's schema: which arguments it writes, and what it returns. There is no public way."""
     return operator._schema
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the arguments that a call of an operator writes; none of what is no operator."""
+    """Return the arguments that a call of an operator writes; none of what is no operator."""
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -448,11 +446,13 @@ COLLECTIVE_NAMESPACES = frozenset(
 
 LIFT_FRESH = torch.ops.aten.lift_fresh.default  # the operator with which `torch.tensor` ends
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default  # the operator that `.item()` runs
+# The functions behind `pack_padded_sequence` and `pad_packed_sequence`, which read lengths without an operator.
+PACK_PADDED, PAD_PACKED = torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence
 DEVICE_OF = torch.ops.prim.device.default  # torch's own code asks with it for a fake tensor's device, all the time
 
 
 def takes_scaled_gradients(optimizer: Any) -> bool:
-    """Returns whether GradScaler leaves gradients scaled for this optimizer, which unscales them in its kernels."""
+    """Return whether GradScaler leaves gradients scaled for this optimizer, which unscales them in its kernels."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -477,7 +477,7 @@ def stop_cuda_history() -> None:
 
 
 def is_cuda_history_recorded() -> bool:
-    """Returns whether somebody records CUDA's allocator already; there is no public way to ask.
+    """Return whether somebody records CUDA's allocator already; there is no public way to ask.
 
     Raises:
         RuntimeError: The allocator is not torch's own.
@@ -497,7 +497,7 @@ def label_cuda_memory(label: str) -> None:
 
 
 def cuda_memory_snapshot() -> dict[str, Any]:
-    """Returns the segments, blocks and recorded history; torch documents the function under its underscored name.
+    """Return the segments, blocks and recorded history; torch documents the function under its underscored name.
 
     torch 2.13 looks in its compiler for lines of generated code, and so imports all of it, which takes 2 s. Where
     nobody has imported it, there are no such lines, and a placeholder answers.
@@ -534,7 +534,7 @@ def attach_cuda_oom_observer(observer: Callable[[int, int, int, int], object]) -
 
 
 def module_call_code() -> CodeType | None:
-    """Returns the code that runs whenever a module is called, to find such calls on the stack.
+    """Return the code that runs whenever a module is called, to find such calls on the stack.
 
     A public hook on every module would cost time in every step.
     """
@@ -542,7 +542,7 @@ def module_call_code() -> CodeType | None:
 
 
 def default_process_group_store() -> Any:
-    """Returns the store that the process group was made with; it has no public access once the group exists.
+    """Return the store that the process group was made with; it has no public access once the group exists.
 
     Raises:
         ValueError: There is no process group.
@@ -566,18 +566,13 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
     def allreduce(self, tensors: list[Tensor], _options: Any = None) -> Any:
         """Return at once."""
         self.n_all_reduces += 1
-        return finished_work(tensors)
+        from torch._C import _distributed_c10d  # noqa: PLC0415, may not be built in
 
-
-def finished_work(tensors: list[Tensor]) -> Any:
-    """Return what a collective returns that has left these tensors; torch makes it in C++ only."""
-    from torch._C import _distributed_c10d  # noqa: PLC0415, may not be built in
-
-    devices: Any = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
-    done: Any = torch.futures.Future(devices=devices)
-    done.set_result(tensors)
-    made: Any = _distributed_c10d
-    return made._create_work_from_future(done)
+        devices: Any = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
+        done: Any = torch.futures.Future(devices=devices)
+        done.set_result(tensors)
+        made: Any = _distributed_c10d
+        return made._create_work_from_future(done)
 
 
 @contextmanager
@@ -707,97 +702,8 @@ def sharding_undone(model: nn.Module) -> Iterator[None]:
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
-    """Returns whether `fully_shard` was applied to a module. Its class is public; torch may be built without it."""
+    """Return whether `fully_shard` was applied to a module. Its class is public; torch may be built without it."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
-
-
-def can_reset_sharded_step() -> bool:
-    """Returns whether torch can take a step of `fully_shard` back that an error ended; torch 2.13 is the first."""
-    try:
-        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415, may not be built in
-    except ImportError:
-        return False
-    return hasattr(FSDPModule, "reset_iter_state")
-
-
-class ShardedStep:
-    """The state of `fully_shard` in a step: gathered parameters, gradients that no reduction has taken yet.
-
-    Nothing public says which module is the root, what is gathered, or whether gradients are reduced. It can go when
-    torch can be asked, and `FSDPModule.reset_iter_state` of torch 2.13 drops the gradients of whole parameters too,
-    which would be added to those of the next step.
-
-    Args:
-        model: The model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules: list[Any] = list(filter(is_fsdp_module, model.modules()))
-        self._states = [(module, module._get_fsdp_state()) for module in modules]
-        self._groups = [group for _, state in self._states for group in state._fsdp_param_groups]
-        self._gathered: list[Any] = []
-        self._whole_gradients: list[tuple[Any, Any, Any]] = []
-
-    @property
-    def keeps_whole_gradients(self) -> bool:
-        """True if gradients of whole parameters wait for a reduction, or will: a module was told not to reduce them."""
-        return bool(self._whole_gradients) or not all(group.reduce_grads for group in self._groups)
-
-    @property
-    def is_gathered(self) -> bool:
-        """True if nothing was sharded at the beginning, so that evaluation needs no collective."""
-        return len(self._gathered) == len(self._groups)
-
-    def note_beginning(self) -> None:
-        """Note what is gathered (a pass without gradients leaves the root so), and gradients that wait."""
-        self._gathered = [group for group in self._groups if not group.is_sharded or group._all_gather_result]
-        self._whole_gradients = [
-            (parameter, parameter.unsharded_accumulated_grad, gradient)
-            for group in self._groups
-            for parameter in group.fsdp_params
-            if (gradient := _whole_gradient(parameter)) is not None or parameter.unsharded_accumulated_grad is not None
-        ]
-
-    def reset(self) -> None:
-        """Bring all to where most steps begin, wherever an error ended this one: sharded, nothing gathered or pending.
-
-        Gradients that waited at the beginning wait again.
-        """
-        for group in self._groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-        for module, state in self._states:
-            if state._is_root:  # known from the first forward pass on
-                module.reset_iter_state()
-        for parameter, accumulated, gradient in self._whole_gradients:
-            parameter.unsharded_accumulated_grad = accumulated
-            if gradient is not None:
-                parameter._unsharded_param.grad = gradient
-
-    def end_forward(self) -> None:
-        """After an error in a forward pass without gradients, end it; what is gathered stays so.
-
-        `reset_iter_state` would shard it, and then other ranks would have to take part in gathering it again.
-        """
-        for _, state in self._states:
-            idle = type(state._training_state).IDLE
-            state._training_state = idle
-            state._modules_to_run_forward.clear()
-            state._state_ctx.iter_forward_root = None
-            for group in state._fsdp_param_groups:
-                group._training_state = idle
-
-    def gather_as_at_beginning(self) -> None:
-        """After a reset, gather what was gathered at the beginning, so that a step starts the same collectives."""
-        for group in self._gathered:
-            group.unshard()
-            group.wait_for_unshard()
-
-
-def _whole_gradient(parameter: Any) -> Any:
-    return parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
 
 
 @contextmanager
@@ -856,27 +762,27 @@ def run_composite(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Returns whether an operator, such as "aten::add", has a kernel for a dispatch key; nothing public tells."""
+    """Return whether an operator, such as "aten::add", has a kernel for a dispatch key; nothing public tells."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
 def operator_names() -> list[str]:
-    """Returns the names of all operators, with their overloads; `dir(torch.ops.aten)` lists only those used before."""
+    """Return the names of all operators, with their overloads; `dir(torch.ops.aten)` lists only those used before."""
     return torch._C._dispatch_get_all_op_names()
 
 
 def without_autocast_on_cpu() -> Any:
-    """Returns a context without autocast for kernels of autocast, which it would call again; none is public."""
+    """Return a context without autocast for kernels of autocast, which it would call again; none is public."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
 def is_functorch_active() -> bool:
-    """Returns whether torch.func transforms what runs, as vmap does; torch.func has no public question for it."""
+    """Return whether torch.func transforms what runs, as vmap does; torch.func has no public question for it."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_dispatch_mode_active() -> bool:
-    """Returns whether operators of this thread go to a dispatch mode; the public way tells of the innermost alone."""
+    """Return whether operators of this thread go to a dispatch mode; the public way tells of the innermost alone."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -923,7 +829,7 @@ CAN_COUNT_REFERENCES = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_sto
 
 
 def reference_counts(tensor: Tensor) -> tuple[int, int]:
-    """Returns how many references C++ holds to a tensor and to its storage, if `CAN_COUNT_REFERENCES`.
+    """Return how many references C++ holds to a tensor and to its storage, if `CAN_COUNT_REFERENCES`.
 
     Python's own count shows one for all of C++'s.
     """
@@ -932,7 +838,7 @@ def reference_counts(tensor: Tensor) -> tuple[int, int]:
 
 
 def storage_references(tensor: Tensor) -> int:
-    """Returns how many tensors refer to the storage of a tensor, if `CAN_COUNT_REFERENCES`."""
+    """Return how many tensors refer to the storage of a tensor, if `CAN_COUNT_REFERENCES`."""
     return reference_counts(tensor)[1] - 1  # without the storage's own object in Python, which counting makes
 
 
@@ -940,12 +846,12 @@ def storage_references(tensor: Tensor) -> int:
 
 
 def uncoalesced_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns indices and values of a sparse COO tensor; the public accessors demand that it is coalesced."""
+    """Return indices and values of a sparse COO tensor; the public accessors demand that it is coalesced."""
     return tensor._indices(), tensor._values()
 
 
 def own_tensors(module: nn.Module) -> tuple[Any, Any]:
-    """Returns a module's own parameters and buffers, None among them; the public iterators take ten times as long."""
+    """Return a module's own parameters and buffers, None among them; the public iterators take ten times as long."""
     return module._parameters.values(), module._buffers.values()
 
 
@@ -957,7 +863,7 @@ WorkerLoaderIterator = dataloader._MultiProcessingDataLoaderIter
 
 
 def worker_exit_codes(error: BaseException) -> list[int]:
-    """Returns the exit codes of the ended workers of the DataLoader that an error comes from; below 0 for signals.
+    """Return the exit codes of the ended workers of the DataLoader that an error comes from; below 0 for signals.
 
     When a worker's end is noticed late, the error has no more than its number, and the iterator alone knows the rest.
     A worker that is about to end is waited for, two seconds at most. Its files are closed a moment before its parent
@@ -993,21 +899,16 @@ CAPTURABLE_DEVICE_LOOKUPS = [
 ]
 
 
-def unscale_gradients(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """Multiplies gradients as torch.amp.GradScaler does, whose own method then waits for a value."""
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-
-
 # --- the compiler, logging, autocast
 
 
 def is_compiler_loaded() -> bool:
-    """Returns whether torch's compiler is loaded, without loading it; anything public in torch.compiler would."""
+    """Return whether torch's compiler is loaded, without loading it; anything public in torch.compiler would."""
     return "torch._dynamo" in sys.modules
 
 
 def has_compiled() -> bool:
-    """Returns whether torch.compile has compiled anything in this process. There is no public way to ask."""
+    """Return whether torch.compile has compiled anything in this process. There is no public way to ask."""
     return is_compiler_loaded() and bool(sys.modules["torch._dynamo.utils"].counters["frames"])
 
 
@@ -1024,13 +925,13 @@ def set_activation_memory_budget(budget: float) -> float:
 
 
 def uncompiled(module: nn.Module) -> nn.Module | None:
-    """Returns the module in what `torch.compile` returned; None for any other module. The wrapper has no public way."""
+    """Return the module in what `torch.compile` returned; None for any other module. The wrapper has no public way."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else None
 
 
 def operator_packet(operator: Any) -> Any:
-    """Returns an operator without its overload, by which FLOP formulas are registered; None for what is no operator."""
+    """Return an operator without its overload, by which FLOP formulas are registered; None for what is no operator."""
     return getattr(operator, "_overloadpacket", None)
 
 

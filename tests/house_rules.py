@@ -28,10 +28,11 @@ FLOOR = {
     "estimate": 4,
     "doctor": 4,
     "oom": 5,
+    "recovery": 5,
     "callbacks": 6,
     "cli": 6,
 }
-MAY_IMPORT_LIGHTNING = {"callbacks", "cli", "reporting", "batch_size/trainer"}
+MAY_IMPORT_LIGHTNING = {"callbacks", "cli", "reporting", "batch_size/trainer", "simulation", "doctor"}
 APART = "tensorboard_plugin"
 
 # The only files that may use private parts of torch and Lightning.

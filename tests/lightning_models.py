@@ -33,6 +33,12 @@ def loader(n: int = 32, batch_size: int = 8, *, seed: int = 0) -> DataLoader[tup
     return DataLoader(TensorDataset(x, y), batch_size)
 
 
+@torch.library.custom_op("memtools_test::opaque", mutates_args=())
+def opaque(tensor: Tensor) -> Tensor:
+    """An operator of somebody's own, which has no kernel for tensors without values."""
+    return tensor.clone()
+
+
 class Regression(L.LightningModule):
     """A small network with Dropout and BatchNorm; returns its losses and logs none."""
 

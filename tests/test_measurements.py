@@ -36,6 +36,7 @@ def test_the_figures_are_those_of_the_results():
     assert not [one for one in files if one["tests"] == one["fail_without"] == 1]  # a file that did not end
     newly = [one["why"] for file in files for one in file["newly_fail"].values()]
     assert not [why for why in newly if why == "not sorted" or why.startswith("names this library")]
+    plans = RESULTS["packages"]["summary"]
     slow, fast = (start[f"load_fast={how}"]["ratio until it listens"] for how in ("false", "true"))
     rows = (
         f"to the byte in {truth['allocated']['equal_pct']}% of {truth['compared']} cases",
@@ -53,6 +54,10 @@ def test_the_figures_are_those_of_the_results():
         f"{RESULTS['oom_recovery']['own_us_per_step']['100 parameters']:.0f} microseconds a step",
         f"at least {100 * sizes['least_share']:.1f}% of it in {sizes['runs']} searches",
         f"{RESULTS['checkpointing']['headline'][0]['memory_ratio']:.1f} times less activation memory",
+        f"of {plans['models']} models of {plans['packages']} packages",
+        f"{plans['planned']} are planned",
+        f"{plans['nothing_worth_recomputing']} have nothing worth recomputing",
+        f"within 1% of the measured ones for {plans['within_1_pct']} of {plans['predicted']}",
         f"a watched step takes {RESULTS['doctor']['watched']['ratio_of_medians']:.2f} times",
         f"of {sum(one['tests'] for one in files):,} in {len(files)} files, {len(newly)} fail that pass without",
         f"in {tab['seconds']['memory tab']['median']:.1f} s, {tab['ratio to an empty memory tab']:.2f} times an empty",
@@ -92,14 +97,13 @@ def test_the_page_of_oom_recovery_says_its_figures():
     names = ("with", "with a callback without hooks", "without")
     steps = [f"{result['trainer_step_us'][name]['median']:.0f}" for name in names]
     plain, accumulated = own["100 parameters"], own["100 parameters, accumulated gradients"]
-    assert own["1000 parameters"] < 1.1 * plain
-    assert max(plain, accumulated) < result["goal_us"]
+    assert max(plain, accumulated, own["1000 parameters"]) < result["goal_us"]
     for sentence in (
-        f"its own work takes {plain:.0f} microseconds on the host, whatever the number of parameters",
-        f"with 50 buffers that no step writes, it takes {own['100 parameters, 50 constant buffers']:.0f} microseconds",
+        f"takes {plain:.0f} microseconds on the host with 100 parameters and {own['1000 parameters']:.0f} with 1000",
+        f"50 small ones take {own['100 parameters, 50 constant buffers']:.0f} microseconds in all",
         f"{accumulated:.0f} microseconds with 100 parameters, and {(accumulated - plain) / 100:.2f} more for each",
         f"took {steps[0]} microseconds with it, {steps[1]} with a callback without hooks and {steps[2]} without any",
-        f"`allow_batch_norm=True`, this takes {own['200 parameters, 50 BatchNorms, allowed']:.0f} microseconds",
+        f"BatchNorms with `allow_batch_norm=True` {own['200 parameters, 50 BatchNorms, allowed']:.0f}.",
     ):
         assert sentence in page, sentence
 

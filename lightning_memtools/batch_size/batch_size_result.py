@@ -71,7 +71,7 @@ class SizeTrial:
 
     @property
     def outcome(self) -> str:
-        """Returns "fits", or the reason why the size does not fit, with the rank."""
+        """Return "fits", or the reason why the size does not fit, with the rank."""
         if self.fits:
             return "fits"
         reading = self.tightest
@@ -111,7 +111,7 @@ class BatchSizeResult:
         return None if train is None else train * self.accumulate * self.n_ranks
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Returns stage, size, outcome, peak and limit of each trial, as text."""
+        """Return stage, size, outcome, peak and limit of each trial, as text."""
         return [
             (
                 trial.stage,
@@ -124,11 +124,11 @@ class BatchSizeResult:
         ]
 
     def table(self) -> str:
-        """Returns the trials as a markdown table."""
+        """Return the trials as a markdown table."""
         return markdown_table(Table(("stage", "batch size", "outcome", "peak", "limit"), self.rows(), align="lrlrr"))
 
     def summary(self) -> str:
-        """Returns the sizes, the cost of the search and the effective batch size in one sentence."""
+        """Return the sizes, the cost of the search and the effective batch size in one sentence."""
         found = ", ".join(f"{stage} {size}" for stage, size in self.sizes.items())
         text = f"Batch size: {found} (in {len(self.trials)} trials, {self.seconds:.1f} s)"
         if "train" in self.sizes and (self.accumulate > 1 or self.n_ranks > 1):
@@ -137,14 +137,14 @@ class BatchSizeResult:
         return f"{text}. {self.device}"
 
     def markdown(self) -> str:
-        """Returns the whole report."""
+        """Return the whole report."""
         return "\n\n".join(["# Batch size", self.summary(), self.table(), *self.notes]) + "\n"
 
     _repr_html_ = shown_as(markdown)
 
 
 def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
-    """Returns the message of the error raised when even the smallest size does not fit.
+    """Return the message of the error raised when even the smallest size does not fit.
 
     It gives the lowest need that was measured and what to change.
     """
@@ -163,6 +163,6 @@ def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
 
 
 def _peak_in_words(reading: RankReading) -> str:
-    """Returns the peak; of a trial that ran out of memory it is known only that it is more than what was reserved."""
+    """Return the peak; of a trial that ran out of memory it is known only that it is more than what was reserved."""
     is_cut_off = reading.failure.startswith(OUT_OF_MEMORY) and reading.peak is not None
     return f"over {format_size(reading.peak)}" if is_cut_off else format_size(reading.peak)

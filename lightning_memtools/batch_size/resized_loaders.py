@@ -6,13 +6,14 @@ import copy
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightning_memtools._torch import loader_with_batch_sampler
-from lightning_memtools.batch_size.sample_sizes import SampleSizes, measured_sizes, told_sizes
+from lightning_memtools.batch_size.sample_sizes import SampleSizes, declared_sizes, measured_sizes
 from lightning_memtools.memory.loader_sizes import batch_size_of, n_samples_of
 from lightning_memtools.state.random_state import random_streams_restored
 
@@ -20,7 +21,7 @@ _PASSES = 4
 _SECONDS_OF_BATCHES = 0.5
 
 WorstCase = Callable[[Any, int], Sequence[int]]
-"""Returns the indices of the n samples of a data set that take the most memory, largest first."""
+"""Return the indices of the n samples of a data set that take the most memory, largest first."""
 
 
 class CannotResizeError(ValueError):
@@ -28,7 +29,7 @@ class CannotResizeError(ValueError):
 
 
 def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
-    """Returns a copy of a DataLoader that yields batches of `size`.
+    """Return a copy of a DataLoader that yields batches of `size`.
 
     All else is shared: the data set, the sampler and its generator are the same objects, and so are the collate
     function, the workers' settings and the attributes of a subclass.
@@ -56,16 +57,16 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any, worst_case: WorstCase | None) -> SampleSizes | None:
-    """Returns the sizes of a loader's samples; None where they are not needed, or cannot be known."""
+    """Return the sizes of a loader's samples; None where they are not needed, or cannot be known."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if loader.batch_sampler is None or worst_case is not None or callable(getattr(loader.dataset, "worst_case", None)):
         return None
-    return told_sizes(loader.dataset) or measured_sizes(loader.dataset)
+    return declared_sizes(loader.dataset) or measured_sizes(loader.dataset)
 
 
 def worst_first(loader: Any, n: int, worst_case: WorstCase | None, sizes: SampleSizes | None = None) -> Any:
-    """Returns the loader with only the batch that takes the most memory; the loader itself where that is unknown.
+    """Return the loader with only the batch that takes the most memory; the loader itself where that is unknown.
 
     The largest samples come from the `worst_case` function, from a method `worst_case(n)` of the data set, or from the
     sizes. A batch sampler of the user's is asked for its batches, and the largest of these is taken.
@@ -78,7 +79,7 @@ def worst_first(loader: Any, n: int, worst_case: WorstCase | None, sizes: Sample
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
-    sizes = sizes or told_sizes(loader.dataset)
+    sizes = sizes or declared_sizes(loader.dataset)
     batch_sampler, size = loader.batch_sampler, batch_size_of(loader)
     if batch_sampler is None or size is None:
         return loader
@@ -127,18 +128,15 @@ class _Again(Sampler[list[int]]):
 
 
 def _batches_of(batch_sampler: Any) -> list[Sequence[int]]:
-    """Returns the batches of a few passes over a batch sampler: where it shuffles, each pass has others."""
-    states = _states_of_generators(batch_sampler)
+    """Return the batches of a few passes over a batch sampler: where it shuffles, each pass has others."""
     end = time.perf_counter() + _SECONDS_OF_BATCHES
     batches: list[Sequence[int]] = []
-    with random_streams_restored():
+    with _streams_of(batch_sampler):
         for _ in range(_PASSES):
             for batch in batch_sampler:
                 batches.append(batch)
                 if time.perf_counter() > end:
                     break
-    for generator, state in states:
-        generator.set_state(state)
     are_indices = all(isinstance(index, int) for batch in batches[:1] for index in batch)
     return batches if are_indices else []
 
@@ -152,7 +150,7 @@ def _worst_indices(dataset: Any, n: int, worst_case: WorstCase | None, sizes: Sa
 
 
 def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int) -> Any:
-    """Returns a user's batch sampler with a new size: constructed anew if its arguments are known, copied otherwise."""
+    """Return a user's batch sampler with a new size: constructed anew if its arguments are known, copied otherwise."""
     kind = type(batch_sampler).__name__
     old = getattr(batch_sampler, "batch_size", None)
     if not isinstance(old, int):
@@ -165,11 +163,8 @@ def _resized_sampler(loader: DataLoader[Any], batch_sampler: Any, size: int) -> 
         new = copy.copy(batch_sampler)
         new.batch_size = size
     # Only a batch shows that the size had an effect: the batches may have been formed in the constructor.
-    states = _states_of_generators(batch_sampler)
-    with random_streams_restored():
+    with _streams_of(batch_sampler):
         first = len(list(next(iter(new), [])))
-    for generator, state in states:
-        generator.set_state(state)
     if size != old and first == old:
         raise CannotResizeError(
             f"The batch size of {_described(loader)} cannot be set: its batch_sampler {kind} still gives {first} "
@@ -187,10 +182,16 @@ def _made_anew(batch_sampler: Any, size: int) -> Any:
     return type(batch_sampler)(**(given | {"batch_size": size}))
 
 
-def _states_of_generators(batch_sampler: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
-    owners = [batch_sampler, getattr(batch_sampler, "sampler", None)]
-    found = [value for owner in owners for value in vars(owner).values()] if owners[1] is not None else []
-    return [(value, value.get_state()) for value in found if isinstance(value, torch.Generator)]
+@contextmanager
+def _streams_of(batch_sampler: Any) -> Iterator[None]:
+    """Restore the process's random streams, and the generators of a batch sampler and its sampler."""
+    owners = (batch_sampler, getattr(batch_sampler, "sampler", None))
+    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    states = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    with random_streams_restored():
+        yield
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def _described(loader: DataLoader[Any]) -> str:

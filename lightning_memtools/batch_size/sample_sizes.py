@@ -1,4 +1,4 @@
-"""The sizes of a data set's samples: told by the data set, or measured by reading samples for a short time."""
+"""The sizes of a data set's samples: declared by the data set, or measured by reading samples for a short time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SampleSizes:
         return len(self.of) >= self.n_samples
 
     def largest(self, n: int) -> list[int]:
-        """Returns the indices of the n largest samples, the largest first.
+        """Return the indices of the n largest samples, the largest first.
 
         Samples that are the largest in one dimension come before all others: a batch is padded in each of them.
         """
@@ -66,7 +66,7 @@ class SampleSizes:
         return [*first, *(index for index in rest if index not in first)][:n]
 
     def largest_batch(self, batches: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Returns the batch that takes the most memory when its samples are padded to the longest of them."""
+        """Return the batch that takes the most memory when its samples are padded to the longest of them."""
 
         def padded(batch: Sequence[int]) -> tuple[float, float]:
             sizes = [self.of.get(index, 0.0) for index in batch]
@@ -75,20 +75,20 @@ class SampleSizes:
         return max(batches, key=padded)
 
     def described(self) -> str:
-        """Returns a sentence about the samples that are known."""
+        """Return a sentence about the samples that are known."""
         sizes = self.of.values()
         read = "all" if self.are_complete else f"{len(self.of):,} of {self.n_samples:,}"
         return f"samples vary in size, from {min(sizes):g} to {max(sizes):g} values ({read} samples were looked at)"
 
 
-def told_sizes(dataset: Any) -> SampleSizes | None:
-    """Returns the sizes that a data set tells by its attribute `lengths`, also through Subset and ConcatDataset."""
+def declared_sizes(dataset: Any) -> SampleSizes | None:
+    """Return the sizes that a data set declares by its attribute `lengths`, also through Subset and ConcatDataset."""
     lengths = _lengths(dataset)
     return None if lengths is None else SampleSizes(dict(enumerate(lengths)), len(lengths), are_measured=False)
 
 
 def measured_sizes(dataset: Any, seconds: float = _SECONDS) -> SampleSizes | None:
-    """Returns the sizes of samples that were read, in random order, as many as the time allows; None where none can be.
+    """Return the sizes of samples that were read, in random order, as many as the time allows; None where none can be.
 
     Random streams are restored, and on a VirtualDevice the samples do not count.
     """
@@ -132,7 +132,7 @@ def _lengths(dataset: Any) -> list[float] | None:
 
 
 def _size_of(sample: Any) -> tuple[float, tuple[int, ...] | None]:
-    """Returns the number of values of a sample, and the shape of its largest tensor."""
+    """Return the number of values of a sample, and the shape of its largest tensor."""
     total = 0
     largest: Tensor | None = None
     for leaf in tree_leaves(sample):
@@ -150,7 +150,7 @@ def _size_of(sample: Any) -> tuple[float, tuple[int, ...] | None]:
 
 
 def _size_of_array(leaf: Any) -> int:
-    """Returns the number of values of an array or of an image's points; 1 for anything else."""
+    """Return the number of values of an array or of an image's points; 1 for anything else."""
     size = getattr(leaf, "size", None)
     if isinstance(size, tuple) and all(isinstance(one, int) for one in size):
         return math.prod(size)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
 
 RoundDown = Callable[[float], int]
-"""Returns the largest admitted size at or below a number; 0 where there is none."""
+"""Return the largest admitted size at or below a number; 0 where there is none."""
 
 Point = tuple[int, RankReading]
 """A batch size that ran to its end, and what one rank measured."""
@@ -71,12 +71,12 @@ def find_largest(
 
 
 def largest_that_fits(trials: Sequence[SizeTrial]) -> SizeTrial | None:
-    """Returns the trial of the largest size that fits; None if none does."""
+    """Return the trial of the largest size that fits; None if none does."""
     return max((trial for trial in trials if trial.fits), key=lambda trial: trial.size, default=None)
 
 
 def next_size(trials: Sequence[SizeTrial], *, round_down: RoundDown, smallest: int, left: int) -> int | None:
-    """Returns the size to run next; None when the search is over."""
+    """Return the size to run next; None when the search is over."""
     found = largest_that_fits(trials)
     lower = 0 if found is None else found.size
     upper = min((trial.size for trial in trials if not trial.fits and trial.size > lower), default=math.inf)
@@ -121,7 +121,7 @@ def _jump(
     smallest: int,
     left: int,
 ) -> int:
-    """Returns the size to which the prediction leads, kept below what has failed."""
+    """Return the size to which the prediction leads, kept below what has failed."""
     ceiling = round_down(upper - 1)
     has_limit = any(reading.limit is not None for reading in ended[-1].readings)
     if upper == math.inf and (predicted != math.inf or has_limit):
@@ -145,7 +145,7 @@ def _jump(
 
 
 def _is_precise(trial: SizeTrial) -> bool:
-    """Returns True if a segment of the allocator is small beside the memory that a batch may take."""
+    """Return True if a segment of the allocator is small beside the memory that a batch may take."""
     for reading in trial.readings:
         available = (reading.limit or 0) - (reading.base_allocated or 0)
         if reading.limit is not None and available < _SEGMENT / (1 - _ENOUGH):
@@ -154,7 +154,7 @@ def _is_precise(trial: SizeTrial) -> bool:
 
 
 def _beyond_the_prediction(trials: Sequence[SizeTrial], lower: int, upper: float, round_down: RoundDown) -> int | None:
-    """Returns a size above one that fits: in steps that double while sizes fit, and halfway to one that failed."""
+    """Return a size above one that fits: in steps that double while sizes fit, and halfway to one that failed."""
     if upper == math.inf:
         below = max((trial.size for trial in trials if trial.fits and trial.size < lower), default=0)
         last = lower - below
@@ -180,7 +180,7 @@ def _by_halves(lower: int, upper: float, round_down: RoundDown, smallest: int) -
 
 
 def _predict_largest(ended: Sequence[SizeTrial]) -> float | None:
-    """Returns the smallest of the ranks' predictions; None where no trial has measured a peak."""
+    """Return the smallest of the ranks' predictions; None where no trial has measured a peak."""
     if not ended:
         return None
     ranks: list[list[Point]] = []
@@ -193,7 +193,7 @@ def _predict_largest(ended: Sequence[SizeTrial]) -> float | None:
 
 
 def largest_under_limit(points: Sequence[Point]) -> float:
-    """Returns the size at which a rank's peak reaches its limit, as a real number.
+    """Return the size at which a rank's peak reaches its limit, as a real number.
 
     Infinite where there is no limit, or where the peak does not grow.
 
@@ -216,7 +216,7 @@ def largest_under_limit(points: Sequence[Point]) -> float:
 
 
 def expected_peak(points: Sequence[Point], size: float) -> float:
-    """Returns the bytes that a rank is expected to reserve at a size. `points` are in ascending order of sizes."""
+    """Return the bytes that a rank is expected to reserve at a size. `points` are in ascending order of sizes."""
     last_size, last = points[-1]
     allocated = _polynomial(_known_peaks(points), size)
     # The memory by which the optimizer's own peak exceeds the batch's does not depend on the batch.
@@ -232,7 +232,7 @@ def expected_peak(points: Sequence[Point], size: float) -> float:
 
 
 def _spread(points: Sequence[Point]) -> list[Point]:
-    """Returns the largest size and those well below it, in ascending order."""
+    """Return the largest size and those well below it, in ascending order."""
     chosen: list[Point] = []
     for point in sorted(points, key=lambda point: point[0], reverse=True):
         if not chosen or point[0] <= _APART * chosen[-1][0]:
@@ -250,7 +250,7 @@ def _optimizer_peak(reading: RankReading) -> int:
 
 
 def _known_peaks(points: Sequence[Point]) -> list[tuple[float, float]]:
-    """Returns up to three sizes with their allocated peaks: the largest ones, and what is allocated at size 0."""
+    """Return up to three sizes with their allocated peaks: the largest ones, and what is allocated at size 0."""
     known = [(float(size), float(reading.batch_allocated or 0)) for size, reading in points][-3:]
     base = points[0][1].base_allocated
     if len(known) < 3 and base is not None:  # noqa: PLR2004

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import EitherCallback, end_the_call
+from lightning_memtools._lightning import EitherCallback, end_the_call, running_stage
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning
 from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
-from lightning_memtools.simulation.trainer_stand_in import is_lightning_module
+from lightning_memtools.reporting.neighbours import Neighbour
+from lightning_memtools.simulation.step_runner import is_lightning_module
 
 
-class BatchSizeTuner(EitherCallback):
+class BatchSizeTuner(EitherCallback, Neighbour):
     """Finds the largest batch that fits, before training begins.
 
     It measures the peak at two sizes, predicts the largest size that fits, runs it, and corrects the prediction with
@@ -49,8 +49,6 @@ class BatchSizeTuner(EitherCallback):
         stages: The stages to tune: train, val, test, predict. Within fit, val is tuned beside training's memory.
         max_trials: The most trials per stage.
         at_epochs: Training epochs at whose beginning to search again, besides the search before training.
-        cache: A JSON file that stores sizes, by model, data, device, precision and versions. A size found there is
-            verified with one trial.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -61,7 +59,6 @@ class BatchSizeTuner(EitherCallback):
 
     stages: Sequence[str]
     takes_part_in_trials = False
-    """Trials leave out every callback with this attribute."""
 
     ends_before_training = False
     """End the fit once the sizes are found, as `tune_batch_size` does."""
@@ -78,17 +75,15 @@ class BatchSizeTuner(EitherCallback):
         stages: Sequence[str] = ("train", "val"),
         max_trials: int = 8,
         at_epochs: Sequence[int] = (),
-        cache: str | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "batch_arg_name": batch_arg_name, "margin": margin, "init_val": init_val, "max_val": max_val,
             "multiple_of": multiple_of, "effective_batch_size": effective_batch_size, "stages": stages,
-            "max_trials": max_trials, "at_epochs": at_epochs, "cache": cache,
+            "max_trials": max_trials, "at_epochs": at_epochs,
         }  # fmt: skip
-        self._settings = TunerSettings.parse(type(self), **given)
         vars(self).update(given)
         self.result: BatchSizeResult | None = None
-        self._tuning = SizeTuning()
+        self._tuning = SizeTuning(TunerSettings(**given))
         self._carried = CarriedDevice()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -109,7 +104,7 @@ class BatchSizeTuner(EitherCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search again in the epochs that were asked for."""
-        if trainer.current_epoch > 0 and trainer.current_epoch in self._settings.at_epochs:
+        if trainer.current_epoch > 0 and trainer.current_epoch in self._tuning.settings.at_epochs:
             self._run(self._tuning.search_again, trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -118,19 +113,13 @@ class BatchSizeTuner(EitherCallback):
             self._tuning.cache_releaser.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the size of `trainer.validate`; within fit, release the cache for validation where it has to be."""
-        if trainer.state.fn == TrainerFn.VALIDATING:
-            self._run(self._tuning.begin_evaluation, trainer, "val")
+        """Find the size of an evaluation; within fit, release the cache for validation where it has to be."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._run(self._tuning.begin_evaluation, trainer, running_stage(trainer))
         elif self._tuning.cache_releaser is not None:
             self._tuning.cache_releaser.on_validation_start(trainer, pl_module)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the size of `trainer.test`."""
-        self._run(self._tuning.begin_evaluation, trainer, "test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the size of `trainer.predict`."""
-        self._run(self._tuning.begin_evaluation, trainer, "predict")
+    on_test_start = on_predict_start = on_validation_start
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the loops request their loaders as before. The sizes stay as they were found."""
@@ -152,8 +141,8 @@ class BatchSizeTuner(EitherCallback):
         self._tuning.accumulate = state_dict.get("accumulate")
 
     def _run(self, search: Callable[..., BatchSizeResult | None], trainer: Trainer, *arguments: Any) -> None:
-        settings = replace(self._settings, worst_case=self.worst_case)
-        self.result = search(trainer, settings, *arguments) or self.result
+        self._tuning.settings.worst_case = self.worst_case
+        self.result = search(trainer, *arguments) or self.result
 
 
 def tune_batch_size(

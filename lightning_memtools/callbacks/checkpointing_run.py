@@ -26,8 +26,7 @@ from lightning_memtools.reporting.files import report_directory, write_report_or
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table, markdown_table
-from lightning_memtools.simulation.step_trace import Forward, NoLossError, TracedStep, device_of
-from lightning_memtools.simulation.trainer_stand_in import forward_of
+from lightning_memtools.simulation.step_trace import NoLossError, TracedStep, device_of
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
 _FIRST_MEASURED = 3
@@ -83,7 +82,7 @@ class CheckpointingRun:
                 self._window.resume()
 
     def _measures(self, batch_idx: int) -> bool:
-        """Returns whether this batch is the one whose peak is measured: a late one, which ends an accumulation."""
+        """Return whether this batch is the one whose peak is measured: a late one, which ends an accumulation."""
         ends = (batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if self._was_measured or self._steps + 1 < _FIRST_MEASURED or not ends:
             return False
@@ -131,7 +130,7 @@ class CheckpointingRun:
             warnings.warn(f"GradientCheckpointing leaves the model unchanged: {made}.", stacklevel=2)
 
     def _budget_of_compiler(self) -> CompiledBudget | None:
-        """Returns what finds the compiler's budget on one device that keeps peaks; None elsewhere."""
+        """Return what finds the compiler's budget on one device that keeps peaks; None elsewhere."""
         reader = reader_for(self._trainer.strategy.root_device)
         is_alone = self._trainer.world_size == 1 and VirtualDevice.current() is None
         if not is_alone or reader is None or reader.stats().peak_allocated is None:
@@ -166,7 +165,7 @@ class CheckpointingRun:
     def _plan_on_rank_zero(
         self, module: LightningModule, batch: Any, batch_idx: int
     ) -> CheckpointPlan | NoLossError | str:
-        """Returns on every rank the plan of rank 0, or the reason why there is none. Collective.
+        """Return on every rank the plan of rank 0, or the reason why there is none. Collective.
 
         Raises:
             CheckpointOptionsError: A pattern matches no module, or no plan fits the budget.
@@ -179,7 +178,9 @@ class CheckpointingRun:
             made = self._planned_here(module, batch, batch_idx)
         if isinstance(made, (CheckpointOptionsError, torch.OutOfMemoryError)):
             raise made
-        if isinstance(made, Exception) and not isinstance(made, NoLossError):
+        if isinstance(made, NoLossError):
+            return NoLossError(f"training_step gave no loss for any of the first {_MOST_WITHOUT_LOSS + 1} batches")
+        if isinstance(made, Exception):
             return (
                 f"a step could not be traced on fake tensors ({type(made).__name__}: "
                 f"{str(made).partition(chr(10))[0]}). plan_checkpoints(module, sample) can plan a part of the model "
@@ -188,15 +189,15 @@ class CheckpointingRun:
         return made
 
     def _planned_here(self, module: LightningModule, batch: Any, batch_idx: int) -> CheckpointPlan | Exception:
-        """Returns this rank's plan, or the error that planning raised."""
-        forward = forward_of(self._trainer, module, batch_idx)
+        """Return this rank's plan, or the error that planning raised."""
         step = TracedStep(
             module,
             batch,
-            _with_loss(forward) if module.automatic_optimization else forward,
+            None,
             tuple(self._trainer.optimizers),
             device=device_of(cuda=self._trainer.strategy.root_device.type == "cuda"),
-            accumulates=self._trainer.accumulate_grad_batches > 1,
+            trainer=self._trainer,
+            batch_idx=batch_idx,
             held_bytes=self._held_by_callbacks(module),
         )
         planner = StepPlanner(step)
@@ -212,7 +213,7 @@ class CheckpointingRun:
             return error.with_traceback(None)
 
     def _held_by_callbacks(self, model: LightningModule) -> int:
-        """Returns the bytes of modules that callbacks hold on the device, such as Lightning's WeightAveraging."""
+        """Return the bytes of modules that callbacks hold on the device, such as Lightning's WeightAveraging."""
         own = set(map(id, (*model.parameters(), *model.buffers())))
         held = {
             id(one): one.nbytes
@@ -241,20 +242,8 @@ def _is_compiled(module: LightningModule) -> bool:
     return is_compiled_by_lightning(module) or any(map(is_compiled, module.modules()))
 
 
-def _with_loss(forward: Forward) -> Forward:
-    """Return the forward pass of a step that has to give a loss."""
-
-    def run(model: nn.Module, batch: Any) -> Any:
-        loss = forward(model, batch)
-        if loss is None:
-            raise NoLossError(f"training_step gave no loss for any of the first {_MOST_WITHOUT_LOSS + 1} batches")
-        return loss
-
-    return run
-
-
 def _why_unplanned(trainer: Trainer, module: LightningModule) -> str | None:
-    """Returns why the model cannot be planned; None if it can."""
+    """Return why the model cannot be planned; None if it can."""
     reason = why_unsupported("GradientCheckpointing", type(trainer.strategy))
     if reason is None and (is_compiled_by_lightning(module) or is_compiled(module)):
         return (

@@ -23,7 +23,7 @@ from lightning_memtools.reporting.phrases import counted
 from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
-from lightning_memtools.simulation.trainer_stand_in import forward_of
+from lightning_memtools.simulation.step_runner import forward_of
 
 
 class DoctorRun:
@@ -89,7 +89,7 @@ class DoctorRun:
         case.n_train_batches = int(n_batches) if n_batches != float("inf") else None
         # One rank cannot trace a step that needs the others, and a compiled one cannot be traced.
         if not case.sharded and not is_compiled_by_lightning(module):
-            case.forward = forward_of(trainer, module, 0)
+            case.forward = forward_of(module, trainer, optimizers=trainer.optimizers)
         self.examination.before_training()
 
     def tell(self, trainer: Trainer) -> bool:
@@ -123,7 +123,7 @@ class DoctorRun:
         self.stop()
 
     def stop(self) -> None:
-        """Stop watching. Stopping twice does no harm."""
+        """Stop watching. Idempotent."""
         self._remove_load_hook()
         self.examination = None
         self._ranks.close()

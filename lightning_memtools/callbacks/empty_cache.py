@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
-from lightning_memtools._lightning import EitherCallback, training_step
-from lightning_memtools.memory.evaluation_releases import (
-    EVALUATIONS,
-    Evaluation,
-    EvaluationReleases,
-    ReleaseOptions,
-    WatchedRun,
-)
-from lightning_memtools.memory.leaks.leak_detector import SearchScope
+from lightning_memtools._lightning import EitherCallback, callbacks_of, running_stage, training_step
+from lightning_memtools._torch import tree_leaves
+from lightning_memtools.memory.first_time import FirstTime
+from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
+from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
 from lightning_memtools.memory.owned import on_device_of
 from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.loggers import Charts, log_scalars, write_layout
+
+Evaluation = Literal["val", "test", "predict"]
+EVALUATIONS: tuple[Evaluation, ...] = get_args(Evaluation)
+
+
+@dataclass(slots=True)
+class _ReleasingRun:
+    """The state of one run of the Trainer."""
+
+    releaser: MemoryReleaser
+    in_fit: bool
+    has_evaluated: bool = False  # and the work at the end of the evaluation is not done yet
+    epoch_has_evaluation: bool = False
+    releases_at_the_end: bool = False
+    inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
 
 
 class EmptyCache(EitherCallback):
@@ -62,6 +78,8 @@ class EmptyCache(EitherCallback):
         ValueError: An argument is not among those accepted.
     """
 
+    parts_of_a_run = ("_run",)
+
     def __init__(
         self,
         *,
@@ -72,16 +90,28 @@ class EmptyCache(EitherCallback):
         ledger: bool = True,
         warn_after: int = 3,
     ) -> None:
-        given: Any = {"stages": stages, "collect_garbage": collect_garbage, "always": always,
-                      "ledger": ledger, "min_reclaimable": min_reclaimable, "warn_after": warn_after}  # fmt: skip
-        self._options = ReleaseOptions(**given)
-        vars(self).update(given)
+        is_list = isinstance(stages, Iterable) and not isinstance(stages, str)
+        unknown = [stage for stage in stages if stage not in EVALUATIONS] if is_list else []
+        if unknown or not is_list:
+            what = f"holds {unknown[0]!r}, which is not a stage" if unknown else "is not a list of stages"
+            raise ValueError(
+                f"stages={stages!r} {what}. Accepted are {', '.join(map(repr, EVALUATIONS))}, in a list: "
+                'stages=["val", "test"]. The end of fit always counts.'
+            )
+        if not isinstance(always, bool):
+            raise ValueError(f"always={always!r} is neither True nor False.")  # noqa: TRY004, as of every bad argument
+        if not is_count(warn_after):
+            raise ValueError(f"warn_after={warn_after!r} is not a count of epochs. Give a whole number of 1 or more.")
+        ReleaseThreshold(min_reclaimable)  # raises for what is none
+        self.stages = stages
+        self.collect_garbage = collect_garbage
+        self.min_reclaimable = min_reclaimable
+        self.always = always
+        self.ledger = ledger
+        self.warn_after = warn_after
         self._carried = CarriedDevice()
-        self._releases = EvaluationReleases(self._options)
-        self._said: set[str] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_releases": EvaluationReleases(self._options)}
+        self._is_new = FirstTime()
+        self._run: _ReleasingRun | None = None
 
     def charts(self, trainer: Trainer) -> Charts:
         """Return the charts of the retained memory with its parts, and of the released memory."""
@@ -89,7 +119,7 @@ class EmptyCache(EitherCallback):
             return {}  # no curve: a chart would stay empty
         freed = {"memory released after evaluation (GiB)": ["memory/cache/freed_gib"]}
         stays = {"memory that stays after evaluation (GiB)": ["memory/retained_gib", "memory/retained/.*_gib"]}
-        return {"memory": {**(stays if self._options.ledger else {}), **freed}}
+        return {"memory": {**(stays if self.ledger else {}), **freed}}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the device; say so if it keeps no cache."""
@@ -99,22 +129,24 @@ class EmptyCache(EitherCallback):
         if reader is None:
             self._say(f"EmptyCache does nothing: {device} keeps no cache of memory that could be released.")
             return
-        run = WatchedRun(
-            reader=reader,
-            on_device=on_device_of(reader, device),
-            model=pl_module,
-            optimizers=lambda: trainer.optimizers,
-            in_fit=stage == TrainerFn.FITTING,
-            predictions=lambda: trainer.predict_loop.predictions if stage == TrainerFn.PREDICTING else None,
-            # The model first, then what else belongs to the user.
-            find_scope=lambda: SearchScope.around(pl_module, [*trainer.callbacks, trainer.datamodule], stop_at=trainer),  # type: ignore[attr-defined]
-            step=lambda: training_step(trainer),
-            counts_evaluations=lambda: _has_few_epochs(trainer, self._options.warn_after),
-            log=lambda scalars: log_scalars(trainer, scalars, training_step(trainer)),
-            say=self._say,
-            rank=f" of rank {trainer.global_rank}" if trainer.world_size > 1 else "",
+        on_device, in_fit = on_device_of(reader, device), stage == TrainerFn.FITTING
+        detector, datamodule = None, getattr(trainer, "datamodule", None)
+        if self.ledger and in_fit:
+            detector = LeakDetector(
+                on_device,
+                warn_after=self.warn_after,
+                # The model first, then what else belongs to the user.
+                find_scope=lambda: SearchScope.around(pl_module, [*callbacks_of(trainer), datamodule], stop_at=trainer),
+            )
+        releaser = MemoryReleaser(
+            reader,
+            on_device,
+            threshold=ReleaseThreshold(self.min_reclaimable),
+            collect_garbage=self.collect_garbage,
+            always=self.always,
+            leak_detector=detector,
         )
-        self._releases = EvaluationReleases(self._options, run)
+        self._run = _ReleasingRun(releaser, in_fit)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lay out TensorBoard's custom scalars."""
@@ -122,82 +154,140 @@ class EmptyCache(EitherCallback):
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release memory after the sanity check's evaluation."""
-        self._releases.begin("val")
+        if "val" in self.stages:
+            self._release(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the first reading, the baseline of the others."""
         put_on_device(trainer, pl_module)
-        self._releases.begin_training()
+        if self._run is not None and self.ledger:
+            self._warn_of_leak(trainer, self._collect(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """End an evaluation inside the epoch: at on_validation_end Lightning still held its last batch."""
-        self._releases.begin_training_batch(batch)
+        if self._run is not None and self._run.has_evaluated:
+            self._end_evaluation(trainer, batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End an evaluation at the epoch's end, and take the epoch's reading."""
-        self._releases.end_epoch(validates=bool(trainer.enable_validation))
+        run = self._run
+        if run is None:
+            return
+        # Where the run validates, epochs without a validation are not comparable.
+        reads = run.epoch_has_evaluation or not (trainer.enable_validation and "val" in self.stages)
+        retained = None
+        if run.has_evaluated:
+            retained = self._end_evaluation(trainer)
+        elif reads and self.ledger:
+            retained = self._collect(trainer)
+        if reads and not self._counts_evaluations(trainer):
+            self._warn_of_leak(trainer, retained)
+        run.epoch_has_evaluation = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Release memory. Where the strategy moves the model to the host, it has done so by now."""
-        self._releases.release()
+        self._release(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release memory before validation or the sanity check."""
+        """Release memory before an evaluation or the sanity check."""
         put_on_device(trainer, pl_module)
-        self._releases.begin("val")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the end of validation; in fit the work waits until Lightning has dropped the last batch."""
-        if not trainer.sanity_checking:
-            self._releases.end("val")
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release memory before a test run."""
-        put_on_device(trainer, pl_module)
-        self._releases.begin("test")
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the end of a test run."""
-        self._releases.end("test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release memory before a prediction run."""
-        put_on_device(trainer, pl_module)
-        self._releases.begin("predict")
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the end of a prediction run."""
-        self._releases.end("predict")
+        if running_stage(trainer) in self.stages:
+            self._release(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
                                 *args: Any, **kwargs: Any) -> None:  # fmt: skip
         """Remember the batch: outside of fit it is still there when the run ends."""
-        self._releases.note_batch(batch)
+        if self._run is not None and not self._run.in_fit:
+            self._run.inputs = [weakref.ref(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the end of an evaluation. In fit, the work waits until Lightning has dropped the last batch.
+
+        Outside of fit, the reading is taken now, while the model is on the device; memory is released at the run's end.
+        """
+        run = self._run
+        if run is None or trainer.sanity_checking or running_stage(trainer) not in self.stages:
+            return
+        if run.in_fit:
+            run.has_evaluated = run.epoch_has_evaluation = True
+            return
+        run.releases_at_the_end = True
+        inputs = [tensor for reference in run.inputs if (tensor := reference()) is not None]
+        self._collect(trainer, [inputs, _predictions(trainer)])
+
+    on_test_start = on_predict_start = on_validation_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release what a run outside of fit held until its end, and forget everything."""
-        self._releases.end_run()
+        if self._run is not None and self._run.releases_at_the_end:
+            self._release(trainer, _predictions(trainer))
         self._forget()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forget everything."""
         self._forget()
 
+    def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
+        """Release memory after an evaluation in fit, and count its reading if evaluations are counted."""
+        assert self._run is not None
+        self._run.has_evaluated = False
+        retained = self._release(trainer, inputs)
+        if self._counts_evaluations(trainer):
+            self._warn_of_leak(trainer, retained)
+        return retained
+
+    def _release(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
+        """Collect garbage and empty the cache where that is worth it, and log both. `inputs` are expected to stay."""
+        if self._run is None:
+            return None
+        releaser = self._run.releaser
+        # After the warning, garbage that is not worth releasing is not worth a collection either.
+        exact = self.ledger and (releaser.leak_detector is None or not releaser.leak_detector.has_reported)
+        released, retained = releaser.release(trainer.lightning_module, trainer.optimizers, inputs=inputs, exact=exact)
+        self._log(trainer, released.scalars() | (retained.scalars() if self.ledger else {}))
+        self._say(releaser.cannot_empty)
+        return retained
+
+    def _collect(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory:
+        """Collect garbage where that is worth it, and log what stays."""
+        assert self._run is not None
+        retained = self._run.releaser.collect(trainer.lightning_module, trainer.optimizers, inputs=inputs)
+        if self.ledger:
+            self._log(trainer, retained.scalars())
+        return retained
+
+    def _log(self, trainer: Trainer, scalars: Mapping[str, float]) -> None:
+        log_scalars(trainer, scalars, training_step(trainer))
+
+    def _warn_of_leak(self, trainer: Trainer, retained: RetainedMemory | None) -> None:
+        """Give a reading to the detector, and pass on its report."""
+        if self._run is None or retained is None:
+            return
+        report = self._run.releaser.find_leak(retained)
+        if report is not None:
+            rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+            readings = "evaluations" if self._counts_evaluations(trainer) else "epochs"
+            warnings.warn(
+                report.text(device=f"{self._run.releaser.reader.name}{rank}", readings=readings), stacklevel=2
+            )
+
+    def _counts_evaluations(self, trainer: Trainer) -> bool:
+        """Return True if the run has too few epochs to count them, such as one long epoch with many evaluations."""
+        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+            return trainer.max_epochs < self.warn_after
+        batches = trainer.max_steps * trainer.accumulate_grad_batches
+        return batches >= 0 and batches < self.warn_after * trainer.num_training_batches
+
     def _say(self, message: str) -> None:
-        if message and message not in self._said:
-            self._said.add(message)
+        if message and self._is_new(message):
             rank_zero_info(message)
 
     def _forget(self) -> None:
         self._carried.leave()
-        self._releases = self._releases.closed()
+        self._run = None
 
 
-def _has_few_epochs(trainer: Trainer, warn_after: int) -> bool:
-    """Return whether the run has too few epochs to count them, such as one long epoch with many evaluations."""
-    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        return trainer.max_epochs < warn_after
-    batches = trainer.max_steps * trainer.accumulate_grad_batches
-    return batches >= 0 and batches < warn_after * trainer.num_training_batches
+def _predictions(trainer: Trainer) -> Any:
+    return trainer.predict_loop.predictions if trainer.state.fn == TrainerFn.PREDICTING else None

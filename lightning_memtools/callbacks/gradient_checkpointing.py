@@ -11,9 +11,10 @@ from lightning_memtools._lightning import EitherCallback
 from lightning_memtools.callbacks.checkpointing_run import CheckpointingRun
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
+from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class GradientCheckpointing(EitherCallback):
+class GradientCheckpointing(EitherCallback, Neighbour):
     """Trains with less memory: recomputes parts of the model in backward instead of keeping their activations.
 
     On the first training batch it traces a step on fake tensors, chooses what to recompute, predicts the peak, and
@@ -52,9 +53,6 @@ class GradientCheckpointing(EitherCallback):
         ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits
             the budget.
     """
-
-    is_in_trial = False
-    """BatchSizeTuner sets this for the time of a trial, whose batch may be too small for a share to be reached."""
 
     parts_of_a_run = ("_run",)  # what is applied stays with the original: it is undone once
 

@@ -20,9 +20,10 @@ from lightning_memtools.callbacks.halt_run import HaltRun
 from lightning_memtools.nonfinite.halt_session import HaltOptions, HaltSession
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from lightning_memtools.nonfinite.step_guard import gradients_under
+from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class HaltOnNaN(EitherCallback):
+class HaltOnNaN(EitherCallback, Neighbour):
     """Stops training at the step where the loss or a gradient becomes NaN or Inf, before it does harm, and says why.
 
     Every optimizer step is checked between backward and update, on all gradients (before clipping) and the loss of
@@ -80,7 +81,6 @@ class HaltOnNaN(EitherCallback):
     """
 
     takes_part_in_trials = False
-    """BatchSizeTuner's trials leave this callback out."""
 
     def __init__(
         self,

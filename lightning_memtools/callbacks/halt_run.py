@@ -24,6 +24,7 @@ from lightning_memtools._lightning import (
     wraps_updates,
     write_checkpoint,
 )
+from lightning_memtools.memory.nested_tensors import bytes_in
 from lightning_memtools.nonfinite.bad_step_rerun import TrainingRun
 from lightning_memtools.nonfinite.evaluation_guard import EvaluationGuard
 from lightning_memtools.nonfinite.halt_session import (
@@ -32,7 +33,7 @@ from lightning_memtools.nonfinite.halt_session import (
     HaltOptions,
     HaltSession,
 )
-from lightning_memtools.nonfinite.micro_batches import BatchStartRecorder, move_to_host
+from lightning_memtools.nonfinite.micro_batches import move_to_host
 from lightning_memtools.nonfinite.nonfinite_error import HaltStage
 from lightning_memtools.nonfinite.step_guard import StepGuard, gradients_under
 from lightning_memtools.nonfinite.step_outcome import StepConditions, plain_facts, precision_now
@@ -40,6 +41,7 @@ from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_on_rank_zero
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
+from lightning_memtools.state.batch_start import BatchStartRecorder
 
 # Of what parameters, gradients and an Adam optimizer take together (4 times the parameters), the share that older
 # batches of an accumulation may hold: half of the 0.5% that all callbacks together may add to the peak.
@@ -74,7 +76,7 @@ class HaltRun:
     def start_training(self, module: LightningModule) -> None:
         """Start to guard steps and checkpoints."""
         trainer = self._trainer
-        n_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
+        n_bytes = bytes_in([p for p in module.parameters() if not is_lazy(p)])
         guard = StepGuard(
             module,
             max_skips=self._options.max_skips,
@@ -87,7 +89,6 @@ class HaltRun:
             move=move_to_host if self._options.reruns else None,
             checks_again=changes_gradients(trainer),
             wraps_updates=wraps_updates(trainer),
-            is_told_of_updates=True,
             undo_updates=self._options.undo_updates,
         )
         self.session = HaltSession(
@@ -107,7 +108,7 @@ class HaltRun:
         self.evaluation.end(module, values_logged_in_evaluation(self._trainer), stage, history)
 
     def close(self) -> None:
-        """Undo what was switched on, and disconnect from the other ranks; closing twice does no harm."""
+        """Undo what was switched on, and disconnect from the other ranks. Idempotent."""
         while self._undo:
             self._undo.pop()()
         self._ranks.close()

@@ -20,18 +20,19 @@ from lightning_memtools._lightning import (
     values_logged_in_evaluation,
 )
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, write_layout
-from lightning_memtools.reporting.loss_names import likely_losses
-from lightning_memtools.reporting.mean_curves import MeanCurves
-from lightning_memtools.reporting.ranks import PATIENCE_S
-from lightning_memtools.reporting.step_losses import (
+from lightning_memtools.reporting.loss_names import (
     checked_names,
+    likely_losses,
     loader_suffixes,
     returned_losses,
     training_losses,
 )
+from lightning_memtools.reporting.mean_curves import MeanCurves
+from lightning_memtools.reporting.neighbours import Neighbour
+from lightning_memtools.reporting.ranks import PATIENCE_S
 
 
-class LossCurves(EitherCallback):
+class LossCurves(EitherCallback, Neighbour):
     """Logs `loss/train` and `loss/val` on the same axis and in one chart.
 
     | tag | value |
@@ -61,7 +62,6 @@ class LossCurves(EitherCallback):
     """
 
     takes_part_in_trials = False
-    """BatchSizeTuner's trials leave this callback out."""
 
     def __init__(
         self,

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import time
+import warnings
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EitherCallback
-from lightning_memtools.reporting.loggers import Charts, checked_interval
-from lightning_memtools.reporting.monitored_calls import MonitoredCalls
+from lightning_memtools._lightning import (
+    EitherCallback,
+    callbacks_of,
+    is_accumulating,
+    prepared_loaders,
+    running_stage,
+    training_step,
+)
+from lightning_memtools.memory.allocator import write_snapshot
+from lightning_memtools.memory.host_memory import HostWatch
+from lightning_memtools.memory.peaks import Phase, Stage
+from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.memory.step_snapshot import StepSnapshot
+from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.reporting.console import print_on_console
+from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_file, write_report_or_warn
+from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
+from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
+from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class MemoryMonitor(EitherCallback):
+class MemoryMonitor(EitherCallback, Neighbour):
     """Logs allocated and reserved memory, their peaks and their composition, for every stage, to every logger.
 
     With several ranks a tag is the maximum over ranks. Peaks are the highest since the stage's last point, so a short
@@ -62,7 +86,7 @@ class MemoryMonitor(EitherCallback):
     """
 
     takes_part_in_trials = False
-    """BatchSizeTuner's trials leave this callback out."""
+    parts_of_a_run = ("_run", "_step_snapshot")
 
     def __init__(
         self,
@@ -74,119 +98,223 @@ class MemoryMonitor(EitherCallback):
         reset_peaks: bool = True,
         snapshot_at_step: int | None = None,
     ) -> None:
+        if snapshot_at_step is not None and not is_count(snapshot_at_step, least=0):
+            raise ValueError(
+                f"snapshot_at_step={snapshot_at_step!r} is no training step. Give a number from 0 upwards."
+            )
         self.every_n_steps = checked_interval(every_n_steps)
         self.phases = phases
         self.per_rank = per_rank
         self.eval_batches = eval_batches
         self.reset_peaks = reset_peaks
         self.snapshot_at_step = snapshot_at_step
-        self._calls = MonitoredCalls(
-            every_n_steps=self.every_n_steps,
-            phases=phases,
-            per_rank=per_rank,
-            eval_batches=eval_batches,
-            reset_peaks=reset_peaks,
-            snapshot_at_step=snapshot_at_step,
-        )
+        self._run: MemoryRun | None = None
+        self._step_snapshot: StepSnapshot | None = None
+        self._directory: Path | NotWritten = NO_RUN
+        self._device = torch.device("cpu")
+        self._sanity_check_began = 0.0
+        self._carried = CarriedDevice()
+        self._host = HostWatch()
+        # TensorBoard drops the later points of a tag that comes again at the same or an earlier step. So these counts
+        # go on over all calls of the Trainer.
+        self._n_batches: dict[Stage, int] = {}
+        self._summary_step = -1
 
     def charts(self, trainer: Trainer) -> Charts:
         """Return one chart per stage for allocated and reserved memory, one for the composition, and so on."""
-        return self._calls.charts(trainer)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the device, and warn if it keeps no statistics or no peaks."""
-        self._calls.begin(trainer, stage)
+        return self._running().charts(validates=trainer.enable_validation)
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
         """Leave events of a trial out of the counts; BatchSizeTuner calls this."""
-        self._calls.leave_out(alloc_retries=alloc_retries, ooms=ooms)
+        if self._run is not None:
+            self._run.leave_out(alloc_retries=alloc_retries, ooms=ooms)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the device, and warn if it keeps no statistics or no peaks."""
+        self._stop()
+        self._carried.enter()
+        self._device = trainer.strategy.root_device
+        reader = reader_for(self._device)
+        self._run = MemoryRun(
+            reader,
+            call=TrainerFn(stage).value,  # an enum, which prints as "TrainerFn.FITTING"
+            device=reader.name if reader else str(self._device),
+            reset_peaks=self.reset_peaks,
+            phases=self.phases and stage == "fit",
+            per_rank=self.per_rank,
+            eval_batches=self.eval_batches,
+            has_trained=training_step(trainer) > 0,
+        )
+        self._directory = report_directory(trainer)
+        if self._run.shortcoming:
+            self._warn(trainer, [self._run.shortcoming])
+        if trainer.is_global_zero and reader is None and self._device.type == "cpu":
+            _say_that_there_is_no_gpu()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout of TensorBoard's custom scalars."""
-        self._calls.begin_fit(trainer, pl_module)
+        put_on_device(trainer, pl_module)
+        write_layout(trainer)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count optimizer state that was restored from a checkpoint."""
-        self._calls.begin_sanity_check(trainer, pl_module)
+        put_on_device(trainer, pl_module)
+        self._sanity_check_began = time.perf_counter()
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the time of the sanity check."""
-        self._calls.end_sanity_check(trainer)
+        """Log the time of the sanity check, by which the Memory tab shows it."""
+        elapsed_ms = 1000 * (time.perf_counter() - self._sanity_check_began)
+        log_scalars(trainer, {"time/sanity_check_ms": elapsed_ms}, training_step(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the train stage."""
-        self._calls.begin_training(trainer, pl_module)
+        put_on_device(trainer, pl_module)  # the sanity check may have been skipped
+        between: Phase | None = None if pl_module.automatic_optimization else "forward"
+        self._running().begin_training(training_step(trainer), trainer.optimizers, between_phases=between)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin the forward phase."""
-        self._calls.begin_step(trainer, pl_module, batch)
+        """Begin the forward phase, and the snapshot if it is this step's; later batches of a step continue it."""
+        if training_step(trainer) == self.snapshot_at_step and self._step_snapshot is None:
+            self._step_snapshot = StepSnapshot.begin(reader_for(self._device), pl_module, trainer.optimizers, batch)
+            if self._step_snapshot is None:
+                text = f"snapshot_at_step: {self._device} keeps no history of its allocator, so none is taken."
+                self._warn(trainer, [text])
+        self._begin_phase("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Begin the backward phase."""
-        self._calls.begin_phase("backward")
+        self._begin_phase("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the backward phase."""
-        self._calls.leave_backward()
+        self._running().leave_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Begin the optimizer phase."""
-        self._calls.begin_phase("optimizer")
+        self._begin_phase("optimizer")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log a point if one is due."""
-        self._calls.end_step(trainer, pl_module, batch)
+        run = self._running()
+        if self._step_snapshot is not None and not is_accumulating(trainer):
+            self._write_snapshot(trainer, self._step_snapshot)
+        run.switch_phase(None)
+        run.write_arrived()
+        # Before a validation at the end of the epoch, which drops the gradients: they are part of the peak.
+        if is_due(trainer, self.every_n_steps) or trainer.is_last_batch:
+            self._log_training(trainer, training_step(trainer), batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a point unless the epoch's last step already has one."""
-        self._calls.end_epoch(trainer)
+        last = training_step(trainer) - 1  # the axis is already one ahead here
+        if last > self._running().last_step:
+            self._log_training(trainer, last)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the train stage."""
-        self._calls.end_training()
+        self._running().leave("train")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the val stage."""
-        self._calls.begin_evaluation(trainer, pl_module, "val")
+        """Begin an evaluation stage."""
+        if not trainer.sanity_checking:
+            put_on_device(trainer, pl_module)
+            write_layout(trainer)  # a test after fit adds a chart of its own
+            self._running().enter(running_stage(trainer))
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Log a point of the batch, with `eval_batches=True`."""
-        self._calls.log_batch(trainer, "val")
+        if self.eval_batches and not trainer.sanity_checking:
+            stage = running_stage(trainer)
+            index = self._n_batches.get(stage, 0)
+            self._n_batches[stage] = index + 1
+            log_scalars(trainer, self._running().batch_point(stage), index)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the run's point."""
-        self._calls.end_evaluation(trainer, "val")
+        """Log the evaluation's point, and end its stage."""
+        if not trainer.sanity_checking:
+            run, stage = self._running(), running_stage(trainer)
+            owned = run.owned_by(pl_module, trainer.optimizers, self._device)
+            self._look_at_host(trainer, None)
+            self._warn(trainer, run.add_point(stage, training_step(trainer), partial(log_scalars, trainer), owned))
+            run.leave(stage)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the test stage."""
-        self._calls.begin_evaluation(trainer, pl_module, "test")
-
-    def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Log a point of the batch, with `eval_batches=True`."""
-        self._calls.log_batch(trainer, "test")
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the run's point."""
-        self._calls.end_evaluation(trainer, "test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the predict stage."""
-        self._calls.begin_evaluation(trainer, pl_module, "predict")
-
-    def on_predict_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Log a point of the batch, with `eval_batches=True`."""
-        self._calls.log_batch(trainer, "predict")
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the run's point."""
-        self._calls.end_evaluation(trainer, "predict")
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the summary, over all ranks whose figures have arrived."""
-        self._calls.end(trainer, waits_for_ranks=True)
+        self._end(trainer, waits_for_ranks=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the summary without waiting for other ranks: they may have failed too."""
-        self._calls.end(trainer, waits_for_ranks=False)
+        self._end(trainer, waits_for_ranks=False)
+
+    def _end(self, trainer: Trainer, *, waits_for_ranks: bool) -> None:
+        """Write the summary and stop watching. Idempotent."""
+        if self._run is not None:
+            # Where the call has failed, memory may have run out since the last point.
+            last = {} if waits_for_ranks else self._run.last_scalars()
+            summary = self._run.summary(waits_for_ranks=waits_for_ranks)
+            events = [one.memory_remark for one in callbacks_of(trainer) if isinstance(one, Neighbour)]
+            summary = replace(summary, events=tuple(filter(None, events)))
+            if last:
+                log_scalars(trainer, last, training_step(trainer))
+            if trainer.is_global_zero:
+                text, name = summary.markdown(), f"memory_summary_{self._run.call}.md"
+                write_report_or_warn(self._directory, name, text)
+                self._summary_step = max(self._summary_step + 1, training_step(trainer))
+                log_text(trainer, "memtools/memory_summary", text, self._summary_step, file=f"memtools/{name}")
+                summary.print()
+        self._stop()
+
+    def _begin_phase(self, phase: Phase) -> None:
+        self._running().switch_phase(phase)
+        if self._step_snapshot is not None:
+            self._step_snapshot.mark(phase)
+
+    def _write_snapshot(self, trainer: Trainer, snapshot: StepSnapshot) -> None:
+        self._step_snapshot = None
+        step, rank = training_step(trainer), trainer.global_rank
+        name = f"memory_snapshot_step{step}_rank{rank}.pickle"
+        written = write_file(self._directory, name, partial(write_snapshot, snapshot.end(step=step, rank=rank)))
+        if isinstance(written, NotWritten):
+            self._warn(trainer, [f"The memory snapshot of step {step} {written.reason}."])
+
+    def _log_training(self, trainer: Trainer, step: int, batch: Any = None) -> None:
+        run = self._running()
+        owned = run.owned_by(trainer.lightning_module, trainer.optimizers, self._device, batch)
+        self._look_at_host(trainer, trainer.current_epoch)
+        self._warn(trainer, run.add_training_point(step, partial(log_scalars, trainer), owned))
+
+    def _look_at_host(self, trainer: Trainer, epoch: int | None) -> None:
+        datasets = (getattr(loader, "dataset", None) for loader in prepared_loaders(trainer.fit_loop))
+        host, texts = self._host.look(epoch=epoch, datasets=datasets)
+        self._running().host = host or self._running().host
+        self._warn(trainer, texts)
+
+    def _warn(self, trainer: Trainer, texts: list[str]) -> None:
+        if trainer.is_global_zero:
+            for text in texts:
+                warnings.warn(text, stacklevel=4)
+
+    def _running(self) -> MemoryRun:
+        if self._run is None:
+            raise RuntimeError("MemoryMonitor's hooks were called without its setup hook.")
+        return self._run
+
+    def _stop(self) -> None:
+        if self._step_snapshot is not None:
+            self._step_snapshot.stop()
+        if self._run is not None:
+            self._run.close()
+        self._run = self._step_snapshot = None
+        self._carried.leave()
+
+
+@cache
+def _say_that_there_is_no_gpu() -> None:
+    """Print how to see more: once, since a script may make many Trainers."""
+    print_on_console(NO_GPU)

@@ -18,24 +18,25 @@ from lightning_memtools._lightning import (
 )
 from lightning_memtools.callbacks.oom_recovery_run import ToldRecoveries
 from lightning_memtools.memory.sizes import is_count
-from lightning_memtools.oom.recovery_by_strategy import recovery_under, refuse_training
-from lightning_memtools.oom.step_recovery import Recoveries, StepRecovery
-from lightning_memtools.oom.step_start import BatchStep
-from lightning_memtools.oom.update_recovery import UpdateRecovery
+from lightning_memtools.recovery.gradient_exchange import GradientExchange, why_unsent
+from lightning_memtools.recovery.step_recovery import Recoveries, StepRecovery
+from lightning_memtools.recovery.step_start import BatchStep
+from lightning_memtools.recovery.update_recovery import UpdateRecovery
 from lightning_memtools.reporting.console import print_on_console
+from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
 
 _EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
 
 
-class OOMRecovery(EitherCallback):
+class OOMRecovery(EitherCallback, Neighbour):
     """Survives running out of memory: a batch that does not fit is run again as 2, 4, ... micro-batches.
 
     The failed attempt is taken back first. The gradients of the micro-batches add up to those of the whole batch, up to
     rounding: losses that are means over the samples are weighted with the sizes of the parts, and sums are added. A
     trial finds out which of the two the loss is: the gradients of a few samples together are compared with those of the
     same samples in two groups. A loss that is neither is refused. The trial is made for each batch that runs out of
-    memory. Under FSDP 2 there is no trial, and `loss` has to be given.
+    memory.
 
     The optimizer, schedulers, `global_step` and the logged values see one step. on_before_backward and
     on_after_backward run for each micro-batch, as with accumulated gradients. Batches as large as one that failed are
@@ -64,11 +65,11 @@ class OOMRecovery(EitherCallback):
         on_recover: "warn" warns of the first recovery of each kind; "ignore" does not.
 
     Raises:
-        ValueError: An argument has another value; or, at setup, the strategy is not supported.
+        ValueError: An argument has a value that is not accepted; or, at setup, the strategy is not supported.
+        TypeError: `max_splits` is not a whole number.
     """
 
     takes_part_in_trials = False
-    """BatchSizeTuner's trials leave this callback out."""
 
     # What is replaced stays with the original: it is undone once.
     parts_of_a_run = ("_undo", "_recovery", "_told")
@@ -85,17 +86,14 @@ class OOMRecovery(EitherCallback):
         on_recover: Literal["warn", "ignore"] = "warn",
     ) -> None:
         if not is_count(max_splits, least=2):  # a whole batch is one part
-            raise ValueError(f"max_splits={max_splits!r} splits nothing. Give 2 or more.")
-        if split_batch is not None and not callable(split_batch):
-            raise ValueError(f"split_batch={split_batch!r} is not a function of a batch and a number of parts.")
+            kind = ValueError if isinstance(max_splits, int) else TypeError
+            raise kind(f"max_splits must be a whole number, at least 2, got {max_splits!r}.")
         if loss not in {"auto", "mean", "sum"}:
-            raise ValueError(f"loss={loss!r} is neither 'auto' nor 'mean' nor 'sum'.")
-        if loss_weight is not None and not callable(loss_weight):
-            raise ValueError(f"loss_weight={loss_weight!r} is not a function of a batch.")
+            raise ValueError(f"loss must be 'auto', 'mean' or 'sum', got {loss!r}.")
         if loss_weight is not None and loss == "sum":
-            raise ValueError('loss="sum" is added without weights. Leave loss_weight out, or give loss="mean".')
+            raise ValueError('loss_weight has no effect on loss="sum". Leave it out, or give loss="mean".')
         if on_recover not in {"warn", "ignore"}:
-            raise ValueError(f"on_recover={on_recover!r} is neither 'warn' nor 'ignore'.")
+            raise ValueError(f"on_recover must be 'warn' or 'ignore', got {on_recover!r}.")
         self.max_splits = max_splits
         self.skip_batch = skip_batch
         self.split_batch = split_batch
@@ -111,7 +109,7 @@ class OOMRecovery(EitherCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies under which a rank that fails would leave the others waiting."""
         self._stop()
-        reason = why_unsupported(type(self).__name__, type(trainer.strategy))
+        reason = why_unsupported("OOMRecovery", type(trainer.strategy))
         if reason is not None:
             raise ValueError(f"OOMRecovery does not work under {type(trainer.strategy).__name__}: {reason}")
 
@@ -119,8 +117,11 @@ class OOMRecovery(EitherCallback):
         """Take over the steps."""
         undo = self._begin(trainer, pl_module)
         if pl_module.automatic_optimization:
-            accumulates = trainer.accumulate_grad_batches > 1
-            refuse_training(trainer.strategy, skips_accumulated=self.skip_batch and accumulates, loss=self.loss)
+            reason = why_unsent(trainer.strategy)
+            if self.skip_batch and trainer.accumulate_grad_batches > 1 and trainer.world_size > 1:
+                reason = reason or "skip_batch=True with accumulate_grad_batches: other ranks have added up gradients"
+            if reason:
+                raise ValueError(f"OOMRecovery does not work here under several ranks. {reason}.")
             undo.append(replace_closures(trainer, partial(self._run_training, trainer)))
         else:
             _say(trainer, "in manual optimization training_step steps optimizers itself, and that cannot be taken back")
@@ -162,15 +163,17 @@ class OOMRecovery(EitherCallback):
         self._stop()
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> list[Callable[[], None]]:
-        self._recovery = recovery_under(
-            trainer.strategy,
+        agrees = self.skip_batch and trainer.world_size > 1
+        self._recovery = StepRecovery(
             pl_module,
+            trainer.strategy.root_device,
             max_splits=self.max_splits,
             skip_batch=self.skip_batch,
             split=self.split_batch or getattr(pl_module, "split_batch", None),
             loss=self.loss,
             loss_weight=self.loss_weight,
             allow_batch_norm=self.allow_batch_norm,
+            exchange=GradientExchange(trainer.strategy, agrees=agrees),
             tell=partial(_say, trainer),
         )
         self.recoveries = self._recovery.recoveries
@@ -200,8 +203,6 @@ class OOMRecovery(EitherCallback):
     def _stop(self) -> None:
         for undo in reversed(self._undo or []):
             undo()
-        if self._recovery is not None:
-            self._recovery.close()
         self._undo = self._recovery = None
 
 

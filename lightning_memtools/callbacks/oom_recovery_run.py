@@ -7,8 +7,9 @@ import warnings
 from lightning.pytorch import Trainer
 
 from lightning_memtools._lightning import callbacks_of, training_step
-from lightning_memtools.oom.step_recovery import Recoveries
-from lightning_memtools.oom.update_recovery import UpdateRecovery
+from lightning_memtools.callbacks.oom_report import OOMReport
+from lightning_memtools.recovery.step_recovery import Recoveries
+from lightning_memtools.recovery.update_recovery import UpdateRecovery
 from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.ranks import RankPosts
 
@@ -53,7 +54,7 @@ class ToldRecoveries:
         for text in dict.fromkeys(new) if self._warns else ():
             warnings.warn(f"OOMRecovery: {text}", stacklevel=3)
         for callback in callbacks_of(trainer) if is_first and new else ():
-            if hasattr(callback, "report_recovered"):
+            if isinstance(callback, OOMReport):
                 callback.report_recovered(trainer, new[0])
         scalars = {"memory/oom_recoveries": found.n_recovered + elsewhere, "memory/micro_batches": found.n_parts}
         log_scalars(trainer, scalars | {"memory/oom_skipped_batches": found.n_skipped}, training_step(trainer))

@@ -16,16 +16,17 @@ from lightning_memtools._lightning import EitherCallback, forget_batch, training
 from lightning_memtools.callbacks.oom_report_run import failed_run_of, progress_of
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory, worker_out_of_memory
+from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
-from lightning_memtools.oom.release_failed_step import release_cached
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import report_directory
 from lightning_memtools.reporting.loggers import log_text
+from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class OOMReport(EitherCallback):
+class OOMReport(EitherCallback, Neighbour):
     """Explains an out-of-memory error: what filled the device, and which changes would have helped, each of them tried.
 
     When fit, validate, test or predict runs out of memory, a report is written, and the error is raised. The report
@@ -58,14 +59,15 @@ class OOMReport(EitherCallback):
 
     Raises:
         ValueError: `top` is below 1.
+        TypeError: `top` is not a whole number.
     """
 
     takes_part_in_trials = False
-    """BatchSizeTuner's trials leave this callback out."""
 
     def __init__(self, *, directory: str | None = None, snapshot: bool = True, top: int = 10) -> None:
         if not is_count(top):
-            raise ValueError(f"top={top!r} is not a number of modules. Use 1 or more.")
+            kind = ValueError if isinstance(top, int) else TypeError
+            raise kind(f"top must be a whole number, at least 1, got {top!r}.")
         self.directory = directory
         self.snapshot = snapshot
         self.top = top

@@ -7,12 +7,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import callbacks_of, is_compiled_by_lightning, training_step
+from lightning_memtools.callbacks.empty_cache import EmptyCache
+from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memtools.checkpointing.chains import is_compiled
-from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.oom.failed_step import FailedRun
 from lightning_memtools.oom.failure_capture import RunProgress
 from lightning_memtools.reporting.strategies import why_unsupported
-from lightning_memtools.simulation.trainer_stand_in import forward_of
 
 
 def progress_of(trainer: Trainer) -> RunProgress:
@@ -23,7 +23,7 @@ def progress_of(trainer: Trainer) -> RunProgress:
 def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
     """Read the facts that the checks need from the Trainer."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
-    plans = [getattr(callback, "plan", None) for callback in callbacks]
+    plans = [one.plan for one in callbacks if isinstance(one, GradientCheckpointing)]
     automatic = pl_module.automatic_optimization
     untraceable = why_unsupported("OOMReport", type(trainer.strategy)) or ""
     if not untraceable and (is_compiled_by_lightning(pl_module) or is_compiled(pl_module)):
@@ -31,14 +31,15 @@ def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
     return FailedRun(
         model=pl_module,
         optimizers=tuple(trainer.optimizers),
-        forward=forward_of(trainer, pl_module, batch_idx),
+        trainer=trainer,
+        batch_idx=batch_idx,
         precision=trainer.precision,
         accumulate=trainer.accumulate_grad_batches if automatic else 1,
         # With either, Lightning refuses the argument.
         can_accumulate=automatic and not any(isinstance(one, GradientAccumulationScheduler) for one in callbacks),
         clip=trainer.gradient_clip_val if automatic else None,
         untraceable=untraceable,
-        empties_cache=any(type(callback).__name__ == "EmptyCache" for callback in callbacks),
-        plan=next((plan for plan in plans if isinstance(plan, CheckpointPlan) and plan.refused is None), None),
+        empties_cache=any(isinstance(one, EmptyCache) for one in callbacks),
+        plan=next((plan for plan in plans if plan is not None and plan.refused is None), None),
         predictions=trainer.predict_loop.predictions if trainer.state.fn == TrainerFn.PREDICTING else (),
     )

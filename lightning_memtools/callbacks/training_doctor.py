@@ -15,9 +15,10 @@ from lightning_memtools.doctor.check_registry import selected_checks
 from lightning_memtools.doctor.examination import Examination
 from lightning_memtools.doctor.findings import DoctorReport
 from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.reporting.neighbours import Neighbour
 
 
-class TrainingDoctor(EitherCallback):
+class TrainingDoctor(EitherCallback, Neighbour):
     """Finds classic training mistakes in the real model, data and first steps, each with a measurement and a fix.
 
     Before training it looks at parameters, optimizers, devices, settings and the checkpoint to be loaded. At the first
@@ -47,7 +48,6 @@ class TrainingDoctor(EitherCallback):
 
     parts_of_a_run = ("_run",)
     takes_part_in_trials = False
-    """BatchSizeTuner's trials leave this callback out."""
 
     def __init__(
         self,

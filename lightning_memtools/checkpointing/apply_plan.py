@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from inspect import signature
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memtools._torch import StatisticsNorm, is_jit_tracing, tree_flatten, tree_unflatten
+from lightning_memtools.checkpointing.chains import forward_of_class
 from lightning_memtools.checkpointing.drawn_streams import DrawnStreams
 from lightning_memtools.checkpointing.exact_recomputation import RunLog, contexts, updates_statistics
 from lightning_memtools.checkpointing.key_value_caches import caches_off, holds_cache, modules_with_caches
@@ -170,7 +170,7 @@ class _PlannedModule:
         return _recomputed(run, [self._name], self._norms(), self._streams, (args, kwargs), kept=self._kept)
 
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self._module).forward(self._module, *args, **kwargs)
+        return forward_of_class(self._module)(*args, **kwargs)
 
     def _repeats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         def run(note: Any) -> None:
@@ -194,9 +194,9 @@ class _WithoutCaches:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._trained = module.training
-        self._inner = vars(module).get("forward") or partial(type(module).forward, module)
+        self._inner = vars(module).get("forward") or forward_of_class(module)
         # `generate`, which may run in validation, looks at the names of the arguments.
-        self.__signature__ = signature(partial(type(module).forward, module))
+        self.__signature__ = signature(forward_of_class(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _passes_through(self._module, trained=self._trained):

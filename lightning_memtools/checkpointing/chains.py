@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import getattr_static
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +35,12 @@ class Chain:
     outside: dict[int, str]
     is_module: bool = False
     forced: bool = False
+
+
+def forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module's class, which may be a static method, to be called without the module."""
+    own = getattr_static(type(module), "forward")
+    return own.__func__ if isinstance(own, staticmethod) else partial(type(module).forward, module)
 
 
 class NothingToApplyTo(UserWarning):

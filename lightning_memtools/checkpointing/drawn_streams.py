@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,8 +13,8 @@ from torch import nn
 from lightning_memtools.memory.reachable_variables import values_named_in_steps
 from lightning_memtools.state.random_state import generator_state, set_generator_state
 
-Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""Two functions: one reads a stream's state, the other sets it."""
+Stream = Any
+"""A random generator of torch, Python or NumPy."""
 
 
 class DrawnStreams:
@@ -28,18 +26,19 @@ class DrawnStreams:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._own = list(_own_streams(modules))
+        found = {id(one): one for one in _values_of(modules) if generator_state(one) is not None}
+        self._own = list(found.values())
 
     def now(self) -> list[tuple[Stream, Any]]:
         """Read the state of every stream."""
-        streams = [(random.getstate, random.setstate), *_numpy_stream(), *self._own]
-        return [(stream, stream[0]()) for stream in streams]
+        streams = [*_global_streams(), *self._own]
+        return [(stream, generator_state(stream)) for stream in streams]
 
 
 @contextmanager
 def streams_set_to(states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
     """While entered, streams continue from these states; on exit, from where they were on entry."""
-    present = [(stream, stream[0]()) for stream, _ in states]
+    present = [(stream, generator_state(stream)) for stream, _ in states]
     _set(states)
     try:
         yield
@@ -48,29 +47,24 @@ def streams_set_to(states: Sequence[tuple[Stream, Any]]) -> Iterator[None]:
 
 
 def _set(states: Iterable[tuple[Stream, Any]]) -> None:
-    for (_, change), state in states:
-        change(state)
+    for stream, state in states:
+        set_generator_state(stream, state)
 
 
-def _numpy_stream() -> list[Stream]:
-    if "numpy" not in sys.modules:
-        return []
-    numpy_random: Any = importlib.import_module("numpy").random
-    return [(numpy_random.get_state, numpy_random.set_state)]
+def _global_streams() -> Iterator[Stream]:
+    # The functions of each module are methods of one generator.
+    python: Any = random
+    yield python.getstate.__self__
+    if "numpy" in sys.modules:
+        yield sys.modules["numpy"].random.get_state.__self__
 
 
-def _own_streams(modules: Iterable[nn.Module]) -> Iterator[Stream]:
-    seen: set[int] = set()
+def _values_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
     kinds: set[type] = set()
     for module in modules:
-        held: list[Any] = []
         for value in vars(module).values():
-            inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            held += [value, *inside]
+            yield value
+            yield from value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         if type(module) not in kinds:
             kinds.add(type(module))
-            held += values_named_in_steps(type(module))
-        for one in held:
-            if id(one) not in seen and generator_state(one) is not None:
-                seen.add(id(one))
-                yield partial(generator_state, one), partial(set_generator_state, one)
+            yield from values_named_in_steps(type(module))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_memtools._torch import cast, node_sequence_number, write_count, written_arguments
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.chains import Chain
+from lightning_memtools.checkpointing.chains import Chain, forward_of_class
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
 from lightning_memtools.checkpointing.kept_products import is_product
 from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
@@ -344,10 +344,8 @@ def _watch(model: nn.Module, index: int, chain: Chain, recorder: _Recorder) -> N
     """Have a chain of a fake model call its layers through the recorder."""
     module = model.get_submodule(chain.name)
     if chain.is_module:
-        plain = type(module).forward
-        vars(module)["forward"] = lambda *args, **kwargs: recorder.call_layer(
-            (index, 0), lambda *a, **k: plain(module, *a, **k), args, kwargs
-        )
+        plain = forward_of_class(module)
+        vars(module)["forward"] = lambda *args, **kwargs: recorder.call_layer((index, 0), plain, args, kwargs)
         return
     layers = [model.get_submodule(name) for name in chain.layers]
 

@@ -112,11 +112,11 @@ class DryRunResult:
 
     @property
     def fits(self) -> bool:
-        """Returns whether the run came to its end within the capacity."""
+        """Return whether the run came to its end within the capacity."""
         return self.status == FITS
 
     def table(self) -> Table:
-        """Returns one row for each stage, and one for the workspaces of convolutions, which no stage counts."""
+        """Return one row for each stage, and one for the workspaces of convolutions, which no stage counts."""
         rows = [
             (
                 one.stage + (f" ({one.phase})" if one.phase else ""),

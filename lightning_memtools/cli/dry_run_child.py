@@ -27,7 +27,7 @@ from lightning_memtools.cli.dry_run import (
     DryRunStage,
 )
 from lightning_memtools.cli.dry_run_loops import WHOLE_SCRIPT, LoopWatch
-from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported, masks_read_when_imported
+from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported, values_followed
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
 from lightning_memtools.memory.oom_errors import is_out_of_memory
@@ -144,7 +144,7 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
 def main(path: str) -> None:
     """Run what a spec's file says, write the result beside it, and end the process."""
     spec = DryRunSpec(**json.loads(Path(path).read_text(encoding="utf-8")))
-    with _as_one_rank(spec), masks_read_when_imported():
+    with _as_one_rank(spec), values_followed():
         _run(spec)
 
 

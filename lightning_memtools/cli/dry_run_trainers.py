@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,16 +19,12 @@ from torch import nn
 
 from lightning_memtools.cli.dry_run import DryRunSpec, DryRunStage
 from lightning_memtools.cli.dry_run_files import RunFiles
+from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.owned import on_device_of, owned_by
 from lightning_memtools.memory.peaks import Phase, PhaseWatch, Stage, StageWatch, peak_counter
 from lightning_memtools.memory.readers import accelerator_reader
-from lightning_memtools.nonfinite.tensor_names import plain_name
-from lightning_memtools.simulation.attention_masks import (
-    ASKING,
-    answer,
-    masks_by_their_values,
-    note_copies_to_devices,
-)
+from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.simulation.known_values import FollowedValues, values_known
 
 # Their checkpoints are put together by all ranks, and one rank of a dry run has nobody to talk to.
 _SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
@@ -61,7 +57,7 @@ class RunObserver:
             self.notes.append(text)
 
     def begin(self, device: torch.device) -> None:
-        """A call of a Trainer begins."""
+        """Begin a call of a Trainer."""
         reader = accelerator_reader(device) if device.type == "cuda" else None
         if reader is None:
             self.note(
@@ -74,25 +70,25 @@ class RunObserver:
         self._running.clear()
 
     def enter(self, stage: Stage) -> None:
-        """A stage begins."""
+        """Begin a stage."""
         if self._watch is not None:
             self._watch.enter(stage)
             self._running.append(stage)
 
     def leave(self, stage: Stage) -> None:
-        """A stage ends."""
+        """End a stage."""
         if self._watch is not None and stage in self._running:
             self._running.remove(stage)
             self._watch.point(stage)
             self._watch.leave(stage)
 
     def phase(self, phase: Phase | None) -> None:
-        """A phase of a training step begins; None after the last."""
+        """Begin a phase of a training step; None after the last."""
         if self._phases is not None:
             self._phases.switch(phase)
 
     def see(self, stage: str, model: nn.Module, optimizers: Sequence[Any], batch: Any, device: torch.device) -> None:
-        """A batch is on the device: note what model, optimizers and batch hold."""
+        """Note what model, optimizers and batch hold, now that the batch is on the device."""
         reader = accelerator_reader(device)
         if reader is None:
             return
@@ -120,7 +116,7 @@ class RunObserver:
         return self._watch is not None
 
     def begin_batch(self, model: nn.Module) -> None:
-        """A training batch of a Trainer begins."""
+        """Begin a training batch of a Trainer."""
         self._batches += 1
         if self._batches == 2:  # noqa: PLR2004, the first has ended
             self._layers_at_first, self._layers = self._layers, {}
@@ -148,7 +144,7 @@ class RunObserver:
             self._layers[name] = max(kept, self._layers.get(name, 0))
 
     def end(self) -> None:
-        """A call of a Trainer has ended; may be called twice."""
+        """End a call of a Trainer. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -217,31 +213,18 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
             observer.leave("train")
 
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-            observer.enter("val")
+            observer.enter(trainer.state.stage.dataloader_prefix)
 
         def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
-            observer.see("val", pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
+            stage = trainer.state.stage.dataloader_prefix
+            observer.see(stage, pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            observer.leave("val")
+            observer.leave(trainer.state.stage.dataloader_prefix)
 
-        def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-            observer.enter("test")
-
-        def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
-            observer.see("test", pl_module, (), batch, trainer.strategy.root_device)
-
-        def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-            observer.leave("test")
-
-        def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-            observer.enter("predict")
-
-        def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
-            observer.see("predict", pl_module, (), batch, trainer.strategy.root_device)
-
-        def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
-            observer.leave("predict")
+        on_test_start = on_predict_start = on_validation_start
+        on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+        on_test_end = on_predict_end = on_validation_end
 
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
             observer.end()
@@ -317,9 +300,9 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
     spec, limited = observer.spec, dict(options)
     callbacks = limited.get("callbacks") or []
     callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    if not any(type(one).__name__ == "OOMReport" for one in callbacks):
-        from lightning_memtools import OOMReport  # noqa: PLC0415, for Lightning's users only
+    from lightning_memtools import OOMReport  # noqa: PLC0415, for Lightning's users only
 
+    if not any(isinstance(one, OOMReport) for one in callbacks):
         callbacks.append(OOMReport(directory=str(Path(spec.directory) / "memtools")))
     limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
     limited["default_root_dir"] = spec.directory
@@ -420,12 +403,24 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
 
 
 @contextmanager
-def masks_read_when_imported() -> Iterator[None]:
-    """Within, transformers is told what the values of masks were before the script copied them to the device."""
-    with masks_by_their_values():
-        note_copies_to_devices()
-        _when_imported({ASKING: answer})
-        yield
+def values_followed() -> Iterator[None]:
+    """Follow the values of the data within, until the script compiles something: compiled code runs in no mode."""
+    patches = Patches()
+    with values_known() as known, ExitStack() as following:
+        following.enter_context(FollowedValues(known))
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def compile_(*args: Any, **kwargs: Any) -> Any:
+                following.close()
+                return original(*args, **kwargs)
+
+            return compile_
+
+        patches.replace(torch, "compile", make)
+        try:
+            yield
+        finally:
+            patches.undo()
 
 
 def _when_imported(functions: Mapping[str, Callable[[ModuleType], object]]) -> None:

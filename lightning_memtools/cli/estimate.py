@@ -70,9 +70,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--snapshot", metavar="FILE", help="write a snapshot for pytorch.org/memory_viz (default: none)"
     )
-    parser.add_argument(
-        "--picture", metavar="FILE.svg", help="write a picture of memory over the steps (default: none)"
-    )
     parser.set_defaults(run=run)
 
 
@@ -82,8 +79,7 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         UsageError: The target cannot be found or returns something else, or the engine cannot do what is asked for.
     """
-    for path in (chosen.snapshot, chosen.picture):
-        require_folder_of(path)
+    require_folder_of(chosen.snapshot)
     if chosen.engine == "simulation" and chosen.strategy not in {None, "ddp"}:
         raise UsageError(f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code: leave --engine out.")
     if chosen.engine != "simulation" and chosen.device != "cpu" and not is_on_null_device():
@@ -161,9 +157,6 @@ def _estimate(chosen: argparse.Namespace) -> None:
     if chosen.snapshot:
         estimate.as_snapshot(chosen.snapshot)
         console.print(f"Snapshot for https://pytorch.org/memory_viz: {chosen.snapshot}", markup=False)
-    if chosen.picture:
-        estimate.save_picture(chosen.picture)
-        console.print(f"Picture: {chosen.picture}", markup=False)
 
 
 def around_the_boundary(rows: list[tuple[str, str]], n: int = 3) -> list[tuple[str, str]]:

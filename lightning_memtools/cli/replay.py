@@ -76,8 +76,8 @@ def run(chosen: argparse.Namespace) -> None:
     Raises:
         UsageError: The capsule cannot be read, or its module cannot be made.
     """
-    from lightning_memtools.nonfinite.capsule.capsule_file import CapsuleError  # noqa: PLC0415, --help does not need torch
-    from lightning_memtools.nonfinite.capsule.capsule_replay import replay  # noqa: PLC0415, as above
+    from lightning_memtools.nonfinite.capsule_replay import replay  # noqa: PLC0415, as above
+    from lightning_memtools.state.capsule.capsule_file import CapsuleError  # noqa: PLC0415, --help does not need torch
 
     model = model_of(chosen)
     try:

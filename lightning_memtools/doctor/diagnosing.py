@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,24 +19,17 @@ from lightning_memtools.doctor.check_registry import selected_checks
 from lightning_memtools.doctor.examination import Examination
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.doctor.step_trial import place_of_error
-from lightning_memtools.doctor.training_case import Forward, TrainingCase
+from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import is_count
-from lightning_memtools.simulation.fakes import copy_optimizer
-from lightning_memtools.simulation.trainer_stand_in import (
-    SilentLogger,
-    TrainerStandIn,
-    accepted_arguments,
-    attach,
-    configured_optimizers,
+from lightning_memtools.simulation.step_runner import (
+    Recipe,
+    StepRunner,
+    forward_of,
     has_step,
     is_lightning_module,
 )
 from lightning_memtools.state.state_snapshot import StateSnapshot
-
-_STAND_IN_LACKS = (
-    "which diagnose has no Trainer to answer for. Pass step=lambda model, batch: loss, or use TrainingDoctor."
-)
 
 
 def diagnose(
@@ -98,7 +92,8 @@ def diagnose(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice to a training that is not one
-            optimizers = _optimizers_of(model, optimizer)
+            steps_of = _StepsOf(model, step, _given(optimizer))
+            optimizers = steps_of.optimizers
             snapshot_of_state = StateSnapshot(optimizers)
             case = TrainingCase(
                 model=model,
@@ -106,7 +101,7 @@ def diagnose(
                 train_loader=dataloader,
                 evaluation_loaders=() if val_dataloader is None else (val_dataloader,),
                 n_train_batches=_length_of(dataloader),
-                forward=_forward(step, optimizers),
+                forward=step or forward_of(model, optimizers=optimizers),
                 device=next((p.device for p in model.parameters()), torch.device("cpu")),
                 precision=precision,
                 clip=clip,
@@ -118,7 +113,7 @@ def diagnose(
             )
             examination = Examination(case, names)
             try:
-                _examine(examination, step, val_dataloader, evaluate)
+                _examine(examination, steps_of, val_dataloader, evaluate)
             except Exception as error:  # noqa: BLE001, the user's own step may raise anything
                 examination.conclude()
                 examination.findings.append(_step_failed(error, model))
@@ -128,20 +123,13 @@ def diagnose(
     return examination.report()
 
 
-def _optimizers_of(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    if isinstance(optimizer, Optimizer):
-        return [optimizer]
-    if optimizer is not None:
-        return list(optimizer)
-    if not is_lightning_module(model):
-        return []
-    attach(model, TrainerStandIn(backward=_backward, logger=SilentLogger(), missing=_STAND_IN_LACKS))
-    return configured_optimizers(model)[0]
+def _given(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
 
 
 def _examine(
     examination: Examination,
-    step: Callable[[nn.Module, Any], Tensor] | None,
+    steps: _StepsOf,
     val_dataloader: Iterable[Any] | None,
     evaluate: Callable[[nn.Module, Any], Any] | None,
 ) -> None:
@@ -151,102 +139,91 @@ def _examine(
     if not model.training:
         model.train()
     examination.before_training()
-    runs = _LoopOfSteps(examination, step)
-    for index, batch in enumerate(_batches(case.train_loader, case.steps)):
-        runs.run(map_tensors(batch, lambda tensor: tensor.to(case.device)), index)
+    for batch in _batches(case.train_loader, case.steps):
+        steps.run(examination, batch)
     examination.conclude()
     if val_dataloader is None:
         return
+    batches = list(islice(val_dataloader, case.steps))
+    if evaluate is None and is_lightning_module(model) and has_step(model, "validation_step"):
+        steps.evaluate(examination, batches)
+        return
     modes = {module: module.training for module in model.modules()}
-    is_own = evaluate is None and is_lightning_module(model) and has_step(model, "validation_step")
-    if is_own:
-        model.eval()
-    for index, batch in enumerate(islice(val_dataloader, case.steps)):
+    for batch in batches:
         placed = map_tensors(batch, lambda tensor: tensor.to(case.device))
         examination.evaluation_batch_start()
-        outputs: Any = None
-        if evaluate is not None:
-            outputs = evaluate(model, placed)
-        elif is_own:
-            attach(
-                model, TrainerStandIn(backward=_backward, stage="val", logger=SilentLogger(), missing=_STAND_IN_LACKS)
-            )
-            function: Any = model.validation_step
-            with torch.no_grad():
-                outputs = function(*accepted_arguments(function, placed, index))
-        examination.evaluation_batch_end(outputs)
+        examination.evaluation_batch_end(None if evaluate is None else evaluate(model, placed))
     for module, mode in modes.items():
         module.training = mode
 
 
-class _LoopOfSteps:
-    """Runs real training steps as a Trainer does, and tells the examination of them."""
+class _StepsOf(Callback):
+    """Real training and evaluation steps of a model in Lightning's loops, of which an examination is told."""
 
-    def __init__(self, examination: Examination, step: Callable[[nn.Module, Any], Tensor] | None) -> None:
-        self._examination = examination
-        self._step = step
-        self._stand_in = TrainerStandIn(
-            backward=self._manual_backward,
-            optimizers=examination.case.optimizers,
-            step=self._manual_step,
-            logger=SilentLogger(),
-            missing=_STAND_IN_LACKS,
-        )
+    def __init__(
+        self, model: nn.Module, step: Callable[[nn.Module, Any], Tensor] | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._model = model
+        self._examination: Any = None
+        self._batches: list[Any] = []
+        self.optimizers: list[Optimizer] = []
+        self._runner = StepRunner(model, Recipe(), self, step=step, optimizers=optimizers, callbacks=[self])
 
-    def run(self, batch: Any, index: int) -> None:
-        """Run one step."""
-        examination, model = self._examination, self._examination.case.model
-        examination.batch_start(batch)
-        if self._step is not None:
-            loss: Any = self._step(model, batch)
-        else:
-            attach(model, self._stand_in)
-            function: Any = model.training_step
-            loss = function(*accepted_arguments(function, batch, index))
-        loss = loss.get("loss") if isinstance(loss, dict) else loss
-        if isinstance(loss, Tensor) and getattr(model, "automatic_optimization", True):
-            for optimizer in examination.case.optimizers:
-                optimizer.zero_grad()
-            if not examination.case.optimizers:
-                model.zero_grad()
-            self._manual_backward(loss)
-            del loss
-            for optimizer in examination.case.optimizers:
-                examination.before_optimizer_step(optimizer)
-                optimizer.step()
-        examination.batch_end(batch)
+    def run(self, examination: Examination, batch: Any) -> None:
+        """Run one training step."""
+        placed = map_tensors(batch, lambda tensor: tensor.to(examination.case.device))
+        examination.batch_start(placed)
+        self._examination, self._batches = examination, [placed]
+        self._runner.run_batch()
+        examination.batch_end(placed)
 
-    def _manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        # A node of its own, as Lightning makes by scaling: a graph that the user keeps begins below it.
+    def evaluate(self, examination: Examination, batches: list[Any]) -> None:
+        """Run the evaluation steps of these batches."""
+        self._examination, self._batches = examination, batches
+        StepRunner(self._model, Recipe(stage="val", steps=len(batches)), self, callbacks=[self]).run()
+
+    # --- called by the runner
+
+    def begin(self, phase: str, step: int | None = None) -> None:
+        """Do nothing."""
+
+    def next_batch(self) -> Any:
+        """Return the next batch."""
+        return self._batches.pop(0)
+
+    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """Return the batch on the model's device."""
+        del move
+        return map_tensors(batch, lambda tensor: tensor.to(self._examination.case.device))
+
+    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Keep the optimizers."""
+        self.optimizers = optimizers
+
+    # --- called by Lightning
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Tell of the loss."""
+        del trainer, pl_module
         self._examination.before_backward(loss)
-        loss.backward(*args, **kwargs)
+
+    def on_after_backward(self, *_: Any) -> None:
+        """Tell that gradients are there."""
         self._examination.after_backward()
 
-    def _manual_step(self, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+        """Tell of the optimizer."""
+        del trainer, pl_module
         self._examination.before_optimizer_step(optimizer)
-        optimizer.step()
 
+    def on_validation_batch_start(self, *_: Any, **_named: Any) -> None:
+        """Tell that an evaluation step begins."""
+        self._examination.evaluation_batch_start()
 
-def _forward(step: Callable[[nn.Module, Any], Tensor] | None, optimizers: Sequence[Optimizer]) -> Forward:
-    """Return the forward pass for trials."""
-    if step is not None:
-        return step
-
-    def forward(model: Any, batch: Any) -> Any:
-        stand_in = TrainerStandIn(
-            backward=_backward,
-            optimizers=[copy_optimizer(one, lambda _: None, with_state=False) for one in optimizers],
-            step=lambda _: None,
-            logger=SilentLogger(),
-            missing=_STAND_IN_LACKS,
-        )
-        attach(model, stand_in)
-        out = model.training_step(*accepted_arguments(model.training_step, batch, 0))
-        if not model.automatic_optimization:
-            return None
-        return out.get("loss") if isinstance(out, dict) else out
-
-    return forward
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **_named: Any) -> None:
+        """Tell of its outputs."""
+        del trainer, pl_module
+        self._examination.evaluation_batch_end(outputs)
 
 
 def _batches(loader: Iterable[Any], n: int) -> Iterator[Any]:
@@ -265,10 +242,6 @@ def _length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):  # a generator, or a loader of an iterable data set
         return None
-
-
-def _backward(loss: Any, *args: Any, **kwargs: Any) -> None:
-    loss.backward(*args, **kwargs)
 
 
 def _step_failed(error: Exception, model: nn.Module) -> Finding:

@@ -31,7 +31,7 @@ from lightning_memtools.memory.user_code import CodeLine, line_on_stack, owner_o
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange
 from lightning_memtools.simulation.simulated import simulated
-from lightning_memtools.simulation.step import batch_size_of, copy_of_batch
+from lightning_memtools.simulation.step_runner import batch_size_of, copy_of_batch
 
 # Losses whose two inputs are elementwise and broadcast. Those that refuse other shapes need no check.
 _ELEMENTWISE_LOSSES: dict[Any, str] = {
@@ -290,10 +290,12 @@ class _StepWatch(TorchFunctionMode):
 
     def _note_move(self) -> None:
         # The frames of this method and of __torch_function__ come first. Module.to, which moves in place, calls
-        # Tensor.to from a frame of torch's own.
-        frame: Any = inspect.currentframe()
-        caller = frame.f_back.f_back
-        if caller is None or owner_of(caller.f_code.co_filename) != "user":
+        # Tensor.to from a frame of torch's own. The variable must not go on holding this method's own frame: that cycle
+        # would keep the batch alive until Python's collector runs.
+        caller: Any = inspect.currentframe()
+        for _ in range(2):
+            caller = caller.f_back
+        if owner_of(caller.f_code.co_filename) != "user":
             return
         line = CodeLine(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name)
         if _throws_result_away(line):

@@ -13,7 +13,7 @@ import torch
 
 from lightning_memtools.memory.allocator import AllocationTrace
 from lightning_memtools.memory.nested_tensors import map_tensors
-from lightning_memtools.simulation.step import batch_size_of
+from lightning_memtools.simulation.step_runner import batch_size_of
 
 _MOST = 2**31
 _NEAREST = 3
@@ -177,11 +177,3 @@ def resized(batch: Any, size: int) -> Any:
         )
 
     return map_tensors(batch, resize)
-
-
-def first_rows(batch: Any, size: int) -> Any:
-    """Return the first samples of a batch, with their values."""
-    old = batch_size_of(batch)
-    return map_tensors(
-        batch, lambda tensor: tensor[:size].clone() if tensor.dim() and tensor.shape[0] == old else tensor
-    )

@@ -10,19 +10,26 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_memtools._torch import UnsupportedOperatorException
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.estimate.batch_sizes import resized
-from lightning_memtools.estimate.cpu_fallback import estimate_on_cpu, explain
 from lightning_memtools.estimate.memory_estimate import DeviceLimit, MemoryEstimate, cublas_workspace_of
 from lightning_memtools.estimate.trace_reading import read_estimate
 from lightning_memtools.memory.sizes import GpuShape, find_gpu, is_count
+from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cuda_run import trace_on_cuda
 from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
 from lightning_memtools.simulation.one_rank import RankSettings, StrategyName, configures_itself
-from lightning_memtools.simulation.step import STEP_NAMES, Precision, PrecisionName, Recipe, Stage
+from lightning_memtools.simulation.step_runner import (
+    STEP_NAMES,
+    PrecisionName,
+    Recipe,
+    Stage,
+    has_step,
+    is_lightning_module,
+)
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
-from lightning_memtools.simulation.trainer_stand_in import has_step, is_lightning_module
 
 _DDP_BUCKET_MB = 25
 _EAGER = "torch.compile is left out: these are the figures of the eager step."
@@ -90,13 +97,14 @@ def estimate_memory(
             ``python -m lightning_memtools.null_cuda`` any program. The estimate's ``engine`` says which one it was.
 
     Returns:
-        The prediction. A step that reads values cannot run on fake tensors: it runs on real CPU tensors at small batch
-        sizes instead, and ``notes`` says what was extrapolated.
+        The prediction. A step may read the values of the batch and of what follows from it alone. For other values
+        ``notes`` says what was assumed, and where: floats are finite, a mask selects everything, a number is 1.
 
     Raises:
         ValueError: An argument is out of range; the message says what is accepted.
         TypeError: The step returns no loss, or an argument has a wrong type.
-        RuntimeError: A VirtualDevice is active, or the steps cannot run on the wanted engine.
+        RuntimeError: A VirtualDevice is active, the steps cannot run on the wanted engine, or an operator has no kernel
+            for fake tensors.
     """
     given = dict(locals())
     check_types(estimate_memory, {name: given[name] for name in given.keys() - {"model", "step", "optimizer"}})
@@ -107,6 +115,7 @@ def estimate_memory(
         )
     _check_numbers(steps=steps, accumulate=accumulate, clip=clip, ddp_bucket_mb=ddp_bucket_mb)
     _check_model(model, step, stage=stage, device=device)
+    _check_precision(precision)
     _check_optimizer(optimizer)
     _check_ranks(strategy, devices, shard)
     is_sharded = strategy not in {None, "ddp"}
@@ -116,7 +125,7 @@ def estimate_memory(
         _check_training(unwrapped(model), step, optimizer, accumulate=accumulate, clip=clip)
     if capacity is not None:
         DeviceLimit.parse(capacity)
-    recipe = Recipe(stage=stage, precision=Precision.parse(precision), steps=steps, accumulate=accumulate, clip=clip)
+    recipe = Recipe(stage=stage, precision=precision, steps=steps, accumulate=accumulate, clip=clip)
     if ddp_bucket_mb is None and strategy == "ddp":
         ddp_bucket_mb = _DDP_BUCKET_MB
     ddp = BucketSettings.of(model)
@@ -137,7 +146,7 @@ def estimate_memory(
         raise ValueError(f"Unknown engine {engine!r}. Accepted are 'simulation' and 'cuda'.")
     if engine == "cuda" and device != "cuda":
         raise ValueError(f'engine="cuda" runs the operators of CUDA: leave device={device!r} out, or the engine.')
-    make = _estimate if engine == "simulation" and not is_sharded else _estimate_on_cuda
+    make = estimate_step if engine == "simulation" and not is_sharded else _estimate_on_cuda
     estimate = make(subject, batch, recipe, settings, capacity)
     is_compiled = any(type(part).__name__ == "OptimizedModule" for part in model.modules())
     return replace(estimate, notes=(*estimate.notes, _EAGER)) if is_compiled else estimate
@@ -155,20 +164,31 @@ def _ranks(
     return RankSettings(strategy=strategy, devices=max(2, devices), shard=shard, buckets=ddp)
 
 
-def _estimate(
+def estimate_step(
     subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings, capacity: str | None
 ) -> MemoryEstimate:
+    """Estimate steps on fake tensors; see `estimate_memory`.
+
+    Raises:
+        RuntimeError: An operator has no kernel for fake tensors.
+        Exception: Whatever the step raises.
+    """
+
     def retrace(size: int) -> MemoryEstimate:
-        return _estimate(subject, resized(batch, size), recipe, settings, capacity)
+        return estimate_step(subject, resized(batch, size), recipe, settings, capacity)
 
     try:
         traced = trace(subject, batch, recipe, settings)
-    except Exception as error:
-        obstacle = explain(error)
-        if obstacle is None:
+    except (UnsupportedOperatorException, NotImplementedError, RuntimeError) as error:
+        if not isinstance(error, UnsupportedOperatorException) and "no fake impl" not in str(error):
             raise
-        return estimate_on_cpu(subject, batch, recipe, settings, obstacle, capacity=capacity)
-    notes = () if subject.ranks is None else (f"One of {subject.ranks.devices} ranks under DDP.",)
+        raise RuntimeError(
+            f"{str(error).splitlines()[0]} At {user_line_of(error) or 'an unknown line'}, an operator has no kernel "
+            'for tensors without values. Register one with torch.library.register_fake, or use engine="cuda".'
+        ) from error
+    notes = traced.notes
+    if subject.ranks is not None:
+        notes = (f"One of {subject.ranks.devices} ranks under DDP.", *notes)
     model = unwrapped(subject.model)
     return read_estimate(traced, model, batch, settings, capacity=capacity, retrace=retrace, notes=notes)
 
@@ -287,6 +307,17 @@ def _check_model(model: object, step: object, *, stage: str, device: str) -> Non
     name = STEP_NAMES[stage]
     if not has_step(inner, name):
         raise ValueError(f"{type(inner).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")
+
+
+def _check_precision(precision: object) -> None:
+    """Refuse precisions that are not known.
+
+    Raises:
+        ValueError: The precision is unknown.
+    """
+    if precision not in get_args(PrecisionName):
+        accepted = ", ".join(map(repr, get_args(PrecisionName)))
+        raise ValueError(f"Unknown precision {precision!r}. Accepted are {accepted}.")
 
 
 def _check_optimizer(optimizer: object) -> None:

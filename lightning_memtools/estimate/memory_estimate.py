@@ -1,4 +1,4 @@
-"""The result of an estimate: the peak and its composition, what fits, tables, picture and snapshot."""
+"""The result of an estimate: the peak and its composition, what fits, tables and snapshot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
-from lightning_memtools.estimate.memory_timeline import MemoryTimeline, draw
+from lightning_memtools.estimate.memory_timeline import MemoryTimeline
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
 from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, known_gpus, parse_capacity
 from lightning_memtools.reporting.notebooks import shown_as
@@ -107,12 +107,12 @@ class MemoryEstimate:
     convolution_workspaces: int = 0
     engine: str = "simulation"
     _simulation: CachingAllocator = field(repr=False)
-    _trace: AllocationTrace | None = field(repr=False)
+    _trace: AllocationTrace = field(repr=False)
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
 
     @property
-    def trace(self) -> AllocationTrace | None:
-        """All requests of the steps to the allocator; None where the estimate is extrapolated."""
+    def trace(self) -> AllocationTrace:
+        """All requests of the steps to the allocator."""
         return self._trace
 
     @property
@@ -133,8 +133,6 @@ class MemoryEstimate:
         # Steps that never ask the device for more than is left need no replay.
         if self.peak_reserved <= limit.usable:
             return True
-        if self._trace is None:
-            return False
         return replay(self._trace, capacity=limit.usable).completed
 
     def shortfall(self, capacity: str) -> int:
@@ -175,22 +173,8 @@ class MemoryEstimate:
         return [(gpu.name, self.fits(gpu.name)) for gpu in gpus]
 
     def as_snapshot(self, path: str | Path) -> None:
-        """Write a memory snapshot for https://pytorch.org/memory_viz, as torch.cuda.memory._dump_snapshot does.
-
-        Raises:
-            ValueError: The estimate is extrapolated, so it has no history.
-        """
-        if self._trace is None:
-            raise ValueError("An extrapolated estimate has no history of allocations to write as a snapshot.")
+        """Write a memory snapshot for https://pytorch.org/memory_viz, as torch.cuda.memory._dump_snapshot does."""
         save_snapshot(self._simulation, path)
-
-    def as_svg(self) -> str:
-        """Return a picture of memory over the steps as SVG: stacked by category, with the peak marked."""
-        return draw(self.timeline, title=f"Estimated memory ({self.device}, {self._made_by})", peak=str(self.peak_at))
-
-    def save_picture(self, path: str | Path) -> None:
-        """Write `as_svg` to a file."""
-        Path(path).write_text(self.as_svg(), encoding="utf-8")
 
     def summary_table(self) -> Table:
         """Return the figures, one per row."""

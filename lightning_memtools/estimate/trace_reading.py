@@ -12,7 +12,7 @@ from lightning_memtools.estimate.memory_timeline import MemoryTimeline, part_of,
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.simulation.recording import Allocation, AllocationRecorder
-from lightning_memtools.simulation.step import batch_size_of
+from lightning_memtools.simulation.step_runner import batch_size_of
 from lightning_memtools.simulation.tracer import SimulationSettings, Traced
 
 
@@ -31,6 +31,7 @@ def read_estimate(
     timeline = timeline_of(recorder)
     stats = traced.device.stats()
     assert stats.peak_allocated is not None
+    assert traced.device.trace is not None
     assert stats.peak_reserved is not None
     return MemoryEstimate(
         peak_allocated=stats.peak_allocated,

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
 from lightning_memtools.memory.allocator.trace_replay import replay
+from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.peaks import MemoryPoint
 from lightning_memtools.memory.sizes import format_size
 
@@ -31,14 +32,11 @@ class EarlyWarnings:
         self._retries = retries
         self._snapshot = snapshot
         self._pieces: list[int] = []
-        self._said: set[str] = set()
+        self._is_new = FirstTime()
 
     def look(self, point: MemoryPoint) -> list[str]:
         """Return the new warnings at a point."""
-        found = dict(self._findings(point))
-        new = [text for name, text in found.items() if name not in self._said]
-        self._said |= set(found)
-        return new
+        return [text for name, text in self._findings(point) if self._is_new(name)]
 
     def leave_out(self, retries: int) -> None:
         """Leave retries out that were no part of the run."""
@@ -47,7 +45,7 @@ class EarlyWarnings:
     def _findings(self, point: MemoryPoint) -> Iterator[tuple[str, str]]:
         stats = point.stats
         n_retries = (stats.alloc_retries or 0) - self._retries
-        if n_retries > 0 and "retries" not in self._said:
+        if n_retries > 0 and "retries" not in self._is_new.said:
             text = (
                 f"Allocation retries have begun ({n_retries}): the device was full, and the allocator waited for it "
                 "and gave its cache back to serve a request. That slows a step down, and the next request may fail. "
@@ -63,7 +61,7 @@ class EarlyWarnings:
         pieces = stats.inactive_split or 0
         self._pieces = [*self._pieces, pieces] if self._pieces and pieces > self._pieces[-1] else [pieces]
         least = _FRAGMENTED * (stats.capacity or sys.maxsize)
-        if len(self._pieces) > _RISES and pieces > least and "fragmentation" not in self._said:
+        if len(self._pieces) > _RISES and pieces > least and "fragmentation" not in self._is_new.said:
             text = (
                 f"Fragmentation grows: {format_size(self._pieces[0])} of reserved memory lay free in pieces "
                 f"{len(self._pieces) - 1} points ago, {format_size(pieces)} do now. No large request can use them. "

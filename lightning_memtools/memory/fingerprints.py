@@ -12,7 +12,7 @@ _STEP = -0x61C8864680B583EB  # odd, so that no earlier chunk is multiplied away
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Returns a number that differs, for practical purposes, if any bit or the order of the elements differs.
+    """Return a number that differs, for practical purposes, if any bit or the order of the elements differs.
 
     A sum modulo 2^64 of 8 bytes each times a fixed random odd number (multilinear hashing, Carter and Wegman 1979): one
     element that differs always changes it. `torch.hash_tensor` would be the same for elements in another order, and for
@@ -47,6 +47,6 @@ def _hash(bits: Tensor) -> Tensor:
 
 
 def _weights(n: int, device: torch.device) -> Tensor:
-    """Returns odd numbers, the same in every call; this draws from no stream of the user's."""
+    """Return odd numbers, the same in every call; this draws from no stream of the user's."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**62), 2**62, (n,), generator=generator).mul_(2).add_(1).to(device)

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 
+from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.memory.shared_memory import container_use, shared_memory_use
 from lightning_memtools.memory.sizes import MIB, format_size, to_gib
 
@@ -158,7 +159,7 @@ class HostWatch:
         self._first: dict[int, int] = {}  # the unique memory of each worker when it was first seen
         self._grown: list[int] = []  # how much the workers had grown, each time that it was more
         self._highest: dict[int, int] = {}  # epoch to the highest total
-        self._said: set[str] = set()
+        self._is_new = FirstTime()
 
     def look(self, *, epoch: int | None = None, datasets: Iterable[Any] = ()) -> tuple[HostMemory | None, list[str]]:
         """Return the figures, unless it is too early to look again, and new warnings.
@@ -171,9 +172,7 @@ class HostWatch:
         if began < self._next_s:
             return None, []
         now = self._read()
-        found = dict(self._findings(now, epoch, datasets))
-        warnings = [text for name, text in found.items() if name not in self._said]
-        self._said |= set(found)
+        warnings = [text for name, text in self._findings(now, epoch, datasets) if self._is_new(name)]
         ended = time.perf_counter()
         self._next_s = ended + (ended - began) / self._share
         return now, warnings

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Returns the samples per batch; None where the loader does not say."""
+    """Return the samples per batch; None where the loader does not say."""
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -16,7 +16,7 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 def n_samples_of(loader: Any) -> int | None:
-    """Returns the samples per epoch on this rank; None if unknown, as for an iterable data set."""
+    """Return the samples per epoch on this rank; None if unknown, as for an iterable data set."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -27,5 +27,5 @@ def n_samples_of(loader: Any) -> int | None:
 
 
 def drops_last(loader: Any) -> bool:
-    """Returns True if the loader leaves out an incomplete last batch."""
+    """Return True if the loader leaves out an incomplete last batch."""
     return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))

@@ -1,4 +1,4 @@
-"""The tensors in nested containers, such as the batches that users build: find them all, or replace them all."""
+"""The tensors in batches, other nested containers and modules: finds them all, names them, or replaces them all."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
             yield one
         else:
             stack.extend(reversed(tuple(_visited(_contents(one)))))
+
+
+def bytes_in(thing: Any) -> int:
+    """Return the bytes of all tensors in a nesting, as many as their elements take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(thing))
+
+
+def batch_size_in(batch: Any) -> int | None:
+    """Return the size of the first dimension of the first tensor that has one; None where no tensor has."""
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)
 
 
 def _contents(thing: Any) -> Collection[Any]:
@@ -153,3 +163,30 @@ def map_tensors(thing: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # no
         # Of the copy: its parts may refer to it.
         object.__setattr__(new, name, map_tensors(getattr(new, name), change))
     return new
+
+
+# Added to the names by torch.compile and older wrappers.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the wrappers around its module."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:
+    """Return the name of each parameter; one that the model does not hold is named by its position."""
+    known = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    return [known.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)]
+
+
+def tensors_in_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a module and its parts keep in plain attributes, neither parameter nor buffer."""
+    of_every_module = vars(torch.nn.Module())
+    for name, part in model.named_modules():
+        prefix = f"{plain_name(name)}." if name else ""
+        for key, value in vars(part).items():
+            if key not in of_every_module and not key.startswith("_"):
+                yield from named_tensors(value, f"{prefix}{key}")

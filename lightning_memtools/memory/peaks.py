@@ -57,7 +57,7 @@ class PeakWindow:
         self.allocated = self.reserved = self.composition = None
 
     def close(self) -> None:
-        """Stop watching, without reading the device again. Closing twice does no harm."""
+        """Stop watching, without reading the device again. Idempotent."""
         self._counter.running.discard(self)
 
 
@@ -214,7 +214,7 @@ class StageWatch:
         return point
 
     def close(self) -> None:
-        """Stop watching. Peaks since the last point still count in `peaks`. Closing twice does no harm."""
+        """Stop watching. Peaks since the last point still count in `peaks`. Idempotent."""
         if self._running:
             self.point(self._running[-1])
         self._running.clear()
@@ -266,7 +266,7 @@ class PhaseWatch:
         return peaks
 
     def close(self) -> None:
-        """Stop watching. Closing twice does no harm."""
+        """Stop watching. Idempotent."""
         self._running = None
         for hook in self._hooks:
             hook.remove()

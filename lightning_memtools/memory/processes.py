@@ -1,4 +1,4 @@
-"""The other processes that use a GPU, as `nvidia-smi` lists them (through NVML), or under ROCm `amd-smi`."""
+"""The other processes that use a GPU, as `nvidia-smi` lists them (through NVML)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def in_words(processes: Sequence[GpuProcess] | str) -> str:
 
 def other_gpu_processes(index: int) -> list[GpuProcess] | str:
     """Return the other processes on CUDA device `index`, largest first, or the reason why they are not known."""
+    if torch.version.hip is not None:
+        return "not known under ROCm"
     try:
-        found = _through_nvml(index) if torch.version.hip is None else _through_amdsmi(index)
+        found = _through_nvml(index)
     except _NotKnownError as error:
         return f"not known: {error}"
     except Exception as error:  # noqa: BLE001, a driver's library may raise anything, and this is only one line of a report
@@ -72,29 +74,6 @@ def _through_nvml(index: int) -> list[GpuProcess]:
     except pynvml.NVMLError as error:
         raise _NotKnownError(str(error)) from None
     return [GpuProcess(process.pid, _name(process.pid), process.usedGpuMemory) for process in running]
-
-
-def _through_amdsmi(index: int) -> list[GpuProcess]:
-    try:
-        import amdsmi  # noqa: PLC0415, comes with ROCm
-    except ImportError:
-        raise _NotKnownError("the package amdsmi, which comes with ROCm, is not installed") from None
-    try:
-        amdsmi.amdsmi_init()
-        try:
-            handle = amdsmi.amdsmi_get_processor_handles()[_physical_index(index)]
-            running = amdsmi.amdsmi_get_gpu_process_list(handle)
-        finally:
-            amdsmi.amdsmi_shut_down()
-    except amdsmi.AmdSmiException as error:
-        raise _NotKnownError(str(error)) from None
-    return [GpuProcess(process["pid"], process["name"], process["memory_usage"]["vram_mem"]) for process in running]
-
-
-def _physical_index(index: int) -> int:
-    """Return the index among all GPUs of the machine, which amdsmi uses, of the GPU with this index in the process."""
-    visible = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
-    return index if not visible else int(visible.split(",")[index])
 
 
 def _name(pid: int) -> str:

@@ -17,7 +17,7 @@ def are_objects_frozen() -> bool:
 
 @contextlib.contextmanager
 def quick_collections() -> Iterator[None]:
-    """Within, garbage collection takes milliseconds, since it skips the objects that exist already.
+    """Have garbage collection skip the objects that exist already, so that it takes milliseconds.
 
     A full collection over the objects of torch and Lightning takes a quarter of a second, and what makes many objects
     at once, such as a traced step, causes one every few steps. Reference cycles that exist already are collected

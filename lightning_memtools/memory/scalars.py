@@ -28,7 +28,8 @@ def _fragmentation_pct(point: MemoryPoint, _: MemoryStats) -> float | None:
     return 100 * point.stats.inactive_split / max(point.stats.reserved, 1)
 
 
-def _count_since(count: int | None, before: int | None) -> int | None:
+def count_since(count: int | None, before: int | None) -> int | None:
+    """Return how many events came after the first of two counts; None where they are not counted."""
     return None if count is None else count - (before or 0)
 
 
@@ -42,8 +43,8 @@ _DEVICE_FIGURES: Mapping[str, Callable[[MemoryPoint, MemoryStats], float | None]
     "memory/{stage}/fragmentation_pct": _fragmentation_pct,
     "memory/capacity_gib": lambda point, _: _gib(point.stats.capacity),
     "memory/device_used_gib": lambda point, _: _gib(point.stats.device_used),
-    "memory/alloc_retries": lambda point, since: _count_since(point.stats.alloc_retries, since.alloc_retries),
-    "memory/ooms": lambda point, since: _count_since(point.stats.ooms, since.ooms),
+    "memory/alloc_retries": lambda point, since: count_since(point.stats.alloc_retries, since.alloc_retries),
+    "memory/ooms": lambda point, since: count_since(point.stats.ooms, since.ooms),
 }
 
 

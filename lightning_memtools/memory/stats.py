@@ -39,6 +39,11 @@ class MemoryStats:
     capacity: int | None = None
     device_used: int | None = None
 
+    @property
+    def used_by_others(self) -> int:
+        """Bytes of the device that are held outside of this process's allocator; 0 where this is not known."""
+        return max((self.device_used or 0) - (self.reserved or 0), 0)
+
 
 class MemoryReader(Protocol):
     """A device whose memory can be read: an accelerator, the host, or a simulated device."""

@@ -84,7 +84,7 @@ class StepSnapshot:
         return snapshot
 
     def stop(self) -> None:
-        """Stop recording, and remove what was added to the model. Stopping twice does no harm."""
+        """Stop recording, and remove what was added to the model. Idempotent."""
         self._recording.stop()
         if self._labels is not None:
             self._labels.remove()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,17 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_memtools.nonfinite.finite_checks import BadTensor, GradientTraces
 from lightning_memtools.nonfinite.micro_batches import BadInput, MicroBatch
-from lightning_memtools.nonfinite.update_veto import StateKeys
+from lightning_memtools.state.update_start import UpdateStart
 
 UPDATE_OVERFLOWED = "the update itself overflowed"
 """Says in `BadStep.update` that neither a setting nor a hook is to blame, but the size of the update."""
-
-
-class UndoesUpdate(Protocol):
-    """Copies from before an update."""
-
-    def restore(self) -> None:
-        """Undo the update."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +29,9 @@ class GuardedStep:
         micro: Its micro-batches, oldest first.
         optimizer: The optimizer that makes the update, once that is known.
         parameters: The parameters with a gradient.
-        keys: The keys of the optimizer's state before the update.
-        settings: The optimizer's learning rates and other settings at the update.
+        start: What its update began with; only where the step is decided late.
         written: The parameters and attributes that its forward passes wrote, and that cannot be restored.
-        copies: Undo its update, once it was made; None where no copies are kept.
+        copies: The same with copies, to undo the update; None where none are kept.
         traces: The gradients, for as long as they exist; only where the step is decided late.
     """
 
@@ -50,10 +40,9 @@ class GuardedStep:
     micro: list[MicroBatch] = field(default_factory=list)
     optimizer: Optimizer | None = None
     parameters: Sequence[Tensor] = ()
-    keys: StateKeys | None = None
-    settings: list[dict[str, Any]] | None = None
+    start: UpdateStart | None = None
     written: tuple[str, ...] = ()
-    copies: UndoesUpdate | None = None
+    copies: UpdateStart | None = None
     traces: GradientTraces | None = None
 
     def losses(self) -> list[Tensor]:
@@ -140,9 +129,6 @@ class Evidence:
     is_lost: bool = False
 
 
-LENGTH = 20
-
-
 @dataclass(frozen=True, slots=True)
 class PastStep:
     """A step in the history.
@@ -156,21 +142,6 @@ class PastStep:
     step: int
     loss: float
     norm: float
-
-
-class StepHistory(deque[PastStep]):
-    """The last 20 steps, oldest first."""
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=LENGTH)
-
-    def losses(self) -> list[float]:
-        """Return the losses of the steps."""
-        return [past.loss for past in self]
-
-    def norms(self) -> list[float]:
-        """Return the gradient norms of the steps."""
-        return [past.norm for past in self]
 
 
 def growth(values: Sequence[float]) -> float | None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import takes_scaled_gradients
+from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
-from lightning_memtools.nonfinite.capsule.capsule_file import Capsule, write_capsule
 from lightning_memtools.nonfinite.cause.explain import explain
 from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
 from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
@@ -30,7 +31,10 @@ from lightning_memtools.nonfinite.step_outcome import (
     mismatches,
 )
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
-from lightning_memtools.nonfinite.tensor_names import names_of
+from lightning_memtools.state.capsule.capsule_file import write_capsule
+from lightning_memtools.state.capsule.environment import machine_now, origin_now, switches_now
+from lightning_memtools.state.capsule.plain_values import to_plain
+from lightning_memtools.state.capsule.saved_module import saved_module, saved_random, saved_start, saved_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +144,7 @@ class BadStepRerun:
             return RankFindings(rank, None, "not sought: the batch was no longer held")
         try:
             # The first rerun changes more of it.
-            changed, unchanged = ([], []) if self._outside is None else self._outside.changed(self._restored)
+            changed = [] if self._outside is None else self._outside.changed(self._restored)
             with self._step_rerun() as rerun:
                 before = _norms_by_name(self._run.module)
                 plain = rerun.run()
@@ -152,9 +156,7 @@ class BadStepRerun:
                     return RankFindings(
                         rank, None, "not asked for (explain=False)", self._again(), self._is_bad, self._written
                     )
-                known = replace(
-                    self._known, doubts=self._doubts, changed=changed, unchanged=unchanged, restored=self._restored
-                )
+                known = replace(self._known, doubts=self._doubts, changed=changed)
                 self._explanation = explain(rerun, plain, known)
         except CannotRerunError as error:
             if not self._has_run:
@@ -173,29 +175,59 @@ class BadStepRerun:
 
     def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> CapsuleNote:
         """Write the capsule."""
-        explanation = self._explanation
-        capsule = Capsule(
-            step=self._evidence.step,
-            module=self._run.module,
-            micro=self._micro,
-            conditions=self._conditions,
-            optimizers=self._run.optimizers,
-            scaler={} if self._run.scaler is None else self._run.scaler.state_dict(),
-            parameters=names_of(self._run.module, self._bad_step.step.parameters),
-            losses=self._bad_step.losses,
-            digests=self._digests,
-            digests_of=self._digests_of,
-            doubts=self._doubts,
-            about=about,
-            values=self._values,
-            explanation=None if explanation is None else {**asdict(explanation), "cause": explanation.cause.value},
-        )
+        left_out, lacks = list[str](), list[str]()
+        saved = self._contents(left_out, lacks)
+        about |= {"losses": list(map(repr, self._bad_step.losses)), "class": saved["module"]["class"]}
+        about |= {"machine": saved["machine"], "needs": saved["module"]["needs"], "doubts": self._doubts}
+        left_out += lacks
         try:
-            written = write_capsule(capsule, path, max_bytes)
+            write_capsule(saved, path, max_bytes, about, left_out)
         except Exception as error:  # noqa: BLE001, see the class
             return CapsuleNote(note=f"could not be written: {type(error).__name__}: {error}")
-        note = f"without {', '.join(written.left_out)}" if written.left_out else ""
-        return CapsuleNote(path, note, "; ".join(written.needs), ", ".join(written.lacks))
+        note = f"without {', '.join(left_out)}" if left_out else ""
+        return CapsuleNote(path, note, "; ".join(saved["module"]["needs"]), ", ".join(lacks))
+
+    def _contents(self, left_out: list[str], lacks: list[str]) -> dict[str, Any]:
+        """Return the step as plain values.
+
+        Args:
+            left_out: Gets the names of what they do not hold.
+            lacks: Gets those of it that are a batch or belong to one.
+        """
+        run, module, explanation = self._run, self._run.module, self._explanation
+        held = [each for each in self._micro if each.batch is not None]
+        if not held:
+            lacks.append("the batch, which was no longer held")
+        explained = None if explanation is None else {**asdict(explanation), "cause": explanation.cause.value}
+        return {
+            "step": self._evidence.step,
+            "conditions": {**asdict(self._conditions), "trainer": dict(self._conditions.trainer)},
+            "machine": machine_now(str(next((p.device for p in module.parameters()), torch.device("cpu")))),
+            "switches": switches_now(),
+            "origin": origin_now(),
+            "module": saved_module(module, left_out),
+            "weights": saved_weights(module),
+            "micro": [
+                {
+                    "index": each.index,
+                    "batch": to_plain(each.batch, lacks, "batch"),
+                    "start": saved_start(each.start),
+                    "steps_before": each.steps_before,
+                    "resumed": saved_start(each.resumed) if each.steps_before else None,
+                    "fetched": [[one.index, one.loader_index, saved_random(one.random)] for one in each.fetched or ()],
+                }
+                for each in held
+            ],
+            "optimizers": [to_plain(each.state_dict(), [], "optimizer") for each in run.optimizers],
+            "scaler": {} if run.scaler is None else run.scaler.state_dict(),
+            "parameters": names_of(module, self._bad_step.step.parameters),
+            "losses": list(self._bad_step.losses),
+            "digests": self._digests,
+            "digests_of": self._digests_of,
+            "doubts": self._doubts,
+            "values": None if self._values is None else list(map(list, astuple(self._values))),
+            "explanation": to_plain(explained, [], ""),
+        }
 
     def _step_rerun(self) -> StepRerun:
         device = VirtualDevice.current()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FunctionType
@@ -36,8 +36,6 @@ class KnownOfStep:
         scaler: Says what the gradient scaler did, where that is the reason.
         doubts: The reasons why a rerun may differ from the step, one sentence each.
         changed: The names of state that a rerun cannot put back, and that is not as it was when training began.
-        unchanged: Tensors besides weights, buffers and batch that are as they were then.
-        restored: The names of parameters and attributes that forward passes write, and that were put back.
     """
 
     grown: str = ""
@@ -46,8 +44,6 @@ class KnownOfStep:
     scaler: str = ""
     doubts: Sequence[str] = ()
     changed: Sequence[str] = ()
-    unchanged: Sequence[Tensor] = ()
-    restored: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +106,16 @@ ADVICE = {
     "update": "look at the code or setting that is named; the gradients were finite when backward ended.",
     "not reproducible, changed": "look at these first: the value that made the step bad may have come from one of "
     "them. Make it a buffer or part of the batch, so that it is saved and restored.",
-    "not reproducible": "suspect the hardware (memory, overclocking, a failing GPU: run its diagnostics) or kernels "
-    "that are not deterministic; go on from the last good checkpoint, on another device if it happens again.",
+    "not reproducible": "nothing that the step reads is known to have changed: suspect kernels that are not "
+    "deterministic, values written through .data, or the hardware (memory, overclocking, a failing GPU: run its "
+    "diagnostics); go on from the last good checkpoint, on another device if it happens again.",
 }
+
+
+def rates_as_text(rates: Sequence[float]) -> str:
+    """Return learning rates as text, each once."""
+    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) or "not known"
+
 
 _ABOVE_0 = "keep the input of {name} above 0"
 

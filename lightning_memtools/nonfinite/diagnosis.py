@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
+from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.nonfinite.bad_step import UPDATE_OVERFLOWED, BadStep, Evidence, PastStep, growth
-from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause
+from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
 from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
 from lightning_memtools.nonfinite.micro_batches import bad_inputs
-from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.reporting.phrases import first_of
 
 
@@ -134,7 +134,7 @@ def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past
             UPDATE_OVERFLOWED in evidence.update,
         )
         if overflows:
-            advice = f"{ADVICE['exploding, inferred'].format(rates=_rates(evidence))} {advice}"
+            advice = f"{ADVICE['exploding, inferred'].format(rates=rates_as_text(evidence.learning_rates))} {advice}"
         cause = NonFiniteCause.EXPLODING if overflows else NonFiniteCause.UPDATE
         return Diagnosis(cause, because, advice, evidence.rank)
     if dirty:
@@ -156,7 +156,7 @@ def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past
         return Diagnosis(
             NonFiniteCause.EXPLODING,
             f"{grown}.{also}",
-            ADVICE["exploding, inferred"].format(rates=_rates(evidence)),
+            ADVICE["exploding, inferred"].format(rates=rates_as_text(evidence.learning_rates)),
             rank,
         )
     if evidence.float16:
@@ -207,10 +207,6 @@ def _calm(history: Sequence[PastStep]) -> str:
     if not before:
         return "this was the first step"
     return "neither loss nor gradient norm had grown before" if len(before) > 1 else "there was one good step before"
-
-
-def _rates(evidence: Evidence) -> str:
-    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(evidence.learning_rates)) or "not known"
 
 
 def _unseen(evidence: Evidence) -> str:

@@ -5,16 +5,81 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_memtools.memory.nested_tensors import named_tensors
 from lightning_memtools.nonfinite.bad_step import PastStep
 from lightning_memtools.nonfinite.diagnosis import bad_state
-from lightning_memtools.nonfinite.evaluation_outputs import OutputWatch, bad_metrics, is_loss
-from lightning_memtools.nonfinite.halt_report import evaluation_finding
+from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
+from lightning_memtools.nonfinite.halt_report import BadOutput, evaluation_error
 from lightning_memtools.nonfinite.halt_session import HaltActions
 from lightning_memtools.nonfinite.nonfinite_error import HaltStage
+from lightning_memtools.reporting.loss_names import likely_losses
 from lightning_memtools.reporting.ranks import RankGather
+
+_NEVER = 2**31 - 1
+
+
+class OutputWatch:
+    """Remembers, on the device, which outputs were bad and in which batch each became bad.
+
+    A single number must be finite. A larger tensor must hold no NaN; infinities are accepted, because logits are
+    rightly masked with -inf.
+
+    Args:
+        only_losses: Whether only losses are looked at: a single number that the step returns, and entries whose names
+            say that they are losses.
+    """
+
+    def __init__(self, *, only_losses: bool = False) -> None:
+        self._only_losses = only_losses
+        self._first: dict[str, Tensor] = {}
+        self._places: list[str] = []
+        self._n_batches = 0
+
+    @torch.no_grad()
+    def check(self, outputs: Any, place: str = "") -> None:
+        """Check a batch's outputs. Does not wait for the device. `place`: the batch within its data loader."""
+        if self._only_losses:
+            outputs = _losses_in(outputs)
+        self._places.append(place)
+        named = [
+            (name, floats)
+            for name, tensor in named_tensors(outputs, "outputs")
+            if (floats := floats_of(tensor)) is not None
+        ]
+        for (name, floats), norm in zip(named, norms_of([floats for _, floats in named]), strict=True):
+            bad = ~torch.isfinite(floats).all() if floats.numel() == 1 else torch.isnan(norm)
+            here = torch.where(bad, self._n_batches, _NEVER)
+            before = self._first.get(name)
+            self._first[name] = here if before is None else torch.minimum(before, here.to(before.device))
+        self._n_batches += 1
+
+    def bad_outputs(self) -> list[BadOutput]:
+        """Return the bad outputs. Waits for the device, once per output of the evaluation step."""
+        first = {name: int(batch) for name, batch in self._first.items()}
+        return [BadOutput(name, batch, None, self._places[batch]) for name, batch in first.items() if batch != _NEVER]
+
+
+def is_loss(name: str) -> bool:
+    """Return whether a name says that its value is a loss. Other metrics may rightly be NaN or Inf."""
+    return bool(likely_losses([name]))
+
+
+def _losses_in(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs if not outputs.is_nested and outputs.numel() == 1 else None
+    if isinstance(outputs, Mapping):
+        return {key: value for key, value in outputs.items() if isinstance(value, Tensor) and is_loss(str(key))}
+    return None
+
+
+def bad_metrics(metrics: Mapping[str, Tensor]) -> list[BadOutput]:
+    """Return the metrics that are NaN or Inf. Waits for the device."""
+    values = {name: float(value) for name, value in metrics.items() if value.numel() == 1 and not value.is_complex()}
+    return [BadOutput(name, None, value) for name, value in values.items() if not torch.isfinite(torch.tensor(value))]
 
 
 class EvaluationGuard:
@@ -65,8 +130,10 @@ class EvaluationGuard:
         self._note({name: text for _, theirs in gathered for name, text in theirs.items()}, step)
         everyone = [theirs for theirs, _ in gathered]
         if any(everyone):
-            finding = evaluation_finding(everyone, stage=stage, step=step, weights=bad_state(module))
-            raise self._actions.report(finding, history)
+            weights = bad_state(module)
+            raise self._actions.report(
+                evaluation_error(everyone, stage=stage, step=step, weights=weights, history=history)
+            )
 
     def _note(self, bad: Mapping[str, str], step: int) -> None:
         """Name metrics in a report, each the first time. Collective."""

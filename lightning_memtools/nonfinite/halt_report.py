@@ -10,13 +10,34 @@ from shlex import quote
 from typing import Any
 
 from lightning_memtools.nonfinite.bad_step import Evidence, PastStep, growth
-from lightning_memtools.nonfinite.causes import Explanation, NonFiniteCause
+from lightning_memtools.nonfinite.causes import Explanation, NonFiniteCause, rates_as_text
 from lightning_memtools.nonfinite.diagnosis import Diagnosis
-from lightning_memtools.nonfinite.evaluation_outputs import BadOutput
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.nonfinite_error import HaltStage, NonFiniteError
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
+
+
+@dataclass(frozen=True, slots=True)
+class BadOutput:
+    """An output or metric of an evaluation run that is NaN or Inf.
+
+    Attributes:
+        name: The place in the outputs, such as ``outputs["loss"]``, or the metric's name.
+        batch: The first batch where it was bad, counted over all loaders of the run; None for a metric.
+        value: The metric's value; None for an output.
+        place: The batch within its data loader, where there are several; else empty.
+    """
+
+    name: str
+    batch: int | None
+    value: float | None
+    place: str = ""
+
+    def __str__(self) -> str:
+        if self.batch is None:
+            return f"metric {self.name} = {self.value}"
+        return f"{self.name} from batch {self.batch} on{f' ({self.place})' if self.place else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +172,7 @@ class HaltReport:
             ("Bad gradients", named(culprit.gradients, "none") + _carried(culprit)),
             ("Bad weights before the step", named(culprit.parameters, "none")),
             ("Bad inputs", "; ".join(map(str, culprit.inputs)) or f"none{_unseen(culprit)}"),
-            ("Learning rate", ", ".join(f"{rate:g}" for rate in dict.fromkeys(culprit.learning_rates)) or "not known"),
+            ("Learning rate", rates_as_text(culprit.learning_rates)),
             ("Gradient norm", _trend([past.norm for past in self.history])),
             ("Last losses", series([past.loss for past in self.history])),
             ("Last gradient norms", series([past.norm for past in self.history])),
@@ -200,10 +221,12 @@ class HaltReport:
     def _next(self) -> str:
         if self.capsule.path is None:
             return self.diagnosis.advice
-        if self.capsule.lacks.startswith(("batch (", "the batch")):
+        if self.capsule.lacks.startswith("the batch"):
+            return f"{self.diagnosis.advice} The capsule cannot replay the step, because it lacks {self.capsule.lacks}."
+        if self.capsule.lacks.startswith("batch ("):
             return (
-                f"{self.diagnosis.advice} The capsule cannot replay the step, because it lacks {self.capsule.lacks}: a "
-                "file holds tensors, numbers, texts, containers of these and objects that keep them as attributes."
+                f"{self.diagnosis.advice} The capsule lacks {self.capsule.lacks}; run the step again with a function "
+                f"that returns it: replay({str(self.capsule.path)!r}, batch=my_function)."
             )
         needs = f" ({self.capsule.needs})" if self.capsule.needs else ""
         if self.capsule.lacks:
@@ -225,11 +248,9 @@ class HaltReport:
             step=culprit.step,
             batch_idx=self.batch_idx,
             rank=self.diagnosis.rank,
-            stage="train",
             cause=self.diagnosis.cause.value,
-            losses=[past.loss for past in self.history],
             parameters=culprit.gradients or culprit.parameters,
-            norms=[past.norm for past in self.history],
+            **_of_steps(self.history),
             path=self.report_path,
             checkpoint_path=self.checkpoint_path,
             capsule_path=self.capsule.path,
@@ -284,60 +305,22 @@ def _trend(norms: Sequence[float]) -> str:
 MOST_NAMES = 5  # in a message; the report lists all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NonFiniteFinding:
-    """NaN or Inf that was found outside of a step's check: after an evaluation run, or before a checkpoint.
-
-    Attributes:
-        message: The text of the error, without the report's path.
-        step: The training step.
-        stage: train, val or test.
-        rank: The first rank that found some.
-        batch_idx: The first bad batch; None for metrics and weights.
-        cause: The class of cause; None in evaluation.
-        parameters: The bad weights and optimizer state.
-    """
-
-    message: str
-    step: int
-    stage: HaltStage
-    rank: int
-    batch_idx: int | None = None
-    cause: str | None = None
-    parameters: Sequence[BadTensor] = ()
-
-    def error(self, report: Path | None, report_note: str, history: Sequence[PastStep]) -> NonFiniteError:
-        """Return the error to raise.
-
-        Args:
-            report: The report's file.
-            report_note: The reason why there is none.
-            history: The last steps.
-        """
-        return NonFiniteError(
-            f"{self.message}\nReport: {report or report_note}",
-            step=self.step,
-            batch_idx=self.batch_idx,
-            rank=self.rank,
-            stage=self.stage,
-            cause=self.cause,
-            losses=[past.loss for past in history],
-            parameters=self.parameters,
-            norms=[past.norm for past in history],
-            path=report,
-        )
-
-
-def evaluation_finding(
-    everyone: Sequence[Sequence[BadOutput]], *, stage: HaltStage, step: int, weights: Sequence[BadTensor]
-) -> NonFiniteFinding:
-    """Describe outputs or metrics of an evaluation run that are NaN or Inf.
+def evaluation_error(
+    everyone: Sequence[Sequence[BadOutput]],
+    *,
+    stage: HaltStage,
+    step: int,
+    weights: Sequence[BadTensor],
+    history: Sequence[PastStep],
+) -> NonFiniteError:
+    """Return the error of an evaluation run with outputs or metrics that are NaN or Inf.
 
     Args:
         everyone: The bad outputs of each rank; at least one rank has some.
         stage: val or test.
         step: The training step.
         weights: The weights and buffers of this rank that are bad.
+        history: The last training steps.
     """
     found = [
         f"{bad}{f' (rank {rank})' * (len(everyone) > 1)}" for rank, theirs in enumerate(everyone) for bad in theirs
@@ -357,15 +340,21 @@ def evaluation_finding(
     ]
     rank = next(rank for rank, theirs in enumerate(everyone) if theirs)
     batch_idx = next((bad.batch for bad in everyone[rank] if bad.batch is not None), None)
-    return NonFiniteFinding(
-        message="\n".join(lines), step=step, stage=stage, rank=rank, batch_idx=batch_idx, parameters=weights
+    return NonFiniteError(
+        "\n".join(lines),
+        step=step,
+        stage=stage,
+        rank=rank,
+        batch_idx=batch_idx,
+        parameters=weights,
+        **_of_steps(history),
     )
 
 
-def overflow_finding(
+def overflow_error(
     everyone: Sequence[Sequence[BadTensor]], *, step: int, history: Sequence[PastStep], learning_rates: Sequence[float]
-) -> NonFiniteFinding:
-    """Describe an update that was not finite although its gradients were, found before a checkpoint.
+) -> NonFiniteError:
+    """Return the error of an update that was not finite although its gradients were, found before a checkpoint.
 
     Args:
         everyone: The bad weights and optimizer state of each rank; at least one rank has some.
@@ -379,19 +368,17 @@ def overflow_finding(
         f"{bad[0]} is not finite after the update of step {step} (rank {rank}). No checkpoint was written.",
         f"Bad weights and optimizer state: {named(bad, 'none')}.",
         f"Cause: {NonFiniteCause.EXPLODING}: losses and gradients were finite, so the update itself overflowed.",
-        f"Learning rate: {', '.join(f'{rate:g}' for rate in dict.fromkeys(learning_rates))}",
+        f"Learning rate: {rates_as_text(learning_rates)}",
         f"Last losses: {series([past.loss for past in history])}",
         f"Last gradient norms: {series([past.norm for past in history])}",
         "Next: lower the learning rate, set Trainer(gradient_clip_val=1.0), and start from an earlier checkpoint.",
     ]
-    return NonFiniteFinding(
-        message="\n".join(lines),
-        step=step,
-        stage="train",
-        rank=rank,
-        cause=NonFiniteCause.EXPLODING.value,
-        parameters=bad,
-    )
+    cause = NonFiniteCause.EXPLODING.value
+    return NonFiniteError("\n".join(lines), step=step, rank=rank, cause=cause, parameters=bad, **_of_steps(history))
+
+
+def _of_steps(history: Sequence[PastStep]) -> dict[str, Any]:
+    return {"losses": [past.loss for past in history], "norms": [past.norm for past in history]}
 
 
 def named(bad: Sequence[BadTensor], otherwise: str) -> str:

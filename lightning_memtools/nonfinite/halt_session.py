@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -11,12 +11,12 @@ from typing import Literal
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.sizes import is_count, parse_size
-from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
+from lightning_memtools.nonfinite.bad_step import BadStep, Evidence
 from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun, RankFindings, TrainingRun, findings_to_report
 from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
 from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state, bad_state, diagnose, examine
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.halt_report import CapsuleNote, HaltReport, NonFiniteFinding, overflow_finding
+from lightning_memtools.nonfinite.halt_report import CapsuleNote, HaltReport, overflow_error
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from lightning_memtools.nonfinite.step_guard import StepGuard
 from lightning_memtools.reporting.ranks import RankGather
@@ -54,11 +54,12 @@ class HaltActions:
     directory: Path | None
     no_directory: str = ""
 
-    def report(self, finding: NonFiniteFinding, history: Sequence[PastStep]) -> NonFiniteError:
-        """Write the report of a finding, and return the error to raise. Collective."""
-        path, note = self.write_report(f"nonfinite-{finding.stage}-step{finding.step}-report.md", finding.message)
-        self.publish(finding.message, "", finding.step)
-        return finding.error(path, note, history)
+    def report(self, error: NonFiniteError) -> NonFiniteError:
+        """Write the report of an error, and return the error with the place of the report. Collective."""
+        error.path, note = self.write_report(f"nonfinite-{error.stage}-step{error.step}-report.md", str(error))
+        self.publish(str(error), "", error.step)
+        error.args = (f"{error}\nReport: {error.path or note}",)
+        return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +155,10 @@ class HaltSession:
     def before_saving(self) -> None:
         """Raise if a checkpoint that is about to be written would hold NaN or Inf. Collective."""
         self.read_rest()
-        finding = self.bad_update(self._actions.step())
-        if finding is not None:
+        error = self.bad_update(self._actions.step())
+        if error is not None:
             self._actions.release_checkpoints()
-            raise self._actions.report(finding, self.guard.history)
+            raise self._actions.report(error)
 
     def halt(self, bad_step: BadStep) -> HaltReport:
         """Undo the step, find its cause, and write the capsule, the last good checkpoint and the report."""
@@ -199,8 +200,8 @@ class HaltSession:
         )
         return report
 
-    def bad_update(self, step: int) -> NonFiniteFinding | None:
-        """Look for weights and optimizer state that became NaN or Inf since training began. Collective.
+    def bad_update(self, step: int) -> NonFiniteError | None:
+        """Return an error for weights or optimizer state that became NaN or Inf since training began. Collective.
 
         Call it before a checkpoint: an update can overflow although its gradients are finite.
 
@@ -213,7 +214,7 @@ class HaltSession:
             return None
         self._actions.forbid_saving()
         rates = [float(group["lr"]) for each in self._run.optimizers for group in each.param_groups if "lr" in group]
-        return overflow_finding(everyone, step=step, history=self.guard.history, learning_rates=rates)
+        return overflow_error(everyone, step=step, history=self.guard.history, learning_rates=rates)
 
     def leave_clean_state(self) -> None:
         """Leave a state that a checkpoint may hold after another error. Does not wait for the other ranks."""

@@ -6,26 +6,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import compress, islice
-from operator import attrgetter, not_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from lightning_memtools._torch import WRITE_COUNT, is_in_memory, write_count_or_none
+from lightning_memtools._torch import is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of
-from lightning_memtools.state.random_state import (
-    GENERATORS,
-    NumpyStateReader,
-    PythonStateReader,
-    RandomState,
-    generator_state,
-    set_generator_state,
-)
+from lightning_memtools.state.batch_start import BatchStart, changed_in_place, versions_of
+from lightning_memtools.state.random_state import RandomState
 
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
@@ -206,171 +197,6 @@ def release_batches(
             move(micro)
         elif spent > budget_bytes:
             micro.batch = None
-
-
-SIMPLE = frozenset({bool, int, float, str, type(None)})
-
-
-# torch sets the first ones on every module and restores `training` apart; Lightning sets the others.
-_NOT_OF_USERS = {*vars(Module()), "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"}
-
-Attributes = dict[str, dict[str, Any]]
-
-
-@dataclass(slots=True)  # not frozen: a step begins with one, and to make a frozen one takes three times as long
-class BatchStart:
-    """The state that a batch began with.
-
-    Attributes:
-        random: The states of the random number generators.
-        attributes: The attributes of simple types of each module that the user wrote, by the module's name.
-        versions: How often each tensor of the batch had been written in place, in the order of `named_tensors`.
-        frozen: The names of the parameters that did not require gradients; None where that was not recorded. A GAN
-            toggles them within its step.
-        generators: The states of the module's own random generators, as `attributes`.
-    """
-
-    random: RandomState
-    attributes: Attributes
-    versions: tuple[int, ...]
-    frozen: frozenset[str] | None = None
-    generators: Attributes = field(default_factory=dict)
-
-    def restore(self, module: Module) -> None:
-        """Put all of it back in the module; parts of it that no longer exist are left out."""
-        restore_attributes(module, self.attributes)
-        restore_frozen(module, self.frozen)
-        parts = dict(module.named_modules())
-        for name, states in self.generators.items():
-            held = vars(parts[name]) if name in parts else {}
-            for key, state in states.items():
-                if generator_state(held.get(key)) is not None:
-                    set_generator_state(held[key], state)
-        self.random.restore()
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
-_NONE: frozenset[str] = frozenset()
-
-
-class BatchStartRecorder:
-    """Records the state at the start of each batch.
-
-    It waits for no device, and takes some 20 microseconds, and one more for each module that the user wrote.
-
-    Args:
-        module: The module that is trained.
-    """
-
-    def __init__(self, module: Module) -> None:
-        named = dict(module.named_parameters())
-        self._names, self._parameters = list(named), list(named.values())
-        self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
-        # torch's own modules keep no attribute that a step changes.
-        self._written_by_users = [
-            _AttributeReader(name, vars(part))
-            for name, part in module.named_modules()
-            if not type(part).__module__.startswith("torch.")
-        ]
-
-    def record(self, batch: Any) -> BatchStart:
-        """Return the present state."""
-        attributes, generators = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
-        for each in self._written_by_users:
-            attributes[each.name] = each.simple()
-            if each.generators:
-                generators[each.name] = {key: generator_state(each.held.get(key)) for key in each.generators}
-        required = list(map(_REQUIRES_GRAD, self._parameters))
-        frozen = _NONE if all(required) else frozenset(compress(self._names, map(not_, required)))
-        random = RandomState.now(self._read_numpy, self._read_python)
-        return BatchStart(random, attributes, versions_of(batch), frozen, generators)
-
-
-class _AttributeReader:
-    """Reads a module's attributes of simple types; quickly as long as none of its attributes changes.
-
-    Args:
-        name: The module's name.
-        held: Its attributes.
-
-    Attributes:
-        name: The same.
-        held: The same.
-        generators: The names of its random generators when `simple` was called.
-    """
-
-    def __init__(self, name: str, held: dict[str, Any]) -> None:
-        self.name, self.held = name, held
-        self.generators: list[str] = []
-        self._names: list[str] = []
-        self._values: list[int] = []
-        self._known: dict[str, Any] = {}
-
-    def simple(self) -> dict[str, Any]:
-        """Return the attributes of simple types: name to value."""
-        # By identity, so that no value must be asked for its equal. Those that are returned are held in `_known`, so
-        # that no other value can take the place of one in memory.
-        names, values = list(self.held), list(map(id, self.held.values()))
-        if names != self._names or values != self._values:
-            self._names, self._values = names, values
-            self._known = simple_items(self.held, skip=_n_of_every_module(self.held))
-            self.generators = [
-                key
-                for key, value in self.held.items()
-                if type(value).__name__ in GENERATORS and generator_state(value) is not None
-            ]
-        return self._known
-
-
-def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:
-    """Return the attributes of simple types (numbers, texts, None). `skip`: the number of leading ones to leave out."""
-    return {
-        key: value
-        for key, value in islice(held.items(), skip, None)
-        if type(value) in SIMPLE and key not in _NOT_OF_USERS
-    }
-
-
-def _n_of_every_module(held: dict[str, Any]) -> int:
-    """Return how many of the leading attributes are those that torch gives to every module: most of them."""
-    names = list(vars(Module()))
-    return len(names) if list(islice(held, len(names))) == names else 0
-
-
-def restore_attributes(module: Module, attributes: Attributes) -> None:
-    """Set the attributes as they were recorded; modules that no longer exist are left out."""
-    parts = dict(module.named_modules())
-    for name, values in attributes.items():
-        if name in parts:
-            parts[name].__dict__.update(values)
-
-
-def restore_frozen(module: Module, frozen: frozenset[str] | None) -> None:
-    """Set which parameters require gradients, as it was recorded; None leaves them as they are."""
-    if frozen is None:
-        return
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad == (name in frozen):
-            parameter.requires_grad_(name not in frozen)
-
-
-def versions_of(batch: Any) -> tuple[int, ...]:
-    """Return how often each tensor of a batch was written in place; -1 where it is not counted."""
-    parts = (batch,) if type(batch) is Tensor else batch
-    if type(parts) in {tuple, list} and set(map(type, parts)) == {Tensor} and not any(map(Tensor.is_inference, parts)):
-        return tuple(map(WRITE_COUNT, parts))
-    return tuple(write_count_or_none(tensor) for _, tensor in named_tensors(batch, "batch"))
-
-
-def changed_in_place(batch: Any, versions: tuple[int, ...]) -> Iterator[str]:
-    """Yield the names of the batch's tensors that were written since their versions were recorded."""
-    named: list[tuple[str, Tensor]] = list(named_tensors(batch, "batch"))
-    if len(named) != len(versions):
-        yield "batch (tensors were added or removed)"
-        return
-    for (name, _), now, before in zip(named, versions_of(batch), versions, strict=True):
-        if now != before:
-            yield name
 
 
 def move_to_host(micro: MicroBatch) -> None:

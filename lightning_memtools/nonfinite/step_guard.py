@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.memory.arriving_values import ArrivingValues
-from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, PastStep, StepHistory, undivided_loss
-from lightning_memtools.nonfinite.buffer_keeper import BufferKeeper
+from lightning_memtools.memory.nested_tensors import names_of
+from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, PastStep, undivided_loss
 from lightning_memtools.nonfinite.finite_checks import (
     GradientTraces,
     count_bad,
@@ -26,22 +26,22 @@ from lightning_memtools.nonfinite.finite_checks import (
     measure,
     measure_and_read,
 )
-from lightning_memtools.nonfinite.micro_batches import FetchedAgain, MicroBatch, release_batches, restore_frozen
-from lightning_memtools.nonfinite.tensor_names import names_of
-from lightning_memtools.nonfinite.update_check import UpdateCopies, WeightBounds, why_update_is_bad
+from lightning_memtools.nonfinite.micro_batches import FetchedAgain, MicroBatch, release_batches
 from lightning_memtools.nonfinite.update_veto import (
-    StateKeys,
     UpdateVeto,
+    WeightBounds,
     bad_setting,
     hide_gradients,
     honours_found_inf,
     over_ranks,
     poison,
-    restore_settings,
-    settings_of,
+    why_update_is_bad,
 )
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
+from lightning_memtools.state.batch_start import BatchStart, restore_frozen
+from lightning_memtools.state.buffer_keeper import BufferKeeper
+from lightning_memtools.state.update_start import UpdateStart
 
 Gradients = Literal["whole", "replicated", "sharded"]
 
@@ -55,8 +55,9 @@ class StepGuard:
     With fused optimizers the update is held back on the device and the result is read one step late, without waiting.
     With all others one small vector is read per step.
 
-    Call `begin` before a batch's forward pass, `loss` before its backward pass, and `check` before the update. If
-    `check` or `drain` returns a step, it is bad: call `undo` to restore what it has changed, then stop.
+    Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` when backward is done, and
+    `before_update` last. If one of them or `drain` returns a step, it is bad: call `undo` to restore what it has
+    changed, then stop.
 
     Args:
         model: The module that is trained.
@@ -72,11 +73,10 @@ class StepGuard:
         move: Called with each older batch beyond that; when left out, such batches are dropped.
         checks_again: Whether code of the user runs between `check` and the update, so that it is checked once more.
         wraps_updates: Whether code of the user runs around the optimizer's step, so that all updates are read.
-        is_told_of_updates: Whether `before_update` is called before each update, after clipping and all hooks.
         undo_updates: Whether to keep copies of the weights and the optimizer's state, to undo an update.
 
     Attributes:
-        history: The last steps.
+        history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
         saw_losses: Whether there was any loss.
         bad_before: The names of weights that were NaN or Inf before training.
@@ -97,10 +97,9 @@ class StepGuard:
         move: Callable[[MicroBatch], object] | None = None,
         checks_again: bool = False,
         wraps_updates: bool = False,
-        is_told_of_updates: bool = False,
         undo_updates: bool = False,
     ) -> None:
-        self.history = StepHistory()
+        self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
         self.saw_losses = False
         self.saw_gradients = False
@@ -116,7 +115,7 @@ class StepGuard:
         self._buffers = BufferKeeper(model, all_state=gradients != "sharded")
         self._veto: UpdateVeto[GuardedStep] | None = None
         self._is_fused: dict[Optimizer, bool] = {}
-        self._keys: dict[Optimizer, StateKeys] = {}
+        self._starts: dict[Optimizer, UpdateStart] = {}
         self._scaler_skips: Counter[Optimizer] = Counter()
         self._step: GuardedStep | None = None
         self._latest: GuardedStep | None = None
@@ -124,7 +123,6 @@ class StepGuard:
         self._n_steps_in_batch = 0
         self._has_warned = False
         self._held_back: Optimizer | None = None
-        self._is_told_of_updates = is_told_of_updates
         self._checks_again = checks_again
         self._reads_all_updates = checks_again or wraps_updates or undo_updates
         self._undo_updates = undo_updates
@@ -183,7 +181,7 @@ class StepGuard:
                 losses = tuple(float(loss) for loss in updated.losses())
                 return BadStep(updated, losses, last, (), late=False, update=why, applied=True)
             if why and updated.copies is not None:
-                updated.copies.restore()
+                updated.copies.undo()
                 self._buffers.restore()
                 self._note_skip(updated)
         return None
@@ -281,7 +279,7 @@ class StepGuard:
         if self._gradients != "sharded" and set(map(type, step.parameters)) == {Parameter}:
             self._updated = step
             if self._undo_updates:
-                step.copies = UpdateCopies(optimizer, step.parameters)
+                step.copies = UpdateStart(optimizer, copy=Tensor.clone)
 
     def _checked_is_bad(self, step: GuardedStep) -> bool:
         return bool(self.skipped) and self.skipped[-1] == (step.number, tuple(micro.index for micro in step.micro))
@@ -293,13 +291,12 @@ class StepGuard:
     def undo(self, bad_step: BadStep) -> tuple[str, ...]:
         """Restore buffers, optimizer state and the caller's counters; return the names of what it could not."""
         if bad_step.applied and bad_step.step.copies is not None:
-            bad_step.step.copies.restore()
+            bad_step.step.copies.undo()
         undone: set[Optimizer] = set()
         for step in (bad_step.step, *bad_step.later):
-            if step.keys is not None and step.optimizer is not None and step.optimizer not in undone:
-                step.keys.restore()
-                if step.settings is not None:
-                    restore_settings(step.optimizer, step.settings)
+            if step.start is not None and step.optimizer is not None and step.optimizer not in undone:
+                step.start.remove_new_state()
+                step.start.restore_settings()
                 undone.add(step.optimizer)
         written = [name for step in (bad_step.step, *bad_step.later) for name in step.written]
         unrestored = tuple(dict.fromkeys([*self._buffers.unrestored(), *written]))
@@ -307,7 +304,8 @@ class StepGuard:
         if bad_step.step.restore_loop is not None:
             bad_step.step.restore_loop()
         start = bad_step.step.micro[0].start if bad_step.step.micro else None
-        restore_frozen(self._model, getattr(start, "frozen", None))
+        if isinstance(start, BatchStart):
+            restore_frozen(self._model, start.frozen)
         return unrestored
 
     def written_and_restored(self) -> list[str]:
@@ -315,13 +313,13 @@ class StepGuard:
         return self._buffers.known()
 
     def close(self) -> None:
-        """Remove the flag from the optimizers and release everything; closing twice does no harm."""
+        """Remove the flag from the optimizers and release everything. Idempotent."""
         if self._veto is not None:
             self._veto.close()
         self._step = self._latest = self._now = self._updated = None
         self._weights.clear()
         self._is_fused.clear()
-        self._keys.clear()
+        self._starts.clear()
         self._scaler_skips.clear()
         self._bounds = WeightBounds()
 
@@ -371,20 +369,18 @@ class StepGuard:
                 # An optimizer that sees a flag takes longer, though it is 0.
                 self._note_good(step, values[1 : 1 + len(losses)], values[0])
                 return None
-        keys = self._keys.get(optimizer)
-        created = keys is not None and not keys.are_current()
+        before = self._starts.get(optimizer)
+        created = before is not None and before.has_other_keys()
         # Ranks must not differ in when they read. And state that a first step created without filling it must be
         # removed before the next step uses it: that waits once.
         bad_step = self._read(wait=created or self._ranks.world_size > 1)
         if bad_step is not None:
             return bad_step
-        if keys is None or created:
-            keys = self._keys[optimizer] = StateKeys(optimizer)
-        step.keys = keys
+        step.start = self._starts[optimizer] = UpdateStart(optimizer, None if created else before)
         numbers = measure(gradients, losses, exact=True)
         if numbers is None:
             return None
-        step.settings, step.traces = settings_of(optimizer), GradientTraces(step.parameters)
+        step.traces = GradientTraces(step.parameters)
         self._veto = self._veto or UpdateVeto(numbers.device, self._max_skips)
         self._veto.check(optimizer, numbers.to(self._veto.flag.device, non_blocking=True), n_deciding, step)
         return None
@@ -405,8 +401,8 @@ class StepGuard:
                 bad = step.traces.bad(names_of(self._model, step.parameters), norms)
                 later = tuple(each.note for each in (*readings[position:], *self._veto.read(wait=True)))
                 return BadStep(step, tuple(losses), reading.numbers[0], tuple(bad), late=True, later=later)
-            assert step.keys is not None
-            step.keys.restore()
+            assert step.start is not None
+            step.start.remove_new_state()
             if step is self._latest:  # else the next step began by putting them back, on the device
                 self._buffers.restore()
             self._note_skip(step)
@@ -473,18 +469,12 @@ class StepGuard:
         return None
 
     def _skip(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> None:
-        if self._is_told_of_updates and (scaler is None or not takes_scaled_gradients(optimizer)):
+        if scaler is None or not takes_scaled_gradients(optimizer):
             self._held_back = optimizer
-        elif scaler is None:
-            hide_gradients(optimizer)
         else:
-            # The scaler needs gradients to look at, and skips the update itself if one is not finite. Where it has
-            # looked already, removing them stops the update.
-            handles_scale = takes_scaled_gradients(optimizer)
-            for gradient in gradients_of(optimizer)[1] if handles_scale else ():
+            # The scaler needs gradients to look at, and skips the update itself if one is not finite.
+            for gradient in gradients_of(optimizer)[1]:
                 gradient.fill_(torch.inf)
-            if not handles_scale:
-                hide_gradients(optimizer)
         self._buffers.restore()
         self._note_skip(step)
 

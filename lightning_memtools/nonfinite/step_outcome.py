@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_memtools._torch import is_in_memory
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, in_batch, simple_items
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, in_batch
 from lightning_memtools.reporting.phrases import first_of
+from lightning_memtools.state.batch_start import simple_items
 
 # The attributes that a step may ask its Trainer for, and that plain values can answer.
 TRAINER_FACTS = (

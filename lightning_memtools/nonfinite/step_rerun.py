@@ -15,12 +15,11 @@ from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
 from lightning_memtools._torch import COLLECTIVE_NAMESPACES, DispatchMode, buffers_of
-from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
 from lightning_memtools.nonfinite.bad_step import undivided_loss
 from lightning_memtools.nonfinite.micro_batches import FetchedAgain, MicroBatch
 from lightning_memtools.nonfinite.step_outcome import StepConditions, StepOutcome
-from lightning_memtools.nonfinite.tensor_names import plain_name
-from lightning_memtools.simulation.trainer_stand_in import (
+from lightning_memtools.nonfinite.trainer_stand_in import (
     SilentLogger,
     TrainerStandIn,
     accepted_arguments,

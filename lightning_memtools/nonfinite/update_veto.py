@@ -1,17 +1,23 @@
-"""Holds back an optimizer's update, on the device or by removing gradients, and undoes what a step did to it."""
+"""Holds back an optimizer's update, on the device or by removing gradients; finds updates that made NaN or Inf."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.nn import Module
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from lightning_memtools._torch import step_hooks_of
 from lightning_memtools.memory.arriving_values import ArrivingValues
+from lightning_memtools.memory.nested_tensors import names_of
+from lightning_memtools.nonfinite.bad_step import UPDATE_OVERFLOWED
+from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state
+from lightning_memtools.nonfinite.finite_checks import find_bad
 
 Note = TypeVar("Note")
 
@@ -80,7 +86,7 @@ class UpdateVeto(Generic[Note]):
         ]
 
     def close(self) -> None:
-        """Remove the flag from the optimizers; closing twice does no harm."""
+        """Remove the flag from the optimizers. Idempotent."""
         for optimizer in self._attached:
             if getattr(optimizer, "found_inf", None) is self.flag:
                 del optimizer.found_inf  # type: ignore[attr-defined]
@@ -131,59 +137,6 @@ def hide_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-class StateKeys:
-    """The keys of an optimizer's state before a step, to remove the state that a first step created but did not fill.
-
-    Adam creates zeros, but fused SGD leaves its momentum buffers uninitialised, and the next step would use them.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._n_entries = _count(optimizer)
-        self._keys = {parameter: frozenset(state) for parameter, state in optimizer.state.items()}
-
-    def are_current(self) -> bool:
-        """Return whether no entry was created or removed since."""
-        return _count(self._optimizer) == self._n_entries
-
-    def restore(self) -> bool:
-        """Remove the entries that were created since; return whether there were any."""
-        if self.are_current():
-            return False
-        for parameter in list(self._optimizer.state):
-            known = self._keys.get(parameter)
-            if known is None:
-                del self._optimizer.state[parameter]
-                continue
-            state = self._optimizer.state[parameter]
-            for key in [key for key in state if key not in known]:
-                del state[key]
-        return True
-
-
-def _count(optimizer: Optimizer) -> int:
-    return sum(map(len, optimizer.state.values())) + len(optimizer.state)
-
-
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return copies of the learning rates and other settings of each parameter group."""
-    return [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-@torch.no_grad()
-def restore_settings(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
-    """Undo what schedulers did to the parameter groups since `settings_of`."""
-    for group, saved in zip(optimizer.param_groups, settings, strict=True):
-        for key, value in saved.items():
-            if isinstance(value, Tensor) and isinstance(group[key], Tensor):
-                group[key].copy_(value)  # schedulers write into a learning rate that is a tensor
-            else:
-                group[key] = value
-
-
 def over_ranks(numbers: Tensor | None, n_deciding: int, device: torch.device) -> Tensor:
     """Replace the norm of each rank's shard by the norm over all ranks, and let all ranks decide alike.
 
@@ -216,3 +169,100 @@ def poison(loss: Tensor) -> None:
     value = loss.detach()
     factor = torch.where(torch.isfinite(value), 1.0, torch.nan).to(value.dtype)
     loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+
+
+_LARGE_GRADIENT, _LARGE_WEIGHT = 1e12, 1e20  # norms
+_UPDATES_BETWEEN = 50
+
+
+class WeightBounds:
+    """Knows of PyTorch's own optimizers, on float32 and float64, that an update cannot make weights NaN or Inf.
+
+    The change of a weight is at most the learning rate times the largest gradient since training began over `eps`. As
+    long as these are far from the ends of float32, and the weights were when they were last looked at, nothing
+    overflows within 50 updates: so the weights are read after one in 51 updates, instead of after each.
+    """
+
+    def __init__(self) -> None:
+        self._n_left: dict[Optimizer, int] = {}
+
+    def hold(self, optimizer: Optimizer, norm: float) -> bool:
+        """Return whether the coming update, of gradients with this norm, is sure to leave the weights finite."""
+        n_left = self._n_left.get(optimizer, 0)
+        if (
+            n_left
+            and norm < _LARGE_GRADIENT
+            and not step_hooks_of(optimizer)
+            and all(map(_is_tame, optimizer.param_groups))
+        ):
+            self._n_left[optimizer] = n_left - 1
+            return True
+        self._n_left[optimizer] = 0
+        return False
+
+    def read(self, optimizer: Optimizer, norm: float, parameters: Sequence[Tensor]) -> None:
+        """Note the norm of the weights after an update."""
+        is_plain = type(optimizer) in {SGD, Adam, AdamW} and norm < _LARGE_WEIGHT
+        types = {parameter.dtype for parameter in parameters} if is_plain else set()
+        self._n_left[optimizer] = _UPDATES_BETWEEN if is_plain and types <= {torch.float32, torch.float64} else 0
+
+
+def _is_tame(group: dict[str, Any]) -> bool:
+    """Return whether the settings of a parameter group are in the usual ranges."""
+    rate = group["lr"]
+    # A rate that is a tensor may be on a device.
+    return (
+        type(rate) is float
+        and 0 <= rate <= 1
+        and 0 <= group["weight_decay"] <= 1
+        and group.get("eps", 1) >= 1e-12  # noqa: PLR2004, far from the end of float32
+        and 0 <= group.get("momentum", 0) < 0.999  # noqa: PLR2004
+        and _are_usual(*group.get("betas", (0.9, 0.9)))
+    )
+
+
+def _are_usual(first: float, second: float) -> bool:
+    # An average of squares that is infinite stays so unless it is multiplied by 0.
+    return 0 <= first < 0.9999 and 0.5 < second < 0.9999  # noqa: PLR2004
+
+
+def why_update_is_bad(
+    model: Module, step: int, optimizer: Optimizer, parameters: Sequence[Tensor], bad_before: Collection[str] = ()
+) -> str:
+    """Say which state or setting made the last update bad; "" if it was not. Waits for the device.
+
+    Args:
+        model: The module, which knows the names.
+        step: The training step.
+        optimizer: The optimizer.
+        parameters: The parameters that it has updated.
+        bad_before: The names of those that were bad before.
+    """
+    names = names_of(model, parameters)
+    bad = [each for each in find_bad(zip(names, parameters, strict=True)) if each.name not in bad_before]
+    if not bad:
+        return ""
+    found = {id(p) for p, name in zip(parameters, names, strict=True) if name == bad[0].name}
+    group = next(group for group in optimizer.param_groups if found & set(map(id, group["params"])))
+    kind, dtype = type(optimizer).__name__, next(p.dtype for p in group["params"] if id(p) in found)
+    states = bad_optimizer_state(model, [optimizer])
+    hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in step_hooks_of(optimizer)]
+    eps = group.get("eps")
+    if isinstance(eps, float) and not group.get("fused") and not torch.tensor(eps, dtype=dtype):
+        why = (
+            f"eps={eps:g} of {kind} is 0 in {str(dtype).removeprefix('torch.')}, so that it divides by 0 where the "
+            "average of squares is 0 too (use a larger eps, a fused optimizer, or weights in float32)"
+        )
+    elif states:
+        why = f"its state {states[0]} is not finite (learning rate {_rate(group)})"
+    elif hooks:
+        why = f"{kind} calls {', '.join(hooks)} after its step, which may have made it"
+    elif not type(optimizer).__module__.startswith("torch.optim"):
+        why = f"the arithmetic of {kind}.step made it (learning rate {_rate(group)})"
+    else:
+        why = f"{UPDATE_OVERFLOWED} at a learning rate of {_rate(group)}"
+    return f"{bad[0]} is not finite after the update of step {step} by {kind}: {why}"
+
+
+def _rate(group: dict[str, Any]) -> str:
+    return f"{float(group['lr']):g}" if "lr" in group else "not known"

@@ -14,6 +14,7 @@ from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
 from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
+from lightning_memtools.oom.plan_trials import LEAST_PRICE
 from lightning_memtools.oom.recorded_history import (
     ReplayVerdict,
     with_empty_cache,
@@ -21,9 +22,9 @@ from lightning_memtools.oom.recorded_history import (
     with_more_memory,
 )
 from lightning_memtools.oom.report_page import Action, ActionKind
-from lightning_memtools.oom.step_trials import LEAST_PRICE, NotFoundError, StepTrials
+from lightning_memtools.oom.step_trials import NotFoundError, StepTrials
 from lightning_memtools.reporting.phrases import first_of
-from lightning_memtools.simulation.step import PrecisionName
+from lightning_memtools.simulation.step_runner import PrecisionName
 
 BF16: PrecisionName = "bf16-mixed"
 NO_HISTORY = "no history of allocations was recorded"
@@ -247,7 +248,7 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
             detail = "No plan was found with which the step fits"
             yield replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
         return
-    plan, code = trials.best_plan.plan, trials.best_plan.code
+    plan, code = trials.plans.best.plan, trials.plans.best.code
     if plan.refused is not None:
         yield replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
         return
@@ -256,7 +257,7 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
         # The plan's own trace shows that it is not enough. Another one would only add what the allocator reserves.
         yield with_peak(trials, plan.peak_bytes, _recompute(plan, code), fits=False, price=_price(plan))
         return
-    yield compared(trials, trials.under(plan), _recompute(plan, code), price=_price(plan))
+    yield compared(trials, trials.estimate_with_plan(plan), _recompute(plan, code), price=_price(plan))
 
 
 def chunked_loss(trials: StepTrials) -> Iterator[Action]:
@@ -274,8 +275,8 @@ def chunked_loss(trials: StepTrials) -> Iterator[Action]:
 
 def least_recomputation(trials: StepTrials) -> Iterator[Action]:
     """The checkpoint plan with the least recomputation that fits, if there is one."""
-    planned = trials.plan_that_fits() if trials.can_tell_what_fits else None
-    if planned is None or planned.plan.refused is not None:
+    planned = trials.plans.that_fits() if trials.can_tell_what_fits else None
+    if planned is None or planned.estimate is None or planned.plan.refused is not None:
         return
     action = _recompute(planned.plan, planned.code)
     yield compared(trials, planned.estimate, action, price=_price(planned.plan))

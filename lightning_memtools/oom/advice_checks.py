@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from lightning_memtools.checkpointing.loss_head import may_have_large_logits
 from lightning_memtools.oom import advice
 from lightning_memtools.oom.combined_advice import COMBINE, combined
+from lightning_memtools.oom.deadline import NOT_REACHED, Deadline
 from lightning_memtools.oom.failed_step import FailedStep
 from lightning_memtools.oom.recorded_history import ReplayVerdict, with_expandable_segments
 from lightning_memtools.oom.report_page import Action, ActionKind, ranked
-from lightning_memtools.oom.step_trials import NOT_REACHED, Deadline, StepTrials, in_a_line
+from lightning_memtools.oom.step_trials import StepTrials, in_a_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class AdviceChecks:
                 self.expandable = with_expandable_segments(history)
             trials = StepTrials(self._failed, self._deadline)
             if not trials.why_not:
-                self.modules = trials.modules
+                self.modules = _modules(trials)
                 self._note(trials)
             for check in (check for check in CHECKS if check.applies(self._failed)):
                 is_enough = any(action.fits and action.kind not in _OTHER_HARDWARE for action in found)
@@ -152,6 +153,16 @@ class AdviceChecks:
         if _grows(self._failed):
             self.notes.append("As long as memory grows from batch to batch, everything else only delays the failure.")
         self.notes += trials.plain.notes
+
+
+def _modules(trials: StepTrials) -> tuple[tuple[str, int], ...]:
+    """Return activations by module, largest first: in training those kept for backward, else those at the peak."""
+    in_training = trials.failed.stage == "train"
+    found = (
+        (module.name or "(the model)", module.saved_bytes if in_training else module.at_peak_bytes)
+        for module in trials.plain.modules
+    )
+    return tuple(sorted(found, key=lambda item: -item[1]))
 
 
 def _improved(found: list[Action], new: list[Action]) -> list[Action]:

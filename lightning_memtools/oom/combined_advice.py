@@ -1,13 +1,13 @@
-"""Combinations of changes, for a step that no single change makes fit."""
+"""Pairs of changes, for a step that no single change makes fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.oom.advice import (
     ACCUMULATE,
     BF16,
@@ -20,18 +20,18 @@ from lightning_memtools.oom.report_page import Action, ActionKind
 from lightning_memtools.oom.step_trials import StepTrials
 from lightning_memtools.reporting.phrases import in_series
 
-COMBINE = Action(kind=ActionKind.COMBINATION, title="Combine several changes")
+COMBINE = Action(kind=ActionKind.COMBINATION, title="Combine two changes")
 _MOST_SHOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepChange:
-    """One change of a step that can be combined with others.
+    """One change of a step that can be combined with another.
 
     Attributes:
         title: The change in a few words.
         code: The code to write in the program.
-        cost: What it costs, to rank combinations: computation first, then what changes the result of training.
+        cost: What it costs, to rank pairs: computation first, then what changes the result of training.
         arguments: The arguments of `FailedStep.estimate` that make it.
         note: A remark on how it was traced.
     """
@@ -44,54 +44,24 @@ class StepChange:
 
 
 def combined(trials: StepTrials) -> Iterator[Action]:
-    """Combinations of changes that make the step fit, the cheapest first.
-
-    All of them together are tried first: where these do not fit, none does. Bfloat16 is left out of them once, because
-    its copies of the weights may take more than it saves.
-    """
+    """Pairs of changes that make the step fit, the cheapest first; where none does, the one with the least peak."""
     if not trials.can_tell_what_fits:
         return
-    groups = _groups(_changes(trials))
-    kinds = (groups, [group for group in groups if BFLOAT16.title not in _names(group)])
-    widest = [max(kind, key=lambda group: (len(group), _cost(group))) for kind in kinds if kind]
-    tried: dict[frozenset[str], MemoryEstimate] = {}
-    for group in widest:
-        tried[_names(group)] = trials.failed.estimate(**_arguments(group))
-        if trials.fits(tried[_names(group)]):
-            break
-    else:
-        if widest:
-            least = min(widest, key=lambda group: tried[_names(group)].peak_allocated)
-            peak = tried[_names(least)].peak_allocated
-            detail = trials.verdict(peak, fits=False, alone="together")
-            yield _action(trials, least, peak, fits=False, detail=detail)
-        return
-    found: list[frozenset[str]] = []
-    for one in sorted(groups, key=_cost):
-        names = _names(one)
-        if any(known <= names for known in found):
+    n_found, misses = 0, list[tuple[int, StepChange, StepChange]]()
+    for one, other in sorted(combinations(_changes(trials), 2), key=lambda pair: pair[0].cost + pair[1].cost):
+        if one.arguments.keys() & other.arguments.keys():  # two of the optimizer
             continue
-        estimate = tried.get(names) or trials.failed.estimate(**_arguments(one))
-        if trials.fits(estimate):
-            found.append(names)
-            peak = estimate.peak_allocated
-            yield _action(trials, one, peak, fits=True, detail=trials.verdict(peak, fits=True))
-        if len(found) == _MOST_SHOWN:
+        estimate = trials.failed.estimate(**one.arguments, **other.arguments)
+        if not trials.fits(estimate):
+            misses.append((estimate.peak_allocated, one, other))
+            continue
+        yield _action(trials, one, other, estimate.peak_allocated, fits=True)
+        n_found += 1
+        if n_found == _MOST_SHOWN:
             return
-
-
-def _groups(changes: Sequence[StepChange]) -> list[tuple[StepChange, ...]]:
-    """Return all groups of two or more changes that can be made together: not two of the optimizer."""
-    groups = [group for size in range(2, len(changes) + 1) for group in combinations(changes, size)]
-    return [group for group in groups if len(_arguments(group)) == sum(len(change.arguments) for change in group)]
-
-
-def _cost(group: Sequence[StepChange]) -> float:
-    return sum(change.cost for change in group)
-
-
-def _names(changes: Sequence[StepChange]) -> frozenset[str]:
-    return frozenset(change.title for change in changes)
+    if misses and not n_found:
+        peak, one, other = min(misses, key=lambda miss: miss[0])
+        yield _action(trials, one, other, peak, fits=False)
 
 
 def _changes(trials: StepTrials) -> list[StepChange]:
@@ -99,10 +69,10 @@ def _changes(trials: StepTrials) -> list[StepChange]:
     changes: list[StepChange] = []
     if failed.precision == "32-true":
         changes.append(StepChange(BFLOAT16.title, BFLOAT16.code, 0.5, {"precision": BF16}))
-    if failed.run.plan is None and trials.best_plan.plan.refused is None:
-        best = trials.best_plan
+    if failed.run.plan is None and trials.plans.best.plan.refused is None:
+        best = trials.plans.best
         changes.append(StepChange(RECOMPUTE.title, best.code, 1.0, {"plan": best.plan}))
-    least = trials.smallest_batch
+    least = _smallest_batch(trials)
     effective = trials.size * failed.run.accumulate
     if failed.run.can_accumulate and least is not None and least < trials.size and effective % least == 0:
         n = effective // least
@@ -118,14 +88,23 @@ def _changes(trials: StepTrials) -> list[StepChange]:
     return changes
 
 
-def _arguments(changes: Sequence[StepChange]) -> dict[str, Any]:
-    return {name: value for change in changes for name, value in change.arguments.items()}
+def _smallest_batch(trials: StepTrials) -> int | None:
+    """Return the smallest batch with which the step can be traced: BatchNorm refuses to train on one sample."""
+    for size in (1, 2):
+        with suppress(ValueError):
+            trials.at(size)
+            return size
+    return None
 
 
-def _action(trials: StepTrials, changes: Sequence[StepChange], peak: int, *, fits: bool, detail: str) -> Action:
-    first, *rest = (change.title for change in changes)
-    title = in_series([first, *(f"{title[0].lower()}{title[1:]}" for title in rest)])
-    code = ", ".join(change.code for change in changes)
-    detail += "".join(f". {change.note}" for change in changes if change.note)
-    saved = trials.saving(peak)
-    return replace(COMBINE, title=title, code=code, detail=detail, checked=True, fits=fits, saved=saved)
+def _action(trials: StepTrials, one: StepChange, other: StepChange, peak: int, *, fits: bool) -> Action:
+    detail = trials.verdict(peak, fits=fits, alone="together")
+    return replace(
+        COMBINE,
+        title=in_series([one.title, f"{other.title[0].lower()}{other.title[1:]}"]),
+        code=f"{one.code}, {other.code}",
+        detail=". ".join(filter(None, [detail, one.note, other.note])),
+        checked=True,
+        fits=fits,
+        saved=trials.saving(peak),
+    )

@@ -13,19 +13,23 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import tree_leaves
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.estimate import MemoryEstimate, estimate_memory
+from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import resized
+from lightning_memtools.estimate.estimator import estimate_step
+from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
 from lightning_memtools.memory.allocator.memory_snapshot import config_of
 from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
+from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts
 from lightning_memtools.oom.recorded_history import RecordedHistory
 from lightning_memtools.simulation.fakes import copy_optimizer
-from lightning_memtools.simulation.step import PrecisionName, Stage
+from lightning_memtools.simulation.step_runner import PrecisionName, Recipe, Stage
 from lightning_memtools.simulation.step_trace import Forward, TracedStep
+from lightning_memtools.simulation.tracer import SimulationSettings, Subject
 
 _STAGES: dict[str, Stage] = {
     "train": "train",
@@ -43,7 +47,9 @@ class FailedRun:
     Attributes:
         model: The model.
         optimizers: Its optimizers.
-        forward: Runs the training step's forward pass on fake tensors, for planning; None where there is none.
+        trainer: The Trainer; None where there is none.
+        forward: Runs the training step's forward pass, where there is no Trainer.
+        batch_idx: The index of the batch in its epoch.
         precision: Lightning's name of the precision.
         accumulate: The number of batches per optimizer step.
         can_accumulate: True if the Trainer takes another number of batches per optimizer step.
@@ -56,7 +62,9 @@ class FailedRun:
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
+    trainer: Any = None
     forward: Forward | None = None
+    batch_idx: int = 0
     precision: Any = "32-true"
     accumulate: int = 1
     can_accumulate: bool = True
@@ -169,39 +177,43 @@ class FailedStep:
         batch: Any = (
             self.facts.batch if size in {None, self.facts.samples} else resized(self.facts.batch, int(size or 0))
         )
-        own = None
-        if len(run.optimizers) == 1:
-            # Without its state, which may be incomplete where a step has failed.
-            own = copy_optimizer(run.optimizers[0], lambda tensor: tensor, with_state=False)
+        # Without their state, which may be incomplete where a step has failed.
+        own = [copy_optimizer(one, lambda tensor: tensor, with_state=False) for one in run.optimizers]
         plan = plan or run.plan
+        subject = Subject(
+            model=run.model,
+            optimizer=(optimizer or own or None) if stage == "train" else None,
+            trainer=run.trainer,
+        )
+        recipe = Recipe(
+            stage=stage,
+            precision=precision or self.precision or "32-true",
+            # More than two batches per step take the same memory as two.
+            accumulate=min(accumulate or run.accumulate, 2) if stage == "train" else 1,
+            clip=run.clip,
+        )
+        settings = SimulationSettings(
+            cuda=self.cuda,
+            # The share that this process may reserve is part of `usable`.
+            allocator=replace(self.config, per_process_memory_fraction=1.0).to_string(),
+            cublas_workspace=cublas_workspace_of(self.gpu),
+            gpu=GpuShape.of(None if self.gpu is None else find_gpu(self.gpu)),
+        )
         # A plan is still applied where the callback that applied it has not been told of the error yet.
         is_applied = any("forward" in vars(module) for module in run.model.modules())
         with nullcontext() if plan is None or is_applied else plan.apply(run.model):
-            return estimate_memory(
-                run.model,
-                batch,
-                optimizer=(optimizer or own) if stage == "train" else None,
-                stage=stage,
-                precision=precision or self.precision or "32-true",
-                # More than two batches per step take the same memory as two.
-                accumulate=min(accumulate or run.accumulate, 2) if stage == "train" else 1,
-                clip=run.clip,
-                device="cuda" if self.cuda else "cpu",
-                # The share that this process may reserve is part of `usable`.
-                allocator=replace(self.config, per_process_memory_fraction=1.0).to_string(),
-                capacity=self.gpu,
-            )
+            return estimate_step(subject, batch, recipe, settings, self.gpu)
 
     def step(self) -> TracedStep:
         """Return the training step, to plan for."""
-        assert self.run.forward is not None
         return TracedStep(
             self.run.model,
             self.facts.batch,
             self.run.forward,
             tuple(self.run.optimizers),
             device="cuda" if self.cuda else "cpu",
-            accumulates=self.run.accumulate > 1,
+            trainer=self.run.trainer,
+            batch_idx=self.run.batch_idx,
         )
 
 

@@ -263,7 +263,7 @@ class FailureCapture:
         )
         if not isinstance(self.reader, KnowsItsComposition):
             return walked
-        return split_by_device(self.reader, self._model, older=None if self._before is None else walked.older)
+        return split_by_device(self.reader, self._model, walked=None if self._before is None else walked)
 
     def _grown(self, stats: MemoryStats) -> MemoryGrowth | None:
         first, now, n_batches = self._first_before, self._before, self._n_since

@@ -71,10 +71,18 @@ class MemoryAtBatchStart:
     had_state: bool
 
 
-def split_by_device(device: KnowsItsComposition, model: nn.Module, *, older: int | None = None) -> MemorySplit:
-    """Return the split that the device itself reports; `older`, where it is known, comes from `split_by_walking`."""
+def split_by_device(device: KnowsItsComposition, model: nn.Module, *, walked: MemorySplit | None = None) -> MemorySplit:
+    """Return the split that the device itself reports; what is older than the batch comes from `split_by_walking`.
+
+    That takes the rest of a block that the allocator did not split, up to 1 MiB, for memory that is older.
+    """
     composition = device.composition()
     now = composition.by_category
+    older = now["other"]
+    if walked is not None:
+        known = walked.by_category
+        rests = now["parameter"] - known["parameters"], now["optimizer"] - known["optimizer"]
+        older = max(0, walked.older - sum(max(0, rest) for rest in rests))
     root = type(model).__name__
     modules = {
         name.removeprefix(f"{root}."): sizes["activation"]
@@ -92,7 +100,7 @@ def split_by_device(device: KnowsItsComposition, model: nn.Module, *, older: int
         },
         now["buffer"],
         tuple(sorted(modules.items(), key=lambda item: -item[1])),
-        now["other"] if older is None else older,
+        older,
         exact=True,
     )
 

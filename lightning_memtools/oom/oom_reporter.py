@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from lightning_memtools.memory.allocator import write_snapshot
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.advice_checks import AdviceChecks
-from lightning_memtools.oom.failed_step import FailedRun, FailedStep, failed_step, processes_of
+from lightning_memtools.oom.deadline import Deadline
+from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes_of
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
 from lightning_memtools.oom.killed_worker import killed_worker_page
 from lightning_memtools.oom.report_page import ReportPage
-from lightning_memtools.oom.saved_step import SavedStepError, Trusts, read_step, write_step
-from lightning_memtools.oom.step_trials import NOT_REACHED, Deadline
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, write_report
 from lightning_memtools.reporting.ranks import with_store
@@ -231,67 +229,17 @@ def _check(
 ) -> None:
     """Run the checks of what would have helped, and put what they found onto the page."""
     try:
-        failed = failed_step(read_run(), page.facts, capture, snapshot)
-        with _suspended(capture.virtual):
-            _run_checks(page, failed, deadline)
+        checks = AdviceChecks(failed_step(read_run(), page.facts, capture, snapshot), deadline)
+        virtual = capture.virtual
+        with virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext():
+            checks.run()
     except Exception as error:  # noqa: BLE001, the facts are worth a report without advice
         page.notes = [f"Nothing could be checked: {type(error).__name__}: {error}"]
         return
-    if isinstance(page.file, Path) and any(action.detail == NOT_REACHED for action in page.actions):
-        path = _step_file(page.file)
-        with suppress(Exception):  # as above
-            page.saved_step = path if write_step(path, page, failed) else None
-
-
-def _run_checks(page: ReportPage, failed: FailedStep, deadline: Deadline) -> None:
-    checks = AdviceChecks(failed, deadline)
-    checks.run()
     page.actions, page.notes = checks.actions, checks.notes
     page.request, page.expandable = checks.request, checks.expandable
     if not page.modules:
         page.modules, page.modules_traced = checks.modules, True
-
-
-def finish_report(path: Path, read_snapshot: Callable[[Path], dict[str, Any]], *, model: Any, trusts: Trusts) -> str:
-    """Make all checks of a report that had no time for them, rewrite the report, and return it as markdown.
-
-    Args:
-        path: The report.
-        read_snapshot: Reads the memory snapshot beside it, if there is one.
-        model: As for `read_step`.
-        trusts: As for `read_step`.
-
-    Raises:
-        SavedStepError: There is no step beside the report, or it cannot be read or made again.
-        OSError: The report cannot be written.
-    """
-    step_file, snapshot_file = _step_file(path), _snapshot_file(path)
-    if not step_file.is_file():
-        raise SavedStepError(
-            f"There is no {step_file}, so nothing of {path} is left to check. OOMReport writes that file beside a "
-            "report whose checks were not all reached in time."
-        )
-    snapshot = read_snapshot(snapshot_file) if snapshot_file.is_file() else None
-    page, failed = read_step(step_file, model=model, trusts=trusts, snapshot=snapshot)
-    begin = time.monotonic()
-    _run_checks(page, failed, Deadline(math.inf))
-    page.file, page.seconds = path, time.monotonic() - begin
-    page.snapshot = snapshot_file if snapshot is not None else "none was recorded"
-    text = page.markdown()
-    path.write_text(text, encoding="utf-8")
-    return text
-
-
-def _step_file(report: Path) -> Path:
-    return report.with_name(f"{report.stem}-step.pt")
-
-
-def _snapshot_file(report: Path) -> Path:
-    return report.with_name(f"{report.stem}-snapshot.pickle")
-
-
-def _suspended(virtual: VirtualDevice | None) -> AbstractContextManager[None]:
-    return virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext()
 
 
 def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, capture: FailureCapture) -> Path | str:
@@ -299,7 +247,7 @@ def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, 
         return "this device records none" if capture.snapshot else "it was not asked for (snapshot=False)"
     if isinstance(report, NotWritten):
         return "no file can be written"
-    path = _snapshot_file(report)
+    path = report.with_name(f"{report.stem}-snapshot.pickle")
     try:
         write_snapshot(snapshot, path)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -110,7 +109,6 @@ class ReportPage:
         top: The number of modules that are listed.
         file: The path of the report, or the reason why there is none.
         snapshot: The path of the memory snapshot, or the reason why there is none.
-        saved_step: The path of the step's file, where there was no time for all checks and it could be written.
         seconds: The time that making the report took.
     """
 
@@ -128,7 +126,6 @@ class ReportPage:
     top: int = 10
     file: Path | NotWritten = NO_RUN
     snapshot: Path | str = ""
-    saved_step: Path | None = None
     seconds: float | None = None
 
     @property
@@ -171,7 +168,6 @@ class ReportPage:
             why = f" ({reasons[0]})" if len(reasons) == 1 else ", for reasons given in the report"
             titles = "; ".join(_lower_first(action.title) for action in unchecked)
             lines.append(f"These changes were not checked{why}: {titles}.")
-        lines += self._how_to_finish()
         lines.append(self.file_line())
         return "\n".join(lines)
 
@@ -201,7 +197,6 @@ class ReportPage:
         rest = [action for action in self.actions if not action.checked]
         if rest:
             parts.append("\n".join(f"- {action}" for action in rest))
-        parts += self._how_to_finish()
         useless = [action for action in self.actions if action.is_useless]
         if useless:
             parts.append(
@@ -209,11 +204,6 @@ class ReportPage:
             )
         parts += [note if note.endswith(".") else f"{note}." for note in self.notes]
         return parts if len(parts) > 1 else []
-
-    def _how_to_finish(self) -> list[str]:
-        if self.saved_step is None or not isinstance(self.file, Path):
-            return []
-        return [f"To make all checks, run `memtools oom-report {shlex.quote(str(self.file))} --finish`."]
 
     def _facts(self) -> list[str]:
         facts, stats = self.facts, self.facts.stats

@@ -2,90 +2,25 @@
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from lightning_memtools._torch import AnyBatchNorm, AnyDropout
-from lightning_memtools.checkpointing.chains import NothingToApplyTo, candidates
-from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.memory_model import Ranges
-from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, copy_of, replay, replay_on
-from lightning_memtools.memory.sizes import MIB, format_size
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.oom.deadline import Deadline, OutOfTimeError
 from lightning_memtools.oom.failed_step import FailedStep
+from lightning_memtools.oom.plan_trials import PlanTrials
 
-_BUDGET_TRIALS = 4
-# Memory budgets that are closer than this, as a share of them, are not told apart.
-_BUDGET_STEP = 0.01
-# As a share of the step's computation. Nothing is gained where recomputation costs even less.
-LEAST_PRICE = 0.01
 # As a share of the plain step's peak. Smaller savings are not worth a line.
 _LEAST_SAVING = 0.01
-# Peaks that are computed from a profile are within some percent of traced ones.
-_FAR_TOO_MUCH = 1.25
-
-
-NOT_REACHED = "the time for the checks was over"
-
-
-class OutOfTimeError(Exception):
-    """The time for checking is over."""
 
 
 class NotFoundError(Exception):
     """There is nothing to suggest; the message says why."""
-
-
-class Deadline:
-    """A time by which the checks have to end, in processor time of this thread.
-
-    So what is reached does not depend on what else the machine does. On a machine that others use, a report takes
-    longer by the clock.
-
-    Args:
-        seconds: The time from now.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.thread_time() + seconds
-
-    @property
-    def left_s(self) -> float:
-        """The seconds that are left; below 0 when the time is over."""
-        return self._end - time.thread_time()
-
-    def check(self) -> None:
-        """Return if there is time left.
-
-        Raises:
-            OutOfTimeError: There is none.
-        """
-        if self.left_s <= 0:
-            raise OutOfTimeError(NOT_REACHED)
-
-    @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """While entered, a step that is being traced ends at the next module it calls once the time is over."""
-        handles: list[Any] = [
-            register_module_forward_pre_hook(lambda *_: self.check()),
-            register_optimizer_step_pre_hook(lambda *_: self.check()),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,34 +38,6 @@ class LargestBatch:
     end: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FittingPlan:
-    """A checkpoint plan with which the step fits.
-
-    Attributes:
-        plan: The plan.
-        estimate: The estimate of the step with the plan.
-        code: The callback that makes it.
-    """
-
-    plan: CheckpointPlan
-    estimate: MemoryEstimate
-    code: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenPlan:
-    """A checkpoint plan without a budget.
-
-    Attributes:
-        plan: The plan.
-        code: The callback that makes it.
-    """
-
-    plan: CheckpointPlan
-    code: str
-
-
 class StepTrials:
     """Traces of one failed step.
 
@@ -140,6 +47,7 @@ class StepTrials:
 
     Attributes:
         failed: The failed step.
+        plans: Checkpoint plans of it.
         why_not: The reason why the step cannot be traced; "" where it was traced.
     """
 
@@ -147,7 +55,8 @@ class StepTrials:
         self.failed = failed
         self._deadline = deadline
         self._estimates: dict[tuple[int, int], MemoryEstimate] = {}
-        self._under: dict[tuple[tuple[str, Ranges], ...], MemoryEstimate] = {}
+        self._with_plans: dict[tuple[tuple[str, Ranges], ...], MemoryEstimate] = {}
+        self.plans = PlanTrials(self, deadline)
         self.why_not = failed.why_not_traced() or self._try_plain()
 
     def _try_plain(self) -> str:
@@ -188,16 +97,6 @@ class StepTrials:
         """True if a trace can tell what fits; if not, it only tells by how much something lowers the peak."""
         return self.failed.usable is not None and not self.plain_fits
 
-    @property
-    def modules(self) -> tuple[tuple[str, int], ...]:
-        """Activations by module, largest first: in training those kept for backward, else those at the peak."""
-        in_training = self.failed.stage == "train"
-        found = (
-            (module.name or "(the model)", module.saved_bytes if in_training else module.at_peak_bytes)
-            for module in self.plain.modules
-        )
-        return tuple(sorted(found, key=lambda item: -item[1]))
-
     # --- what fits
 
     def at(self, size: int, accumulate: int | None = None) -> MemoryEstimate:
@@ -208,24 +107,13 @@ class StepTrials:
             self._estimates[key] = self.failed.estimate(size, accumulate=accumulate)
         return self._estimates[key]
 
-    def under(self, plan: CheckpointPlan) -> MemoryEstimate:
+    def estimate_with_plan(self, plan: CheckpointPlan) -> MemoryEstimate:
         """Return the estimate of the step with a checkpoint plan."""
         key = tuple((chain.name, chain.ranges) for chain in plan.chains)
-        if key not in self._under:
+        if key not in self._with_plans:
             self._deadline.check()
-            self._under[key] = self.failed.estimate(plan=plan)
-        return self._under[key]
-
-    @cached_property
-    def smallest_batch(self) -> int | None:
-        """The smallest batch with which the step can be traced: BatchNorm refuses to train on one sample."""
-        for size in (1, 2):
-            try:
-                self.at(size)
-            except ValueError:
-                continue
-            return size
-        return None
+            self._with_plans[key] = self.failed.estimate(plan=plan)
+        return self._with_plans[key]
 
     def fits(self, estimate: MemoryEstimate, *, emptied: bool = False) -> bool:
         """Return whether traced steps fit: in evaluation into the cache as training left it, else into an empty device.
@@ -274,6 +162,11 @@ class StepTrials:
     @cached_property
     def largest_batch(self) -> LargestBatch:
         """The largest batch that fits."""
+        # A first guess that fits if what the plain step holds at its peak grows with the batch or is fixed.
+        at_peak = self.plain.composition
+        fixed = sum(at_peak[part] for part in ("parameters", "gradients", "optimizer"))
+        growing = self.plain.peak_allocated - fixed
+        guess = self.size * (self.usable - fixed) // growing if growing else 1
         known: dict[int, bool] = {}
 
         def attempt(size: int) -> TracedSize:
@@ -285,7 +178,7 @@ class StepTrials:
         end = "A batch of {} does not fit, but slightly larger ones may"
         try:
             size = largest_batch(
-                self._first_guess(),
+                max(1, min(guess, self.size - 1)),
                 attempt=attempt,
                 serves=lambda trace: self._serves(trace, self.plain.begin),
                 limit=self.usable,
@@ -297,134 +190,6 @@ class StepTrials:
                 raise
             end = "A larger batch may fit too: there was no time to find out"
         return LargestBatch(size, self.at(size), end.format(size + 1)) if size else LargestBatch(0)
-
-    def _first_guess(self) -> int:
-        """Return a batch size that fits if what the plain step holds at its peak grows with the batch or is fixed."""
-        at_peak = self.plain.composition
-        fixed = sum(at_peak[part] for part in ("parameters", "gradients", "optimizer"))
-        growing = self.plain.peak_allocated - fixed
-        guess = self.size * (self.usable - fixed) // growing if growing else 1
-        return max(1, min(guess, self.size - 1))
-
-    # --- checkpoint plans
-
-    @cached_property
-    def _planner(self) -> StepPlanner:
-        """Plans of one step share one profile of it."""
-        return StepPlanner(self.failed.step())
-
-    @cached_property
-    def best_plan(self) -> ChosenPlan:
-        """The plan that GradientCheckpointing chooses by itself, or one of its other settings where that lowers more.
-
-        Repeated blocks that are in no Sequential are taken where it finds nothing by itself; BatchNorm and Dropout are
-        recomputed where the step does not fit otherwise.
-        """
-        best = self._chosen()
-        blocks = candidates(self.failed.run.model)
-        if best.plan.plain is None and blocks:
-            best = self._chosen(include=blocks)
-        peak = best.plan.peak_bytes
-        fits = peak is not None and self.failed.usable is not None and peak <= self.usable
-        if not fits and self._may_recompute_norms:
-            include: dict[str, Any] = {"include": blocks} if "include" in best.code else {}
-            # "auto" takes them only where there is nothing to do without them.
-            widest = "recompute" if best.plan.refused is None else "auto"
-            other = self._chosen(**include, bn_dropout=widest)
-            saves = other.plan.peak_bytes is not None and self.saving(other.plan.peak_bytes)
-            if other.plan.refused is None and saves and (peak is None or other.plan.peak_bytes < 0.99 * peak):  # type: ignore[operator]
-                best = other
-        return best
-
-    @property
-    def _may_recompute_norms(self) -> bool:
-        """True if the model has layers that run twice only where the user allows it."""
-        return any(isinstance(one, (AnyBatchNorm, AnyDropout)) for one in self.failed.run.model.modules())
-
-    def _chosen(self, **arguments: Any) -> ChosenPlan:
-        self._deadline.check()
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items()).replace("'", '"')
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NothingToApplyTo)
-            plan = self._planner.plan(CheckpointOptions.parse(**arguments))
-        return ChosenPlan(plan, f"GradientCheckpointing({given})")
-
-    def plan_that_fits(self) -> FittingPlan | None:
-        """Return the plan with the least recomputation that was found to fit; None where none was.
-
-        A memory budget counts what tensors hold, and the allocator asks the device for more. So the plan for all the
-        memory that is left may not fit. Smaller budgets are then tried by bisection, down to the least peak of any
-        plan. The search ends early with a plan that recomputes next to nothing.
-        """
-        found: FittingPlan | None = None
-        bn_dropout: BnDropout = "skip"
-        budget, least = self.usable // MIB, self._least_budget(bn_dropout)
-        too_large = budget + 1
-        if self._fragmented_peak is not None:
-            too_large = self._fragmented_peak // MIB
-            budget = (least + too_large) // 2
-        for _ in range(_BUDGET_TRIALS):
-            try:
-                fitting = self._fitting(budget, bn_dropout)
-            except BudgetTooSmallError:
-                if found is None and bn_dropout == "skip" and self._may_recompute_norms:
-                    bn_dropout = "recompute"
-                    least = self._least_budget(bn_dropout)
-                    continue
-                least = budget
-            except OutOfTimeError:
-                if found is None:
-                    raise
-                return found
-            else:
-                found = fitting or found
-                least, too_large = (budget, too_large) if fitting else (least, budget)
-            is_cheap = found is not None and found.plan.extra_operations < LEAST_PRICE
-            if is_cheap or too_large - least <= max(_BUDGET_STEP * budget, 1):
-                return found
-            budget = (least + too_large) // 2
-        return found
-
-    @cached_property
-    def _fragmented_peak(self) -> int | None:
-        """The peak of the plan without a budget if only fragmentation keeps it from fitting, else None."""
-        if self.failed.run.plan is not None:
-            return None
-        plan = self.best_plan.plan
-        if plan.refused is not None or plan.peak_bytes is None or plan.peak_bytes > self.usable:
-            return None
-        return None if self.fits(self.under(plan)) else plan.peak_bytes
-
-    def _least_budget(self, bn_dropout: BnDropout) -> int:
-        """Return the least peak of any plan in MiB, as far as it is known."""
-        return (self._planner.least_peak(CheckpointOptions.parse(bn_dropout=bn_dropout)) or 0) // MIB
-
-    def _fitting(self, budget: int, bn_dropout: BnDropout) -> FittingPlan | None:
-        """Return the plan for a memory budget in MiB; None if the step does not fit with it.
-
-        Raises:
-            BudgetTooSmallError: No plan is within the budget.
-            OutOfTimeError: There is no time left.
-        """
-        self._deadline.check()
-        plan = self._plan_within(CheckpointOptions.parse(memory_budget=f"{budget}MiB", bn_dropout=bn_dropout))
-        estimate = self.under(plan)
-        if not self.fits(estimate):
-            return None
-        # No plan without these layers fits, so "auto" takes this one too.
-        auto = ', bn_dropout="auto"' if bn_dropout == "recompute" else ""
-        return FittingPlan(plan, estimate, f'GradientCheckpointing(memory_budget="{budget}MiB"{auto})')
-
-    def _plan_within(self, options: CheckpointOptions) -> CheckpointPlan:
-        """Return the plan for a budget.
-
-        Raises:
-            BudgetTooSmallError: No plan is within it. Where it is surely far too small, no plan is traced to tell.
-        """
-        least = self._planner.least_peak(options)
-        if least is not None and options.budget_bytes is not None and least > _FAR_TOO_MUCH * options.budget_bytes:
-            raise BudgetTooSmallError(f"The least peak of any plan is about {format_size(least)}.", least)
-        return self._planner.plan(options)
 
     # --- in words
 

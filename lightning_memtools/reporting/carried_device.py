@@ -13,8 +13,7 @@ from lightning_memtools.memory.virtual import VirtualDevice
 def put_on_device(trainer: Trainer, pl_module: LightningModule) -> None:
     """Count the module and its optimizers as allocated on the active VirtualDevice, as on a GPU they would be.
 
-    Call it when fit, validation, test or predict begins, and again once optimizer state is restored. Calling it twice
-    does no harm.
+    Call it when fit, validation, test or predict begins, and again once optimizer state is restored. Idempotent.
     """
     device = VirtualDevice.current()
     if device is not None:
@@ -45,7 +44,7 @@ class CarriedDevice:
             self._entered = True
 
     def leave(self) -> None:
-        """Leave the device if it was entered here. Leaving twice does no harm."""
+        """Leave the device if it was entered here. Idempotent."""
         if self._device is not None and self._entered:
             self._entered = False
             self._device.__exit__()

@@ -1,11 +1,15 @@
-"""Finds the losses among the scalars that a step returns or logs."""
+"""The losses among what a training or a validation step returns or logs, and their names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+
+from lightning_memtools._lightning import EvaluationBatchEnd, values_logged_in_step
+from lightning_memtools.memory.nested_tensors import batch_size_in
 
 # The usual names of a validation loss; the first that exists is taken.
 _USUAL = ("val_loss", "val/loss", "loss/val", "valid_loss", "valid/loss", "validation_loss", "validation/loss", "loss")
@@ -46,3 +50,62 @@ def tags_of(prefix: str, names: Iterable[str]) -> dict[str, str]:
     if len({without_loader(name) for name in names}) == 1:
         return {name: f"{prefix}/{name.removeprefix(without_loader(name) + '/')}" for name in names}
     return {name: f"{prefix}/{name}" for name in names}
+
+
+def checked_names(argument: str, value: str | Sequence[str] | None) -> list[str] | None:
+    """Return the names of losses that a user gave as one name or several; None to find them.
+
+    Raises:
+        ValueError: There are none, or one is no text.
+    """
+    if value is None:
+        return None
+    names = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(
+            f'{argument}={value!r} names no loss. Give a name such as {argument}="my_loss", several names, or None to '
+            "find it."
+        )
+    return names
+
+
+def training_losses(
+    trainer: Trainer, module: LightningModule, outputs: Any, names: Sequence[str] | None, *, was_asked: bool
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Return the losses of a training step, before the division of gradient accumulation, and the names of all scalars.
+
+    Args:
+        trainer: The Trainer, after the step.
+        module: The module that trains.
+        outputs: The step's output, as Lightning passes it to `on_train_batch_end`.
+        names: The losses to take; None takes everything that has "loss" in its name.
+        was_asked: False takes the returned loss alone where Lightning optimizes.
+    """
+    candidates = scalars_of(outputs)
+    accumulated = trainer.accumulate_grad_batches
+    if module.automatic_optimization:
+        if accumulated > 1 and "loss" in candidates:
+            candidates["loss"] = candidates["loss"] * accumulated  # Lightning divided it
+        if not was_asked:
+            return ({"loss": candidates["loss"]} if "loss" in candidates else {}), set()
+    if names is None or any(name not in candidates for name in names):
+        candidates = values_logged_in_step(trainer) | candidates
+    if names is None:
+        return {name: candidates[name] for name in likely_losses(candidates)}, set()
+    return {name: candidates[name] for name in names if name in candidates}, set(candidates)
+
+
+def returned_losses(end: EvaluationBatchEnd, names: Sequence[str] | None) -> Iterator[tuple[str, Tensor, int]]:
+    """Yield name, value and weight of the losses that a validation step returned; the weight is the batch size."""
+    returned = scalars_of(end.outputs)
+    suffix = loader_suffixes(end.trainer)[end.dataloader_idx]
+    weight = (batch_size_in(end.batch) if returned else None) or 1
+    for name in likely_losses(returned) if names is None else names:
+        if name in returned:
+            yield name + suffix, returned[name], weight
+
+
+def loader_suffixes(trainer: Trainer) -> list[str]:
+    """Return what Lightning adds to a metric's name for each validation loader: nothing if there is only one."""
+    n_loaders = len(trainer.num_val_batches)
+    return [f"/dataloader_idx_{i}" for i in range(n_loaders)] if n_loaders > 1 else [""]

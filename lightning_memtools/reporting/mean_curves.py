@@ -14,6 +14,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_memtools.memory.arriving_values import ArrivingValues
+from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.reporting.loggers import log_scalars
 from lightning_memtools.reporting.loss_names import tags_of
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPoints
@@ -45,7 +46,7 @@ class MeanCurves:
         self._points: RankPoints | None = None
         self._tag_of: dict[str, str] = {}
         self._ever_seen: set[str] = set()
-        self._warned = False
+        self._is_first_warning = FirstTime()
 
     @property
     def has_curves(self) -> bool:
@@ -131,8 +132,7 @@ class MeanCurves:
     def warn_of_missing(self, argument: str, existing: Iterable[str]) -> None:
         """Warn, once, of a name that was asked for and never had a value, and list the names that exist."""
         missing = [name for name in self.names or () if name not in self._ever_seen]
-        if missing and not self._warned:
-            self._warned = True
+        if missing and self._is_first_warning():
             listed = ", ".join(repr(name) for name in sorted(set(existing))) or "no scalar at all"
             warnings.warn(
                 f"LossCurves({argument}={missing[0]!r}): no such loss was returned or logged, so it has no curve. "

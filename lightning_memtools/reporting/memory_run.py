@@ -32,6 +32,7 @@ from lightning_memtools.memory.readers import CudaReader, host_rss_bytes
 from lightning_memtools.memory.scalars import (
     batch_scalars,
     composition_scalars,
+    count_since,
     device_scalars,
     over_ranks,
     phase_scalars,
@@ -62,6 +63,10 @@ class MemoryRun:
         eval_batches: Whether each evaluation batch has its own point.
         has_trained: Whether the Trainer has trained before this call. Training and evaluation share the tags of the
             composition, which then belong to training alone.
+
+    Attributes:
+        last_step: The training step of the last point.
+        host: Host memory, for the next point; None where it was not read since the last one.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class MemoryRun:
         self.call = call
         self.device = device
         self.last_step = -1
+        self.host: HostMemory | None = None
         self._reader = reader
         self._per_rank = per_rank
         self._has_trained = has_trained or call == "fit"
@@ -87,7 +93,6 @@ class MemoryRun:
         self._input_bytes = 0
         self._step_time = Stopwatch()
         self._since = MemoryStats()
-        self._host: HostMemory | None = None
         self._stage_watch: StageWatch | None = None
         self._phase_watch: PhaseWatch | None = None
         self._batch_window: PeakWindow | None = None
@@ -199,11 +204,6 @@ class MemoryRun:
         # At an epoch's end the last batch is gone; when memory was highest there was one.
         return replace(owned, by_category={**owned.by_category, "inputs": self._input_bytes})
 
-    def see_host(self, host: HostMemory | None) -> None:
-        """Take the figures of host memory into the next point; None where nothing was read."""
-        if host is not None:
-            self._host = host
-
     def add_training_point(self, step: int, write: WriteScalars, owned: Owned | None = None) -> list[str]:
         """Add a training point, as `add_point` does."""
         elapsed_ms = self._step_time.lap_ms()
@@ -242,9 +242,9 @@ class MemoryRun:
         """
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes()), **(extra or {})}
         warnings: list[str] = []
-        if self._host is not None:
-            scalars |= self._host.scalars()
-            self._host = None
+        if self.host is not None:
+            scalars |= self.host.scalars()
+            self.host = None
         if self._stage_watch is not None:
             point = self._stage_watch.point(stage, owned)
             scalars |= device_scalars(stage, point, since=self._since)
@@ -294,8 +294,8 @@ class MemoryRun:
             simulated=self._reader is not None and self._reader.simulated,
             peaks=peaks,
             capacity=now.capacity,
-            alloc_retries=_count_since(self._since.alloc_retries, now.alloc_retries),
-            ooms=_count_since(self._since.ooms, now.ooms),
+            alloc_retries=count_since(now.alloc_retries, self._since.alloc_retries),
+            ooms=count_since(now.ooms, self._since.ooms),
             host_rss=host_rss_bytes(),
             processes=self._other_processes(),
             ranks=ranks,
@@ -303,7 +303,7 @@ class MemoryRun:
         )
 
     def close(self) -> None:
-        """Stop measuring; closing twice does no harm."""
+        """Stop measuring. Idempotent."""
         if self._batch_window is not None:
             self._batch_window.close()
         if self._phase_watch is not None:
@@ -359,7 +359,3 @@ def _highest_peaks(by_rank: Sequence[Mapping[str, Sequence[int | None]] | None])
         if allocated:
             merged[stage] = StagePeak(max(allocated), max(reserved, default=None))
     return merged
-
-
-def _count_since(then: int | None, now: int | None) -> int | None:
-    return None if now is None else now - (then or 0)

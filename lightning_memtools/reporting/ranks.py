@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-import torch
 from torch import distributed
 
 from lightning_memtools._torch import default_process_group_store, replaced_collectives
+from lightning_memtools.memory.first_time import FirstTime
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ class RankPoints:
         self._name = name
         self._posts = RankPosts(name)
         self._waiting: deque[_WaitingPoint] = deque()
-        self._has_warned = False
+        self._is_first_warning = FirstTime()
 
     @property
     def world_size(self) -> int:
@@ -238,9 +238,8 @@ class RankPoints:
         first.write(parts)
 
     def _warn(self, missing: Sequence[int], label: str) -> None:
-        if self._has_warned:
+        if not self._is_first_warning():
             return
-        self._has_warned = True
         ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         warnings.warn(
             f"{self._name}: the values of {ranks} for {label} have not arrived, so what is logged there is that of the "
@@ -298,15 +297,6 @@ class RankGather:
         """Return every rank's object, in the order of ranks; a rank that gave None is left out."""
         return [theirs for theirs in self._gathered(mine) if theirs is not None]
 
-    def largest(self, mine: int) -> int:
-        """Return the largest of all ranks' numbers."""
-        if self._timeout is not None or not self._is_connected:
-            numbers: list[int] = self.objects(mine)
-            return max(numbers)
-        number = torch.tensor(mine)
-        distributed.all_reduce(number, op=distributed.ReduceOp.MAX, group=self._own_group)
-        return int(number)
-
     def union(self, names: list[str]) -> list[str]:
         """Return every name that any rank has, each once, in the order of ranks."""
         return list(dict.fromkeys(name for theirs in self.objects(names) for name in theirs))
@@ -335,7 +325,7 @@ class RankGather:
 
 @contextmanager
 def refused_collectives(error: Callable[[str], Exception]) -> Iterator[None]:
-    """Within, one of several ranks that starts a collective gets the error made of its name in place of it."""
+    """Have a collective that is started inside raise the error made of its name, where there are several ranks."""
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         yield
         return

@@ -31,7 +31,7 @@ _SEES_SHARDS = (
 _DECIDES_ALONE = (
     "a rank that fails would leave the others waiting in a collective of the forward or backward pass of {strategy}, "
     "where nothing can be said to them, and all ranks would have to run equally many parts. Train with strategy='ddp' "
-    "where the model fits, with FSDP 2 (ModelParallelStrategy) where it does not, or find a batch size that fits"
+    "where the model fits on one device, or find a batch size that fits"
 )
 _CUTS_THE_GRAPH = "reading a number in every step would cut XLA's graph in two."
 
@@ -40,7 +40,7 @@ _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
     "GradientCheckpointing": dict.fromkeys(("DeepSpeed", "FSDP"), _CHECKPOINTS_ITSELF),
     "OOMReport": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel"), _CANNOT_TRACE),
     "BatchSizeTuner": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _COLLECTIVES_IN_TRIALS),
-    "OOMRecovery": dict.fromkeys(("DeepSpeed", "FSDP", "XLA", "unknown"), _DECIDES_ALONE),
+    "OOMRecovery": dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "XLA", "unknown"), _DECIDES_ALONE),
     "TrainingDoctor": {
         **dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _SEES_SHARDS),
         "XLA": _CUTS_THE_GRAPH,

@@ -1,1 +1,1 @@
-"""A training step on fake tensors: one tracer, a stand-in for the Trainer, fake modules and optimizers."""
+"""Steps in Lightning's own loop, on fake tensors or on PyTorch's CUDA code, and the values that they read."""

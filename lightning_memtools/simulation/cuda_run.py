@@ -11,7 +11,7 @@ import gc
 import os
 import tempfile
 from collections import deque
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,18 @@ from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, computes_nothing
 from lightning_memtools.null_cuda.recorded_convolutions import convolutions_in, workspaces_after
-from lightning_memtools.simulation.attention_masks import masks_by_their_values, note_values
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
+from lightning_memtools.simulation.known_values import FollowedValues, KnownValues, is_too_large, values_known
 from lightning_memtools.simulation.one_rank import Placement, one_rank
 from lightning_memtools.simulation.recording import WORKSPACE, AllocationRecorder
-from lightning_memtools.simulation.step import Recipe, copy_of_batch
+from lightning_memtools.simulation.step_runner import Recipe, copy_of_batch
 from lightning_memtools.simulation.tracer import (
     SimulationSettings,
     Subject,
     Traced,
     count_parameters,
     noted_shapes,
+    notes_of,
     optimizer_maker,
     run_steps,
 )
@@ -90,14 +91,13 @@ def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: Simula
         )
     _clean_up()
     is_empty = torch.cuda.memory_allocated() == 0
-    model, dtype = subject.model, recipe.precision.dtype
+    model, dtype = subject.model, recipe.dtype
     # What is on meta is sharded there, and a rank never holds all of it.
     exchange = _ZeroExchange(dtype, keep_meta=subject.ranks is not None and subject.ranks.strategy == "fsdp2")
-    recipe = replace(recipe, precision=replace(recipe.precision, device="cuda"))
     torch.cuda.reset_peak_memory_stats()
     with (
         tempfile.TemporaryDirectory() as folder,
-        masks_by_their_values(),
+        values_known() as known,
         borrowed([model], exchange),
         random_streams_restored(),
         one_rank(model, subject.ranks, recipe) as place,
@@ -109,17 +109,17 @@ def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: Simula
         convolutions = Path(folder) / "convolutions.txt"
         before = os.environ.get(CONVOLUTIONS)
         os.environ[CONVOLUTIONS] = str(convolutions)
-        run = _CudaRun(model, batch, dtype, place)
+        run = _CudaRun(model, batch, dtype, place, known)
         result = Traced(run.device_for(settings), AllocationRecorder(run.device.allocator))
         record_cuda_history(_MOST_ENTRIES)
         try:
-            run.called = place()
-            with noted_shapes(model, result.shapes), torch.enable_grad():
-                run_steps(replace(subject, model=run.called), optimizer_maker(subject, exchange), recipe, run)
+            with noted_shapes(model, result.shapes), torch.enable_grad(), FollowedValues(known):
+                maker = optimizer_maker(subject, exchange)
+                run_steps(subject, maker, recipe, run, device="cuda", set_up=run.set_up)
             run.note_owners()
             snapshot = cuda_memory_snapshot()
             count_parameters(run.called, result)
-            result.notes = tuple(place.notes)
+            result.notes = (*place.notes, *notes_of(known))
             if whole and subject.ranks is not None:
                 # FSDP 1 leaves a parameter's place in the model to this rank's part of it.
                 result.n_parameters = sum(whole)
@@ -148,12 +148,6 @@ class _ZeroExchange(TensorExchange):
         return made
 
 
-def _on_cuda(tensor: torch.Tensor) -> torch.Tensor:
-    made = tensor.to("cuda")
-    note_values(made, tensor)
-    return made
-
-
 def _clean_up() -> None:
     gc.collect()
     clear_cublas_workspaces()
@@ -163,7 +157,10 @@ def _clean_up() -> None:
 class _CudaRun:
     """Gives batches on the device to the loop, labels requests with the phase, and notes who owns which block then."""
 
-    def __init__(self, model: nn.Module, batch: Any, dtype: torch.dtype | None, place: Placement) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Any, dtype: torch.dtype | None, place: Placement, known: KnownValues
+    ) -> None:
+        self._known = known
         self.called = self._model = model
         self._root = type(model).__name__
         self._place = place
@@ -188,22 +185,32 @@ class _CudaRun:
         self.labels.enter_phase(phase)
         self.note_owners()
 
+    def set_up(self) -> nn.Module:
+        """Put the model on the device, and return the module that a step calls."""
+        self.called = self._place()
+        return self.called
+
     def next_batch(self) -> Any:
-        """Return a batch of the same sizes, copied to the device."""
-        batch = map_tensors(copy_of_batch(self._batch, self._dtype), _on_cuda)
+        """Return a batch of the same sizes and known values, in host memory; large tensors take no pages."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            values = self._known.of(tensor)
+            made: torch.Tensor = copy_of_batch(tensor, self._dtype)
+            return made if values is None or is_too_large(tensor) else made.data.copy_(values)
+
+        return map_tensors(self._batch, copied)
+
+    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """Return the batch, copied to the device."""
+        batch = move(batch)
         self._note(dict.fromkeys((one.data_ptr() for one in tensors_in(batch)), Category.INPUT))
         self._n_batches += 1
         self._place.begin_batch(self.called, self._n_batches)
         return batch
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Move the state that an optimizer has already to the device, but for counts of steps."""
+        """Keep the optimizers, whose state is noted."""
         self._optimizers = optimizers
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.dim():
-                        state[name] = value.to("cuda")
 
     def note_owners(self) -> None:
         """Note the blocks of parameters, gradients and optimizer states."""

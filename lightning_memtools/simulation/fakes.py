@@ -34,7 +34,7 @@ from lightning_memtools.memory.reachable_variables import (
     variables_of_hooks,
 )
 from lightning_memtools.memory.user_code import owner_of
-from lightning_memtools.simulation.attention_masks import note_values
+from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.state.random_state import GENERATORS, generator_state, set_generator_state
 
 # Objects whose attributes are left alone: they belong to the program, not to the model.
@@ -81,7 +81,8 @@ class TensorExchange:
         made = self._made.get(id(tensor))
         if made is None:
             made = self._made[id(tensor)] = self._make(tensor)
-            note_values(made, tensor)
+            if not isinstance(tensor, nn.Parameter):  # what is trained has other values in each step
+                note_values(made, tensor)
             self._originals.append(tensor)
         return made
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -18,11 +17,11 @@ from torch import nn
 
 from lightning_memtools._torch import pretended_ranks, sharding_undone
 from lightning_memtools.simulation.ddp_buckets import BucketSettings
-from lightning_memtools.simulation.step import STEP_NAMES, Recipe
-from lightning_memtools.simulation.trainer_stand_in import TrainerStandIn, attach, is_lightning_module
+from lightning_memtools.simulation.step_runner import Recipe, is_lightning_module
 
 StrategyName = Literal["ddp", "fsdp", "fsdp2"]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # Lightning's own configure_model does nothing.
 _OF_LIGHTNING = {"lightning.pytorch.core.hooks", "pytorch_lightning.core.hooks"}
 
@@ -69,14 +68,12 @@ class Placement:
         if ranks.strategy == "fsdp2":
             self._shard(model, ranks)
             return model
-        wrapper = self._ddp(model, ranks) if ranks.strategy == "ddp" else self._fsdp(model)
-        return _through(wrapper, model, self._recipe) if is_lightning_module(model) else wrapper
+        return self._ddp(model, ranks) if ranks.strategy == "ddp" else self._fsdp(model)
 
     def begin_batch(self, called: nn.Module, number: int) -> None:
         """Note that the batch of this number begins: DDP sums gradients over ranks in the last one of a step only."""
-        wrapper = vars(called).get(_WRAPPER, called)
-        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            wrapper.require_backward_grad_sync = number % self._recipe.accumulate == 0
+        if isinstance(called, nn.parallel.DistributedDataParallel):
+            called.require_backward_grad_sync = number % self._recipe.accumulate == 0
 
     def _ddp(self, model: nn.Module, ranks: RankSettings) -> nn.Module:
         buckets = ranks.buckets or BucketSettings(bucket_mb=25)
@@ -93,8 +90,7 @@ class Placement:
         from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision  # noqa: PLC0415, may not be built in
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: PLC0415
 
-        precision = self._recipe.precision
-        dtype = precision.dtype or precision.autocast or torch.float32
+        dtype = self._recipe.dtype or _AUTOCAST.get(self._recipe.precision or "", torch.float32)
         units = repeated_blocks(model)
         self._note_units("FSDP 1", units)
         wrapped = FullyShardedDataParallel(
@@ -120,7 +116,6 @@ class Placement:
             # LightningModule.device_mesh is a property that cannot be set; a subclass is the public way to another one.
             kind = type(model)
             model.__class__ = type(kind.__name__, (kind,), {"device_mesh": mesh, "__module__": kind.__module__})
-            attach(model, TrainerStandIn(backward=lambda *_: None, stage=self._recipe.stage))
             model.configure_model()
             self.notes.append(f"One of {ranks.devices} ranks under FSDP 2, sharded by the model's configure_model.")
         else:
@@ -139,10 +134,6 @@ class Placement:
         self.notes.append(
             f"One of {self._ranks.devices} ranks under {strategy}: {which} sharded each by itself, the rest together."
         )
-
-
-# Where a LightningModule keeps the wrapper that its steps go through.
-_WRAPPER = "memtools_wrapper"
 
 
 @contextmanager
@@ -197,22 +188,3 @@ def _roots(model: nn.Module) -> list[nn.Module]:
     if not (is_lightning_module(model) or type(model) in {nn.ModuleList, nn.ModuleDict}):
         return [model] if next(model.parameters(), None) is not None else []
     return [root for child in model.children() for root in _roots(child)]
-
-
-def _through(wrapper: nn.Module, module: nn.Module, recipe: Recipe) -> nn.Module:
-    """Make a LightningModule's step go through the forward of its wrapper, as Lightning does, and return the module."""
-    name = STEP_NAMES[recipe.stage]
-    method = getattr(module, name)
-
-    @wraps(method)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        def once(*inner: Any, **options: Any) -> Any:
-            vars(module).pop("forward")
-            return method(*inner, **options)
-
-        vars(module)["forward"] = once
-        return wrapper(*args, **kwargs)
-
-    vars(module)[name] = step
-    vars(module)[_WRAPPER] = wrapper
-    return module

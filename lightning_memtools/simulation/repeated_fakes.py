@@ -27,8 +27,9 @@ from lightning_memtools._torch import (
     storage_id,
     without_torch_dispatch,
 )
+from lightning_memtools.memory.convolution_workspaces import memory_format_of
 from lightning_memtools.memory.nested_tensors import tensors_in
-from lightning_memtools.simulation.attention_masks import note_change
+from lightning_memtools.simulation.known_values import KnownValues
 from lightning_memtools.simulation.size_names import SizeNames, has_sizes_of_arguments
 
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
@@ -40,14 +41,19 @@ Known = Literal["the first argument"] | tuple[bool, list[Made | None]] | None
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 # The shapes of their results depend on values.
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Its kernels (layer_norm.cpp, cuda/layer_norm_kernel.cu) return a contiguous gradient, unlike the FakeTensorMode where
-# the input or its gradient is strided.
-_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+# Kernels of normalizations (layer_norm.cpp, cuda/layer_norm_kernel.cu, Normalization.cpp) return contiguous results,
+# unlike the FakeTensorMode where their first arguments are strided. How many these are.
+_CONTIGUOUS = {
+    torch.ops.aten.native_layer_norm_backward.default: 2,
+    torch.ops.aten.native_batch_norm.default: 1,
+    torch.ops.aten.native_batch_norm_backward.default: 2,
+}
 # By operator and all that its result depends on. A model has some hundreds.
 _known: dict[Any, Known] = {}
 # The same in names of sizes, for operators whose results have sizes of their arguments.
 _known_by_names: dict[Any, Any] = {}
 _MOST_KNOWN = 50_000
+_IMAGES = 4  # the dimensions of images
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
@@ -58,11 +64,13 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
     Args:
         fake_mode: The mode that is active.
+        values: The known values of the step, which are followed; None to follow none.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, values: KnownValues | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
+        self._values = values
         self._fake = FakeMaker(fake_mode)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,13 +79,15 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         known = self.result_of(func, args, kwargs)
         if known is not NotImplemented:
             return known
-        if func is _LAYER_NORM_BACKWARD:
-            args = (*map(self._contiguous, args[:2]), *args[2:])
+        if (n := _CONTIGUOUS.get(func)) is not None:
+            args = (*map(self._contiguous, args[:n]), *args[n:])
         key = _key(func, args, kwargs) if _is_repeatable(func) else None
         named = _key_in_names(func, args, kwargs) if key is not None else None
         out = func(*args, **kwargs)
-        if args and out is args[0]:
-            _note_change(func, args, kwargs)
+        if not args or out is not args[0]:
+            out = self._laid_out(func, out)
+        if self._values is not None:
+            self._values.follow(func, args, kwargs, out)
         if key is not None and key not in _known:
             described = _described(out, args, kwargs)
             _remember(key, described)
@@ -92,12 +102,15 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         """
         if args and not kwargs and (number := self._of_number(func, *args)) is not None:
             return number
+        found = NotImplemented if self._values is None else self._values.find(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
         if _is_view(func) and _note(args[0], []):
             return self._view(func, args, kwargs)
         if not _is_repeatable(func):
             return NotImplemented
-        if func is _LAYER_NORM_BACKWARD:
-            args = (*map(self._contiguous, args[:2]), *args[2:])
+        if (n := _CONTIGUOUS.get(func)) is not None:
+            args = (*map(self._contiguous, args[:n]), *args[n:])
         key = _key(func, args, kwargs)
         # Looked up once: another thread may forget all at any time.
         known = None if key is None else _known.get(key)
@@ -107,10 +120,24 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
                 _remember(key, known)
         if known is None:
             return NotImplemented
-        if known != "the first argument":
-            return self._made(*known)
-        _note_change(func, args, kwargs)
-        return args[0]
+        out = args[0] if known == "the first argument" else self._laid_out(func, self._made(*known))
+        if self._values is not None:
+            self._values.follow(func, args, kwargs, out)
+        return out
+
+    def _laid_out(self, func: Any, out: Any) -> Any:
+        """Returns the images of one pixel that an operator on elements made, contiguous: as its kernels lay them out.
+
+        Such images are contiguous in either memory format (TensorIterator.cpp), and what enlarges them then is not
+        channels last.
+        """
+        if type(out) is not FakeTensor or out.dim() != _IMAGES or torch.Tag.pointwise not in getattr(func, "tags", ()):
+            return out
+        n_samples, n_channels, *size = out.shape
+        stride = (n_channels, 1, 1, 1)
+        if size != [1, 1] or n_channels == 1 or out.stride() == stride or out.requires_grad:
+            return out
+        return self._make((n_samples, n_channels, 1, 1), stride, out.dtype, out.fake_device)
 
     def _made(self, is_one: bool, made: list[Made | None]) -> Any:
         found = [None if one is None else self._make(*one) for one in made]
@@ -150,10 +177,12 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
             return self._fake(empty, device)
 
     def _contiguous(self, one: Tensor) -> Tensor:
-        if one.is_contiguous() or type(one) is not FakeTensor:
+        kept = memory_format_of(one)
+        if type(one) is not FakeTensor or one.is_contiguous(memory_format=kept):
             return one
         with without_torch_dispatch():
-            return self._fake(torch.empty(one.shape, dtype=one.dtype, device="meta"), one.fake_device)
+            made = torch.empty(one.shape, dtype=one.dtype, device="meta", memory_format=kept)
+            return self._fake(made, one.fake_device)
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: SizeNames | None = None) -> Any:
@@ -182,12 +211,6 @@ def _remember(key: Any, known: Known) -> None:
         _known.clear()
         _known_by_names.clear()
     _known[key] = known
-
-
-def _note_change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Floating-point values are not kept.
-    if not args[0].is_floating_point() and operator_schema(func).is_mutable:
-        note_change(func, args, kwargs)
 
 
 def _in_names(known: Known, sizes: SizeNames) -> Any:

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 
 import torch
 from torch import nn
@@ -16,8 +17,9 @@ from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.memory.quick_collections import quick_collections
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.simulation.attention_masks import masks_by_their_values
+from lightning_memtools.simulation.cpu_kernels import CPU_KERNELS
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
+from lightning_memtools.simulation.known_values import ValueReaders, values_known
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from lightning_memtools.state.random_state import random_streams_restored
 
@@ -44,12 +46,13 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(_quiet())
         stack.enter_context(torch.enable_grad())
         if not values:
+            known = stack.enter_context(values_known())
             stack.enter_context(mode := fake_mode())
-            stack.enter_context(repeated := RepeatedFakes(mode))
+            stack.enter_context(repeated := RepeatedFakes(mode, known))
+            stack.enter_context(ValueReaders(known))
             device.find_results(repeated.result_of)
-            stack.enter_context(masks_by_their_values())
             stack.enter_context(fakes_copied_deeply())
-            device.replace_operators({**UNNEEDED, **SIZED})
+            device.replace_operators({**UNNEEDED, **SIZED, **({} if device.cuda_like else CPU_KERNELS)})
         stack.enter_context(borrowed([model], exchange))
         if not values:
             _skip_checks(model)
@@ -83,10 +86,13 @@ def _flatten_while_tracked(model: nn.Module, device: VirtualDevice, exchange: Te
 
 
 def _skip_checks(model: nn.Module) -> None:
-    """Switch off the argument checks of torchmetrics, which read values and keep no memory. `borrowed` undoes it."""
+    """Switch off torchmetrics' checks, which read values, and exchanges with other ranks. `borrowed` undoes it."""
     for part in model.modules():
         if vars(part).get("validate_args") is True:
             vars(part)["validate_args"] = False
+        if isinstance(part, nn.SyncBatchNorm):
+            # Each rank traces by itself, so the layer cannot exchange statistics with the other ranks.
+            vars(part)["forward"] = MethodType(nn.BatchNorm1d.forward, part)
 
 
 def _holds_tensors(model: nn.Module) -> bool:

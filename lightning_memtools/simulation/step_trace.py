@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_memtools._torch import (
     DEVICE_OF,
-    LOCAL_SCALAR,
     FakeTensor,
     OperatorMode,
     operator_packet,
@@ -27,6 +26,7 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.memory.virtual.operators import is_gradient_sum
 from lightning_memtools.simulation.fakes import TensorExchange, attributes_restored, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
+from lightning_memtools.simulation.step_runner import StepRunner, runner_like
 
 Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]
@@ -39,29 +39,31 @@ class TracedStep:
 
     Attributes:
         model: The model, which is not changed.
-        batch: The input of the forward pass, tensors in any nesting; it is not changed either.
-        forward: Runs the forward pass.
+        batch: The input of the step, tensors in any nesting; it is not changed either.
+        forward: Runs the forward pass; None for the training_step of a LightningModule.
         optimizers: The optimizers, whose state takes memory as well.
         device: The device whose operators are traced: "cpu"; "cuda"; or "cuda-like", a CPU with what CUDA's kernels,
             dropout and optimizers take, as in a `VirtualDevice(cuda_like=True)`.
-        accumulates: Gradients of several batches are added up before the optimizer steps: the traced step is the last
-            of these.
+        trainer: The Trainer of a LightningModule. Where it accumulates gradients of several batches, the traced step is
+            the last of these.
+        batch_idx: The index of the batch in its epoch.
         held_bytes: The memory that other things take on the device all the time, such as averages of the weights.
         first_calls_only: Each traced run of the step finds the attributes of the model as the first one found them.
     """
 
     model: nn.Module
     batch: Any
-    forward: Forward
+    forward: Forward | None
     optimizers: tuple[Optimizer, ...] = ()
     device: Device = "cpu"
-    accumulates: bool = False
+    trainer: Any = None
+    batch_idx: int = 0
     held_bytes: int = 0
     first_calls_only: bool = False
 
 
 class NoLossError(Exception):
-    """A step gave no loss. Training skips it."""
+    """A step gave no loss: the training skips it."""
 
 
 class StepDiffersError(Exception):
@@ -103,9 +105,10 @@ class StepCost:
 
 
 class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
-    """Counts operations. `.item()` of a fake tensor returns 1, so that code which logs values runs.
+    """Counts operations.
 
     Attributes:
+        pauses: While True, operations do not count.
         total: The operations so far.
         flops: Those of matrix products and convolutions alone.
         listener: Is told of every operator: the operator, its arguments, its result and its operations.
@@ -113,6 +116,7 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.pauses = False
         self.total = 0
         self.flops = 0
         self.listener: Callable[[Any, tuple[Any, ...], dict[str, Any], Any, int], None] | None = None
@@ -121,14 +125,14 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
         """Run the operator, then count."""
         del types
         kwargs = kwargs or {}
-        if func is LOCAL_SCALAR:
-            return _number_like(args[0])
         if func is DEVICE_OF and isinstance(args[0], FakeTensor):  # more than half of all calls, and slow further down
             return args[0].fake_device
         if is_gradient_sum(func, args, kwargs):
             # Said here, because this mode refers to the sum's arguments: the device's, further down, could not tell.
             func = torch.ops.aten.add_.Tensor
         out = func(*args, **kwargs)
+        if self.pauses:
+            return out
         formula = flop_registry.get(operator_packet(func))
         operations = 0
         if formula is not None:
@@ -147,6 +151,9 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
 class StepTrace:
     """A step whose model holds fake tensors on a virtual device, ready to run.
 
+    A LightningModule's step runs in Lightning's own loop (`StepRunner`). Any other module has no loop of a Trainer:
+    forward, zero_grad, backward and the optimizers' steps follow each other, and nothing holds the last batch.
+
     Attributes:
         model: The model.
         device: The device.
@@ -157,9 +164,7 @@ class StepTrace:
         self.model = step.model
         self.device = device
         self.counted = counted
-        self._forward = step.forward
-        self._accumulates = step.accumulates
-        self._first_calls_only = step.first_calls_only
+        self._step = step
         self._gave_loss: bool | None = None  # the first run, once it is over
         self._peak = 0
         self._original: Any = None
@@ -167,6 +172,9 @@ class StepTrace:
         self._held: Tensor | None = None
         self._loss: Tensor | None = None
         self._optimizers: list[Any] = []
+        self._runner: StepRunner | None = None
+        self._before_backward: Callable[[], None] = lambda: None
+        self._static = self._gradients = 0
 
     def allocated(self) -> int:
         """Return the bytes that are allocated now."""
@@ -199,6 +207,8 @@ class StepTrace:
         self._held = torch.empty(step.held_bytes, dtype=torch.uint8)
         self._original = step.batch
         self._optimizers = [copy_optimizer(one, exchange.known, with_state=False) for one in step.optimizers]
+        if step.forward is None:
+            self._runner = runner_like(step.trainer, step.model, self, optimizers=self._optimizers)
 
     def run(
         self, around_forward: Callable[[], Any] = nullcontext, before_backward: Callable[[], None] = lambda: None
@@ -209,69 +219,136 @@ class StepTrace:
         allocator's blocks as later steps find them, on which the peak depends: what is measured is a later step.
 
         Raises:
+            NoLossError: The step of a LightningModule gave no loss when it ran first.
             StepDiffersError: The step raised, or gave no loss, and did not when it ran first.
             Exception: Whatever the step raises when it runs first.
         """
-        with attributes_restored(self.model) if self._first_calls_only else nullcontext():
-            return self._run(around_forward, before_backward)
+        with attributes_restored(self.model) if self._step.first_calls_only else nullcontext():
+            if self._runner is None:
+                return self._run_plainly(self._step.forward, around_forward, before_backward)
+            return self._run_in_loop(self._runner, around_forward, before_backward)
 
-    def _run(self, around_forward: Callable[[], Any], before_backward: Callable[[], None]) -> StepCost:
+    def _run_plainly(
+        self, forward: Any, around_forward: Callable[[], Any], before_backward: Callable[[], None]
+    ) -> StepCost:
         self.renew_batch()
-        self._peak = 0
-        self.device.reset_peaks()
-        static = self.allocated()
-        found = (one.grad for one in self.model.parameters())
-        gradients = sum(one.nbytes for one in found if one is not None and one.layout is torch.strided)
-        self.counted.total = self.counted.flops = 0
-        with around_forward():
-            loss = self._loss_now()
+        self._begin_measuring()
+        with around_forward(), self._as_before():
+            loss = _scalar(forward(self.model, self._batch))
+        self._note_loss(is_there=loss is not None)
         # Training loops hold the loss of one step until the next one is computed.
         self._loss = None
-        if loss is not None and not self._accumulates:
+        if loss is not None:
             self.model.zero_grad(set_to_none=True)
         before_backward()
         if loss is not None and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        operations, flops = self.counted.total, self.counted.flops
+        self.counted.pauses = True
         self._loss = None if loss is None else loss.detach()
-        ran_backward = loss is not None
         del loss
         for one in self._optimizers:
-            with nullcontext() if ran_backward else _with_gradients(one):
-                one.step()
-        self.peak_since()
-        return StepCost(self._peak, static, gradients, operations, flops)
+            one.step()
+        return self._cost()
 
-    def _loss_now(self) -> Tensor | None:
-        """Run the forward pass, and return its loss."""
+    def _run_in_loop(
+        self, runner: StepRunner, around_forward: Callable[[], Any], before_backward: Callable[[], None]
+    ) -> StepCost:
+        n_losses = runner.n_losses
+
+        @contextmanager
+        def around_step() -> Iterator[None]:
+            self._begin_measuring()
+            with around_forward(), self._as_before():
+                yield
+
+        runner.around_step = around_step
+        self._before_backward = before_backward if runner.is_automatic else lambda: None
+        runner.run_batch(self._index(runner))
+        if not runner.is_automatic:
+            before_backward()
+        else:
+            self._note_loss(is_there=runner.n_losses > n_losses)
+            if runner.n_losses == n_losses:
+                before_backward()
+        self._before_backward = lambda: None
+        return self._cost()
+
+    def _index(self, runner: StepRunner) -> int:
+        """Return the first index from the batch's own on that ends an accumulation."""
+        per_step = runner.accumulate if runner.is_automatic else 1
+        return self._step.batch_idx // per_step * per_step + per_step - 1
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Within, errors are those of a step that ran before, if it did."""
         try:
-            loss = _scalar(self._forward(self.model, self._batch))
+            yield
         except Exception as error:
             if self._gave_loss is None:
                 raise
-            what = "gave no loss" if isinstance(error, NoLossError) else f"raised {type(error).__name__}"
-            raise StepDiffersError(what) from error
-        if loss is None and self._gave_loss:
+            raise StepDiffersError(f"raised {type(error).__name__}") from error
+
+    def _note_loss(self, *, is_there: bool) -> None:
+        if not is_there and self._runner is not None and self._gave_loss is None:
+            raise NoLossError("training_step gave no loss")
+        if not is_there and self._gave_loss:
             raise StepDiffersError("gave no loss")
-        self._gave_loss = loss is not None
-        return loss
+        self._gave_loss = is_there
+
+    def _begin_measuring(self) -> None:
+        self._peak = self.counted.total = self.counted.flops = 0
+        self.counted.pauses = False
+        self.device.reset_peaks()
+        self._static = self.allocated()
+        found = (one.grad for one in self.model.parameters())
+        self._gradients = sum(one.nbytes for one in found if one is not None and one.layout is torch.strided)
+
+    def _cost(self) -> StepCost:
+        self.peak_since()
+        return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
+
+    # --- called by the runner
+
+    def begin(self, phase: str, step: int | None = None) -> None:
+        """Count the operations of forward and backward passes only."""
+        del step
+        self.counted.pauses = phase not in {"forward", "backward"}
+        if phase == "backward":
+            self._before_backward()
+
+    def next_batch(self) -> Any:
+        """Return a copy of the batch, in host memory."""
+        with self.device.host():
+            return map_tensors(self._original, TensorExchange())
+
+    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """Return the batch, which is on the device from now on."""
+        if next(tensors_in(batch), None) is not None:
+            self.device.count_batch(batch)
+        return move(batch)
+
+    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Do nothing: they are known."""
 
     def renew_batch(self) -> None:
         """Put a new copy of the batch on the device in place of the last one, which a step may have changed."""
         self._batch = None
-        with self.device.host():
-            self._batch = map_tensors(self._original, TensorExchange())
-        if next(tensors_in(self._batch), None) is not None:
-            self.device.count_batch(self._batch)
+        self._batch = self.place(self.next_batch(), lambda batch: batch)
 
     def run_forward(self) -> None:
         """Run the forward pass alone, as often as wanted."""
-        self._forward(self.model, self._batch)
+        self.counted.pauses = False
+        if self._runner is not None:
+            self._runner.around_step = nullcontext
+            self._runner.run_forward(self._batch, self._index(self._runner))
+        else:
+            assert self._step.forward is not None
+            self._step.forward(self.model, self._batch)
 
     def forget(self) -> None:
         """Free the batch now: hooks form reference cycles with the trace, which are collected only later."""
-        self._batch = self._original = None
-        self._forward = lambda _model, _batch: None
+        self._batch = self._original = self._runner = self._before_backward = None  # type: ignore[assignment]
+        self._step = replace(self._step, batch=None, forward=None, trainer=None)
 
 
 @contextmanager
@@ -295,20 +372,6 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
             yield trace
         finally:
             trace.forget()
-
-
-@contextmanager
-def _with_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """Within, all parameters have gradients, as they had where manual optimization took this step."""
-    made = []
-    for group in optimizer.param_groups:
-        for one in group["params"]:
-            if one.requires_grad and one.grad is None:
-                one.grad = torch.empty_like(one)
-                made.append(one)
-    yield
-    for one in made:
-        one.grad = None
 
 
 def _undo_instance_changes(module: nn.Module) -> None:
@@ -349,9 +412,3 @@ def _scalar(value: Any) -> Tensor | None:
         return tensors[0]
     sums = [one.real.sum() if one.is_complex() else one.sum() for one in tensors]
     return torch.stack([one.float() for one in sums]).sum() if len(sums) > 1 else (sums[0] if sums else None)
-
-
-def _number_like(tensor: Tensor) -> bool | int | float:
-    if tensor.dtype is torch.bool:
-        return True
-    return 1.0 if tensor.is_floating_point() else 1

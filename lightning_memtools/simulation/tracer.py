@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,20 +17,19 @@ from lightning_memtools.memory.owned import storage_of
 from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
-from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, copy_optimizer
+from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
+from lightning_memtools.simulation.known_values import KnownValues, values_known
 from lightning_memtools.simulation.one_rank import RankSettings
 from lightning_memtools.simulation.recording import AllocationRecorder
 from lightning_memtools.simulation.simulated import simulated
-from lightning_memtools.simulation.step import (
-    LoopHooks,
+from lightning_memtools.simulation.step_runner import (
     MakeOptimizer,
     Recipe,
     StepFunction,
+    StepListener,
+    StepRunner,
     copy_of_batch,
-    run_lightning,
-    run_module,
 )
-from lightning_memtools.simulation.trainer_stand_in import is_lightning_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +39,18 @@ class Subject:
     Attributes:
         model: Any module.
         step: Computes the loss of a batch. A LightningModule can do without it: then its own step runs.
-        optimizer: An optimizer, its class, a function of the parameters, or None.
+        optimizer: An optimizer, several, its class, a function of the parameters, or None.
         ddp: The settings of DDP's buckets; None without DDP.
         ranks: The ranks of which one is run on PyTorch's CUDA code; None for a single one.
+        trainer: The Trainer of the run that the step is taken from; None where there is none.
     """
 
     model: nn.Module
     step: StepFunction | None = None
-    optimizer: Optimizer | type[Optimizer] | MakeOptimizer | None = None
+    optimizer: Optimizer | Sequence[Optimizer] | type[Optimizer] | MakeOptimizer | None = None
     ddp: BucketSettings | None = None
     ranks: RankSettings | None = None
+    trainer: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +105,7 @@ class Tracer:
         buckets: Buckets | None,
         *,
         accumulate: int,
-        values: bool,
     ) -> None:
-        self._values = values
         self._buckets = buckets
         self._accumulate = accumulate
         self._n_batches = 0
@@ -125,14 +124,17 @@ class Tracer:
             self._buckets.begin_forward(syncs=self._n_batches % self._accumulate == 0)
 
     def next_batch(self) -> Any:
-        """Return a batch of the same sizes, which is allocated on the device as a copy to a GPU would be."""
+        """Return a batch of the same sizes and known values, in host memory."""
         with self._device.host():
-            batch = copy_of_batch(self._batch, self._dtype, values=self._values)
+            return copy_of_batch(self._batch, self._dtype)
+
+    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """Return the batch, which is allocated on the device as a copy to a GPU would be."""
         if next(tensors_in(batch), None) is not None:
             self._device.count_batch(batch)
         self._n_batches += 1
         self._has_new_batch = True
-        return batch
+        return move(batch)
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Put the state that an optimizer has already on the device.
@@ -146,18 +148,14 @@ class Tracer:
                 self._device.track(optimizer)
 
 
-def trace(
-    subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings, *, values: bool = False
-) -> Traced:
+def trace(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSettings) -> Traced:
     """Run the steps on fake tensors; nothing is computed and the user's objects stay as they are.
 
     Args:
         subject: The model and its step.
-        batch: The batch. Only its sizes matter, unless ``values`` is set.
+        batch: The batch. Its sizes matter, and the values of small tensors, which code may read.
         recipe: The settings of the loop.
         settings: The settings of the device.
-        values: Compute on copies of the real tensors instead. This happens on the CPU, so that of CUDA's behaviour only
-            kernels' memory, dropout masks and the optimizers' implementations are simulated.
     """
     device = VirtualDevice(
         allocator=settings.allocator,
@@ -169,10 +167,10 @@ def trace(
     device.gpu = settings.gpu
     device.listen(recorder)
     result = Traced(device, recorder)
-    dtype = recipe.precision.dtype
     model = unwrapped(subject.model)
-    exchange = RealExchange(dtype) if values else TensorExchange(dtype)
+    exchange = TensorExchange(recipe.dtype)
     with ExitStack() as stack:
+        known = stack.enter_context(values_known())
         stack.enter_context(simulated(model, device, exchange, cuda=settings.cuda))
         buckets = None
 
@@ -182,11 +180,17 @@ def trace(
         if subject.ddp is not None:
             buckets = Buckets(model, subject.ddp, count=count_bucket, on_host=not settings.cuda)
         stack.enter_context(noted_shapes(model, result.shapes))
-        tracer = Tracer(device, recorder, batch, dtype, buckets, accumulate=recipe.accumulate, values=values)
+        tracer = Tracer(device, recorder, batch, recipe.dtype, buckets, accumulate=recipe.accumulate)
         run_steps(replace(subject, model=model), optimizer_maker(subject, exchange), recipe, tracer)
         count_parameters(model, result)
         recorder.finish(device)
+        result.notes = notes_of(known)
     return result
+
+
+def notes_of(known: KnownValues) -> tuple[str, ...]:
+    """Return what was assumed where a step read values that are not known, as remarks on it."""
+    return tuple(f"Assumed at {what}." for what in known.assumed)
 
 
 def count_parameters(model: nn.Module, result: Traced) -> None:
@@ -200,14 +204,24 @@ def count_parameters(model: nn.Module, result: Traced) -> None:
     result.parameter_bytes = sum({one: storage.nbytes() for one, storage in storages}.values())
 
 
-def run_steps(subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe, hooks: LoopHooks) -> None:
-    """Run the loop that belongs to the kind of the model."""
-    model, step = subject.model, subject.step
-    if is_lightning_module(model):
-        run_lightning(model, step, make_optimizer, recipe, hooks)
-    else:
-        assert step is not None
-        run_module(model, step, make_optimizer, recipe, hooks)
+def run_steps(
+    subject: Subject, make_optimizer: MakeOptimizer | None, recipe: Recipe, listener: StepListener, **options: Any
+) -> None:
+    """Run the steps in Lightning's loops; `options` are those of StepRunner.
+
+    Raises:
+        TypeError: No training step returned a loss.
+    """
+    runner = StepRunner(
+        subject.model,
+        recipe,
+        listener,
+        step=subject.step,
+        make_optimizer=make_optimizer,
+        trainer=subject.trainer,
+        **options,
+    )
+    runner.run()
 
 
 def optimizer_maker(subject: Subject, exchange: TensorExchange) -> MakeOptimizer | None:
@@ -217,6 +231,8 @@ def optimizer_maker(subject: Subject, exchange: TensorExchange) -> MakeOptimizer
         return None
     if isinstance(given, Optimizer):
         return lambda _parameters: copy_optimizer(given, exchange, with_state=True)
+    if isinstance(given, Sequence):
+        return lambda _parameters: [copy_optimizer(one, exchange, with_state=True) for one in given]
 
     create: MakeOptimizer = given
 

@@ -1,1 +1,5 @@
-"""Snapshot and restore: the state of objects, models, optimizers and every random stream."""
+"""Records what a step changes, and restores it.
+
+`state_snapshot`: everything that can be reached from some objects. Parts of it, for each step of a training run:
+`random_state`, `buffer_keeper` (and what else forward passes write), `batch_start`, `update_start`. `capsule`: a file.
+"""

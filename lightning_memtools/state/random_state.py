@@ -75,42 +75,6 @@ class RandomState:
             numpy: Any = importlib.import_module("numpy")
             numpy.random.set_state(self.numpy)
 
-    def packed(self) -> dict[str, Any]:
-        """Returns the states by name, as tensors and numbers that `torch.load(weights_only=True)` accepts."""
-        version, numbers, gauss = self.python
-        packed: dict[str, Any] = {"python": [version, torch.tensor(numbers), gauss], "torch": self.torch_cpu}
-        if self.cuda is not None:
-            packed["cuda"] = list(self.cuda)
-        if self.mps is not None:
-            packed["mps"] = self.mps
-        if isinstance(self.numpy, tuple):
-            name, key, *rest = self.numpy
-            packed["numpy"] = [str(name), torch.from_numpy(key.astype("int64")), *map(float, rest)]
-        return packed
-
-    @classmethod
-    def unpacked(cls, packed: dict[str, Any]) -> RandomState:
-        """Returns the state that `packed` was made from.
-
-        Streams that `packed` does not hold keep their present state, and devices that this machine lacks are left out.
-        """
-        present = cls.now()
-        python, numpy = present.python, present.numpy
-        if "python" in packed:
-            version, numbers, gauss = packed["python"]
-            python = (version, tuple(numbers.tolist()), gauss)
-        if "numpy" in packed:
-            name, key, position, has_gauss, cached = packed["numpy"]
-            numpy = (name, key.numpy().astype("uint32"), int(position), int(has_gauss), cached)
-        cuda = packed.get("cuda", present.cuda) if torch.cuda.is_available() else None
-        return cls(
-            python=python,
-            torch_cpu=packed.get("torch", present.torch_cpu),
-            cuda=None if cuda is None else cuda[: torch.cuda.device_count()],
-            mps=packed.get("mps", present.mps) if torch.backends.mps.is_available() else None,
-            numpy=numpy,
-        )
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState):
             return NotImplemented
@@ -266,7 +230,7 @@ def _same_tensors(one: Sequence[Tensor | None] | None, other: Sequence[Tensor | 
 
 
 def _numpy_as_plain(state: Any) -> Any:
-    """Returns NumPy's state without arrays, which have no single truth value when compared."""
+    """Return NumPy's state without arrays, which have no single truth value when compared."""
     if not isinstance(state, tuple):
         return state
     return [value.tolist() if hasattr(value, "tolist") else value for value in state]

@@ -206,7 +206,7 @@ def _walked(items: list[Any]) -> list[Any]:
 
 
 def _without_expansion(tensor: Tensor) -> Tensor:
-    """Returns the tensor without the dimensions that `expand` repeats: their memory cannot be written through them."""
+    """Return the tensor without the dimensions that `expand` repeats: their memory cannot be written through them."""
     part = tensor.detach()
     for dim, stride in enumerate(part.stride()):
         if stride == 0 and part.shape[dim] > 1:

@@ -30,8 +30,8 @@ _SAMPLE = 1000
 Application = Callable[[Any, Any], Iterable[bytes]]
 
 
-class NotThereError(Exception):
-    """The request names something that does not exist; the message is shown to the user."""
+class RequestError(Exception):
+    """A request that cannot be answered: the HTTP status, and a message that is shown to the user."""
 
 
 class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # TensorBoard has no types
@@ -121,7 +121,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         # A name is only looked up and never made into a path.
         run = self._all_runs(request).get(name)
         if run is None:
-            raise NotThereError(f"No run {name[:200]!r} with points of lightning_memtools in this log directory.")
+            raise RequestError(404, f"No run {name[:200]!r} with points of lightning_memtools in this log directory.")
         return run
 
     def _answer(self, view: Callable[[wrappers.Request], Any]) -> Application:
@@ -129,10 +129,9 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         def application(request: wrappers.Request) -> wrappers.Response:
             try:
                 content = json.dumps(view(request), allow_nan=False)
-            except NotThereError as error:
-                return _respond(request, str(error), "text/plain", 404)
-            except BadQueryError as error:
-                return _respond(request, str(error), "text/plain", 400)
+            except RequestError as error:
+                status, message = error.args
+                return _respond(request, message, "text/plain", status)
             return _respond(request, content, "application/json", 200)
 
         return application
@@ -144,10 +143,6 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
             return _respond(request, path.read_bytes(), _TYPES[path.suffix], 200)
 
         return application
-
-
-class BadQueryError(Exception):
-    """A value of the query is not what it has to be; the message is shown to the user."""
 
 
 def _respond(request: wrappers.Request, content: str | bytes, content_type: str, code: int) -> wrappers.Response:
@@ -164,7 +159,7 @@ def _number(request: wrappers.Request, name: str) -> float | None:
     except ValueError:
         number = float("nan")
     if not abs(number) < 1e18:  # noqa: PLR2004, NaN and infinity are refused too
-        raise BadQueryError(f"{name}={text[:50]!r} is not a number.")
+        raise RequestError(400, f"{name}={text[:50]!r} is not a number.")
     return number
 
 

@@ -3,14 +3,11 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools.batch_size.size_limits import (
     SizeLimits,
     normalizes_batches,
-    samples_in_shared_memory,
     samples_per_rank,
 )
 
@@ -30,7 +27,6 @@ def test_rounding_down_is_the_largest_admitted_size(size):
         (SizeLimits(n_samples=100, min_batches=4), lambda n: n <= 25),
         (SizeLimits(n_samples=65, avoid_single=True), lambda n: n <= 65 and n > 1 and 65 % n != 1),
         (SizeLimits(n_samples=65, avoid_single=True, drop_last=True), lambda n: 1 < n <= 65),
-        (SizeLimits(shm=40, multiple_of=3), lambda n: n <= 40 and n % 3 == 0),
     ]
     for limits, admitted in cases:
         assert limits.round_down(size) == brute(limits, size, admitted), limits
@@ -46,7 +42,6 @@ def test_the_reasons_against_a_size():
     assert limits.reasons_against(10) == []
     assert SizeLimits(per_rank=12).reasons_against(5) == ["the effective batch size"]
     assert SizeLimits(per_rank=12).reasons_against(13) == ["the effective batch size"]
-    assert SizeLimits(shm=4).reasons_against(5) == ["the workers' shared memory"]
 
 
 def test_no_size_at_all_is_an_error_with_the_facts():
@@ -65,12 +60,3 @@ def test_batchnorm_counts_only_while_it_learns():
     assert normalizes_batches(model)
     assert not normalizes_batches(model.eval())
     assert not normalizes_batches(nn.Sequential(nn.LayerNorm(2)))
-
-
-def test_shared_memory_holds_what_workers_prefetch():
-    data = TensorDataset(torch.zeros(8, 2))
-    loaders = [DataLoader(data, 2, num_workers=2, prefetch_factor=3)]
-    # Six batches ahead and one in work: 7 * size * 1000 bytes have to fit in 70 000.
-    assert samples_in_shared_memory(1000, loaders, lambda: 70_000) == 10
-    assert samples_in_shared_memory(1000, [DataLoader(data, 2)], lambda: 70_000) is None
-    assert samples_in_shared_memory(1000, loaders, lambda: None) is None

@@ -163,29 +163,6 @@ def test_evaluation_calls_find_their_own_size(tmp_path, call):
     assert model.training
 
 
-def test_a_rerun_verifies_the_cached_size_with_one_trial(tmp_path):
-    cache = str(tmp_path / "sizes.json")
-    first, second, third = (Tuner(cache=cache) for _ in range(3))
-    fit(tmp_path, first)
-    tuned, run = fit(tmp_path, second)
-    assert second.result.sizes == first.result.sizes
-    assert [trial.stage for trial in second.result.trials] == ["train", "val"]
-    by_hand, other = fit(tmp_path, None, Small(batch_size=second.result.sizes["train"]))
-    assert_same(everything_of(tuned, run), everything_of(by_hand, other))
-    fit(tmp_path, third, capacity="96MiB")  # another device
-    assert third.result.sizes != first.result.sizes
-
-
-def test_a_cached_size_that_no_longer_fits_is_searched_anew(tmp_path):
-    cache = tmp_path / "sizes.json"
-    first, second = Tuner(cache=str(cache)), Tuner(cache=str(cache), max_trials=6)
-    fit(tmp_path, first)
-    cache.write_text(cache.read_text().replace(f'"train": {first.result.sizes["train"]}', f'"train": {N}'))
-    fit(tmp_path, second)
-    assert second.result.trials[0].size == N
-    assert second.result.sizes["train"] > 30
-
-
 def test_a_resumed_run_uses_the_stored_size(tmp_path):
     first, second = Tuner(), Tuner()
     _, run = fit(tmp_path, first, Constant())

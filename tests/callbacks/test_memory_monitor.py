@@ -8,58 +8,18 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import nn
 
 from lightning_memtools import MemoryMonitor, VirtualDevice
+from lightning_memtools.callbacks.memory_monitor import _say_that_there_is_no_gpu
 from lightning_memtools.memory.peaks import PHASES, StagePeak
 from lightning_memtools.memory.readers import AcceleratorReader, CudaReader, reader_for, stats_from_nested
 from lightning_memtools.memory.scalars import CATEGORIES, possible_tags
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.reporting.memory_run import MemoryRun
 from lightning_memtools.reporting.memory_summary import MemorySummary
-from lightning_memtools.reporting.monitored_calls import _say_that_there_is_no_gpu
+from tests.callbacks.memory_models import Wide, gib
 from tests.event_files import scalars
 from tests.lightning_models import Adversaries, Regression, loader, trainer
-
-
-class Wide(Regression):
-    """Takes memory that arithmetic can tell: 1 MiB of weights without a bias, and a temporary of any size in a step."""
-
-    def __init__(self, temporary_mib: dict[str, list[int]] | None = None) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 65536, bias=False)
-        self.temporary_mib = temporary_mib or {}
-        self.n_steps = {"train": 0, "val": 0, "test": 0, "predict": 0}
-
-    def take(self, stage):
-        sizes = self.temporary_mib.get(stage, [])
-        index = self.n_steps[stage]
-        self.n_steps[stage] += 1
-        if index < len(sizes):
-            torch.empty(sizes[index] * MIB, dtype=torch.uint8)
-
-    def training_step(self, batch, batch_idx):
-        self.take("train")
-        return self.net(batch[0]).mean()
-
-    def validation_step(self, batch, batch_idx):
-        if not self.trainer.sanity_checking:
-            self.take("val")
-        return self.net(batch[0]).mean()
-
-    def test_step(self, batch, batch_idx):
-        self.take("test")
-
-    def predict_step(self, batch, batch_idx):
-        self.take("predict")
-        return batch[0]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0, foreach=False)
-
-
-def gib(mib: float) -> float:
-    return mib / 1024
 
 
 def test_a_spike_of_one_step_is_seen_at_the_point_that_follows_it(tmp_path):

@@ -127,7 +127,7 @@ def test_an_evaluation_step_that_training_step_calls_runs_in_the_parts_of_traini
         weights.append(model.net.weight.detach())
     torch.testing.assert_close(*weights)
     assert recovery.recoveries.latest.endswith("Its loss is the mean over its samples.")
-    with pytest.raises(torch.OutOfMemoryError, match="neither their mean nor their sum"):
+    with pytest.raises(torch.OutOfMemoryError, match="its gradient differs from the mean of theirs"):
         trainer(tmp_path, OOMRecovery(), logger=False).fit(Shares(None, 4), DataLoader(data, batch_size=None))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMRecovery
-from tests.callbacks.test_oom_recovery import FailsOnce, Watched, batches
+from tests.callbacks.recovery_runs import FailsOnce, Watched, batches
 from tests.lightning_models import trainer
 
 N_BATCHES = 6

@@ -13,15 +13,13 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN, NonFiniteError, OOMRecovery, OOMReport, VirtualDevice, replay
 from lightning_memtools.memory.readers import allocated_bytes
-from lightning_memtools.oom.step_recovery import StepRecovery
-from lightning_memtools.oom.step_start import BatchStep
-from tests.callbacks.test_oom_recovery import TRIED, FailsOnce, Sequences, Watched, batches
-from tests.callbacks.test_oom_recovery_parts import NoLog, StepResult
+from lightning_memtools.recovery.step_recovery import StepRecovery
+from lightning_memtools.recovery.step_start import BatchStep
+from tests.callbacks.recovery_runs import TRIED, FailsOnce, NoLog, Sequences, StepResult, Watched, batches
 from tests.lightning_models import trainer
 
 ONCE_A_STEP = (
@@ -242,17 +240,6 @@ class Manual(Sequences):
         optimizer.step()
 
 
-class Sharded(Sequences):
-    def __init__(self, *, is_sharded: bool) -> None:
-        super().__init__()
-        self.is_sharded = is_sharded
-
-    def configure_model(self) -> None:
-        assert self.device_mesh is not None
-        if self.is_sharded:
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
-
-
 def test_manual_optimization_is_named_when_fit_begins(tmp_path, capsys):
     data = DataLoader(batches((8,)), batch_size=None)
     trainer(tmp_path, OOMRecovery(), logger=False).fit(Manual(), data)
@@ -260,22 +247,14 @@ def test_manual_optimization_is_named_when_fit_begins(tmp_path, capsys):
     assert said.count("OOMRecovery: training batches that do not fit will not be run in parts: in manual opt") == 1
 
 
-@pytest.mark.parametrize(
-    ("is_sharded", "reason"),
-    [
-        (True, 'Under FSDP 2 the loss is not tried, because all ranks would have to: give loss="mean" or loss="sum"'),
-        (False, "does not work under ModelParallelStrategy here: configure_model applied fully_shard to no module"),
-    ],
-)
-def test_what_is_missing_under_fsdp_2_is_named_when_fit_begins(is_sharded, reason, tmp_path):
-    model = Sharded(is_sharded=is_sharded)
-    run = trainer(tmp_path, OOMRecovery(), logger=False, strategy=ModelParallelStrategy(1, 1), devices=1)
+def test_fsdp_is_refused_at_setup_with_the_reason(tmp_path):
+    run = trainer(tmp_path, OOMRecovery(loss="mean"), logger=False, strategy=ModelParallelStrategy(1, 1), devices=1)
+    model = Sequences()
     try:
-        with pytest.raises(ValueError, match="OOMRecovery") as caught:
+        with pytest.raises(ValueError, match=r"OOMRecovery .* ModelParallelStrategy: .*strategy='ddp'"):
             run.fit(model, DataLoader(batches((8,)), batch_size=None))
     finally:
         torch.distributed.destroy_process_group()
-    assert reason in str(caught.value)
     assert model.seen == []
 
 

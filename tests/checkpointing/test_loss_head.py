@@ -15,7 +15,7 @@ from lightning_memtools.checkpointing.planning import plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.oom.report_page import ActionKind
 from lightning_memtools.simulation.step_trace import TracedStep
-from tests.oom.test_advice import checks_of
+from tests.oom.advice_runs import checks_of
 
 WIDTH, WORDS, ROWS = 32, 16384, 512
 

@@ -700,3 +700,18 @@ def test_a_refusal_compares_all_ways_of_bn_dropout_on_one_profile(monkeypatch):
     assert len(profiled) == 1
     assert 'bn_dropout="recompute" would give a peak of' in plan.refused
     assert 'bn_dropout="avoid" would give no lower peak either' in plan.refused
+
+
+def test_a_module_whose_forward_is_static_is_planned_and_recomputed():
+    class Part(nn.Module):
+        @staticmethod
+        def forward(x):
+            return x.sin().cos().sin().cos().sin()
+
+    model, x = nn.Sequential(nn.Linear(8, 64), *(Part() for _ in range(4)), nn.Linear(64, 1)), torch.randn(256, 8)
+    plan = plan_checkpoints(model, x, include=["1", "2", "3", "4"])
+    assert plan.peak_bytes < plan.plain_peak_bytes
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with plan.apply(model):
+        found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    assert all(map(torch.equal, found, expected))

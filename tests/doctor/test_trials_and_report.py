@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_memtools import diagnose
+from lightning_memtools import TrainingDoctor, diagnose
 from lightning_memtools.doctor.check_registry import CHECKS, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.state.random_state import RandomState
 from tests.doctor.specimens import found, network, rows, serious, squared
 from tests.lightning_models import Adversaries, Regression, loader
+from tests.tuner_runs import Small, fit
 
 
 def test_an_unknown_check_lists_the_known_ones():
@@ -122,3 +126,22 @@ def test_the_report_puts_what_is_serious_first_and_says_it_once():
     }
     assert "| error | devices, here: A \\| was 3. It fails. | Mend it. |" in report.markdown()
     assert "Nothing was found." in DoctorReport().markdown()
+
+
+def test_a_trial_keeps_no_batch_alive(tmp_path):
+    """Moving a tensor in a step, as `self.log` does, once made a cycle of frames that held the first batch."""
+    alive: list[int] = []
+
+    class Watches(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            alive.append(sum(one() is not None for one in seen))
+            seen.append(weakref.ref(batch))
+
+    seen: list[Any] = []
+    gc.collect()
+    gc.disable()
+    try:
+        fit(tmp_path, None, Small(), TrainingDoctor(), Watches(), limit_val_batches=0, limit_train_batches=3)
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
-from lightning_memtools.simulation.step import Precision, Recipe
+from lightning_memtools.simulation.step_runner import Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from tests.estimate.networks import classify
 from tests.zoo import torchvision_models
@@ -40,41 +40,65 @@ def model_of(run: dict[str, Any]) -> nn.Module:
     return made
 
 
+class InTheirOrder(L.LightningModule):
+    """Trains as HuggingFace's Trainer does, as these runs were: gradients are zeroed after the optimizer's step."""
+
+    def __init__(self, model: nn.Module, optimizer: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model, self.name = model, optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = classify(self.model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.name)(self.parameters(), lr=1e-3)
+
+
 def predicted_reserved(run: dict[str, Any], gpu: GpuShape = MEASURED_ON) -> int:
-    """The reserved peak of a run, as it was set up: three steps, HuggingFace's order, gradients clipped."""
+    """The reserved peak of a run, as it was set up: three steps, gradients clipped."""
     with torch.device("meta"):
-        model = model_of(run)
+        model = InTheirOrder(model_of(run), run["optimizer"])
     size = run["batch_size"]
     batch = torch.empty(size, 3, 86, 86, device="meta"), torch.empty(size, dtype=torch.long, device="meta")
-    subject = Subject(model=model, step=classify, optimizer=partial(getattr(torch.optim, run["optimizer"]), lr=1e-3))
-    recipe = Recipe(precision=Precision.parse("32-true"), steps=3, clip=1.0, zero_grad="after_step")
-    traced = trace(subject, batch, recipe, SimulationSettings(cuda=True, cublas_workspace="8519680B", gpu=gpu))
-    peak = traced.device.stats().peak_reserved
+    settings = SimulationSettings(cuda=True, cublas_workspace="8519680B", gpu=gpu)
+    peak = trace(Subject(model=model), batch, Recipe(steps=3), settings).device.stats().peak_reserved
     assert peak is not None
     return peak
 
 
+class Copies:
+    """A loader that gives the same batch, in new memory, three times."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        return iter([self.batch] * 3)
+
+
 def real_reserved(run: dict[str, Any]) -> int:
-    """The same with PyTorch's own CUDA allocator."""
+    """The same with PyTorch's own CUDA allocator and a Trainer."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()  # of an earlier run in this process
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with torch.device("meta"):
-        model = model_of(run)
-    model.to_empty(device="cpu").to("cuda")  # parameter after parameter, without a page of the host
-    parameters = list(model.parameters())
-    optimizer = getattr(torch.optim, run["optimizer"])(parameters, lr=1e-3)
+        model = InTheirOrder(model_of(run), run["optimizer"])
+    model.to_empty(device="cpu")  # without a page of the host
     size = run["batch_size"]
-    host = torch.empty(size, 3, 86, 86), torch.empty(size, dtype=torch.long)
-    for _ in range(3):
-        batch = tuple(one.to("cuda") for one in host)
-        loss = classify(model, batch)
-        loss.backward()
-        loss = loss.detach()
-        del batch
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    trainer = L.Trainer(
+        accelerator="cuda", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, Copies((torch.empty(size, 3, 86, 86), torch.empty(size, dtype=torch.long))))
     return torch.cuda.max_memory_reserved()

@@ -1,68 +1,86 @@
-"""The same steps on real tensors in a VirtualDevice, written out once more: what an estimate is held against."""
+"""A fit by a real Trainer, on real tensors in a VirtualDevice: what an estimate is held against."""
 
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_memtools import VirtualDevice
 
 HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
-MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def copy_of(batch, dtype=None):
+def copy_of(batch):
     if isinstance(batch, tuple):
-        return tuple(copy_of(tensor, dtype) for tensor in batch)
-    return batch.to(dtype if batch.is_floating_point() else None, copy=True)
+        return tuple(map(copy_of, batch))
+    return batch.clone()
 
 
-@contextmanager
-def forward_context(precision):
-    """What Lightning's precision plugins enter for a step."""
-    if precision in MIXED:
-        with torch.autocast("cpu", dtype=MIXED[precision]):
-            yield
-        return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(HALF.get(precision, before))
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+class Batches(Dataset[Any]):
+    """Copies of one batch."""
+
+    def __init__(self, batch, length):
+        self.batch, self.length = batch, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return copy_of(self.batch)
 
 
-def peaks_of_real_run(model, batch, step, make_optimizer, *, steps=2, accumulate=1, clip=None, precision="32-true"):
-    """Peak allocated and peak reserved of real training on a CPU copy of the model."""
-    dtype = HALF.get(precision)
-    model = copy.deepcopy(model).train().to(dtype)
+class Stepped(L.LightningModule):
+    """A module that is trained with a step of its own."""
+
+    def __init__(self, model, step, make_optimizer):
+        super().__init__()
+        self.model, self.step, self.make_optimizer = model, step, make_optimizer
+
+    def training_step(self, batch, batch_idx):
+        return self.step(self.model, batch)
+
+    def configure_optimizers(self):
+        return self.make_optimizer(list(self.parameters()))
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        self.zero_grad()
+
+
+def peaks_of_fit(module, batch, *, steps=2, accumulate=1, clip=None, precision="32-true", strategy="auto"):
+    """Peak allocated and peak reserved of a fit of a copy of a LightningModule."""
+    module = copy.deepcopy(module)
+    options = {"precision": precision}
+    if precision == "16-mixed":
+        # Not 65536, from where on float16 overflows here, and a scaler skips the optimizer's step.
+        options = {"plugins": [MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=1.0))]}
+    if precision in HALF:
+        module.to(HALF[precision])
     device = VirtualDevice()
     with device:
-        device.track(model)
-        optimizer = make_optimizer(list(model.parameters())) if make_optimizer else None
-        # Not 65536, from where on float16 overflows here, and a scaler skips the optimizer's step.
-        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=precision == "16-mixed")
-        for _ in range(steps):
-            for part in range(accumulate):
-                with device.host():
-                    fresh = copy_of(batch, dtype)
-                device.count_batch(fresh)
-                with forward_context(precision):
-                    loss = step(model, fresh)
-                if part == 0:
-                    (optimizer or model).zero_grad()
-                scaled = loss / accumulate if accumulate > 1 else loss
-                scaler.scale(scaled).backward()
-                del scaled, fresh
-                loss = loss.detach()
-            if optimizer is not None:
-                scaler.unscale_(optimizer)
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            if optimizer is not None:
-                scaler.step(optimizer)
-                scaler.update()
+        device.track(module)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=strategy,
+            max_epochs=1,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=clip,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        trainer.fit(module, DataLoader(Batches(batch, steps * accumulate), batch_size=None))
     stats = device.stats()
     return stats.peak_allocated, stats.peak_reserved
+
+
+def peaks_of_real_run(model, batch, step, make_optimizer, **options):
+    """Peak allocated and peak reserved of a fit of a copy of any model with a step."""
+    return peaks_of_fit(Stepped(copy.deepcopy(model).train(), step, make_optimizer), batch, **options)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memtools import VirtualDevice
 from lightning_memtools.estimate import estimate_memory
-from lightning_memtools.simulation.step import PrecisionName
+from lightning_memtools.simulation.step_runner import PrecisionName
 from tests.estimate.networks import (
     Checkpointed,
     Classifier,
@@ -29,8 +26,7 @@ from tests.estimate.networks import (
     next_token,
     total,
 )
-from tests.estimate.real_runs import peaks_of_real_run
-from tests.lightning_models import trainer
+from tests.estimate.real_runs import peaks_of_fit, peaks_of_real_run
 from tests.zoo import torchvision_models
 
 TOKENS = torch.zeros(3, 20, dtype=torch.long)
@@ -52,13 +48,13 @@ MODELS = {
     "checkpointed": (partial(Checkpointed, use_reentrant=False), torch.zeros(16, 64), total, ADAM),
     "checkpointed, reentrant": (partial(Checkpointed, use_reentrant=True), torch.zeros(16, 64), total, ADAM),
     "gru cell": (lambda: nn.GRUCell(16, 32), torch.zeros(4, 16), total, ADAM),
-    "alexnet": (vision("alexnet"), images(), classify, None),
+    "alexnet": (vision("alexnet"), images(), classify, ADAM),
     "resnet18": (vision("resnet18"), images(), classify, MOMENTUM),
     "mnasnet0_5": (vision("mnasnet0_5"), images(2, 32), classify, ADAM),
     "mobilenet_v3_small": (vision("mobilenet_v3_small"), images(), classify, ADAM),
     "squeezenet1_1": (vision("squeezenet1_1"), images(), classify, ADAM),
     "shufflenet_v2_x0_5": (vision("shufflenet_v2_x0_5"), images(), classify, MOMENTUM),
-    "convnext_tiny": (vision("convnext_tiny"), images(2, 32), classify, None),
+    "convnext_tiny": (vision("convnext_tiny"), images(2, 32), classify, ADAM),
 }
 
 
@@ -95,58 +91,19 @@ def test_a_gru_is_the_real_run():
     assert estimate.peak_allocated == peaks_of_real_run(model, rows, total, ADAM)[0]
 
 
-def test_a_lightning_module_is_estimated_as_its_own_step_runs():
-    module = Classifier(logs=False)
-    batch = (torch.zeros(128, 32), torch.zeros(128, dtype=torch.long))
-    estimate = estimate_memory(module, batch, device="cpu")
-
-    def step(model, batch):
-        return model.training_step(batch, 0)
-
-    real = peaks_of_real_run(module, batch, step, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
-    assert (estimate.peak_allocated, estimate.peak_reserved) == real
+@pytest.mark.parametrize("precision", get_args(PrecisionName))
+def test_a_lightning_module_takes_what_its_fit_takes(precision):
+    module = Classifier()
+    batch = torch.zeros(128, 32), torch.zeros(128, dtype=torch.long)
+    estimate = estimate_memory(module, batch, device="cpu", precision=precision)
+    assert (estimate.peak_allocated, estimate.peak_reserved) == peaks_of_fit(module, batch, precision=precision)
 
 
-def test_a_fit_by_lightning_takes_what_was_estimated(tmp_path):
-    module, n_rows = Classifier(), 512
-    batch = torch.zeros(n_rows, 32), torch.zeros(n_rows, dtype=torch.long)
-    estimate = estimate_memory(module, batch, device="cpu")
-    model, device = copy.deepcopy(module), VirtualDevice()
-    with device:
-        device.track(model)
-        with device.host():
-            loader = DataLoader(
-                TensorDataset(torch.zeros(3 * n_rows, 32), torch.zeros(3 * n_rows, dtype=torch.long)), n_rows
-            )
-        trainer(tmp_path, logger=False).fit(model, loader)
-    real = device.stats()
-    # A Trainer keeps a few numbers more: results of the epoch, 512 bytes each.
-    assert estimate.peak_allocated <= real.peak_allocated <= estimate.peak_allocated + 32 * 512
-    assert abs(real.peak_reserved - estimate.peak_reserved) <= 2 * 2**20
-
-
-def test_manual_optimization_is_the_real_run():
-    module = Gan()
-    batch = torch.zeros(64, 64)
-    estimate = estimate_memory(module, batch, device="cpu")
-    model, device = copy.deepcopy(module), VirtualDevice()
-    with device:
-        device.track(model)
-        optimizers = model.configure_optimizers()
-        model.optimizers = lambda: optimizers
-        model.manual_backward = torch.Tensor.backward
-        logged = {}
-        model.log_dict = lambda values: logged.update({name: value.detach().clone() for name, value in values.items()})
-        for _ in range(2):
-            with device.host():
-                fresh = batch.clone()
-            device.count_batch(fresh)
-            model.training_step(fresh, 0)
-            del fresh
-    assert (estimate.peak_allocated, estimate.peak_reserved) == (
-        device.stats().peak_allocated,
-        device.stats().peak_reserved,
-    )
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_manual_optimization_takes_what_its_fit_takes(precision):
+    module, batch = Gan(), torch.zeros(64, 64)
+    estimate = estimate_memory(module, batch, device="cpu", precision=precision)
+    assert (estimate.peak_allocated, estimate.peak_reserved) == peaks_of_fit(module, batch, precision=precision)
 
 
 def test_an_estimate_takes_no_step_of_an_optimizer_under_a_scheduler() -> None:

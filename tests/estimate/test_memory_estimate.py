@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import xml.etree.ElementTree as ET
 from functools import partial
 
 import pytest
@@ -133,23 +132,6 @@ def test_a_snapshot_tells_the_same_peak(estimate, tmp_path):
             peak = max(peak, allocated)
     assert peak == estimate.peak_allocated
     assert sum(segment["total_size"] for segment in snapshot["segments"]) == estimate.peak_reserved
-
-
-def test_the_pictures_areas_have_the_heights_of_the_categories(estimate, tmp_path):
-    path = tmp_path / "memory.svg"
-    estimate.save_picture(path)
-    picture = ET.parse(path).getroot()  # noqa: S314, written above
-    space = "{http://www.w3.org/2000/svg}"
-    names = [polygon.find(f"{space}title").text for polygon in picture.iter(f"{space}polygon")]
-    assert names == [name for name in estimate.composition if any(estimate.timeline.parts[name])]
-    # The mark of the peak stands on the highest point of the topmost area.
-    circle = picture.find(f"{space}circle")
-    heights = [
-        float(point.split(",")[1])
-        for polygon in picture.iter(f"{space}polygon")
-        for point in polygon.get("points").split()
-    ]
-    assert float(circle.get("cy")) == pytest.approx(min(heights), abs=0.11)
 
 
 def test_tables_hold_the_figures(estimate):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks
-from lightning_memtools.oom import gradient_exchange
+from lightning_memtools.recovery import gradient_exchange
 from tests.lightning_models import trainer
 
 WIDTH, LAYERS, SAMPLES = 400, 5, 8

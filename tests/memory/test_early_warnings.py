@@ -9,7 +9,7 @@ from lightning_memtools.memory.history_recording import recorded_snapshot
 from lightning_memtools.memory.peaks import MemoryPoint
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.memory.stats import MemoryStats
-from tests.callbacks.test_memory_monitor import Wide
+from tests.callbacks.memory_models import Wide
 from tests.lightning_models import loader, trainer
 
 

@@ -84,7 +84,7 @@ def batch_of_four(_):
 def warnings_of_a_run(root) -> list[str]:
     """What a fit with the monitor warns of."""
     monitor = MemoryMonitor(every_n_steps=10)
-    monitor._calls._host = HostWatch(share=1.0)  # a run of seconds is too short for the usual share
+    monitor._host = HostWatch(share=1.0)  # a run of seconds is too short for the usual share
     data = DataLoader(
         Lists(), 1000, shuffle=True, num_workers=2, multiprocessing_context="fork", collate_fn=batch_of_four
     )

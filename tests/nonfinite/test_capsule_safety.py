@@ -7,6 +7,7 @@ import os
 import pty
 import random
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,35 @@ def test_a_script_that_parses_arguments_when_it_is_imported(written: Any, tmp_pa
         sys.modules.pop("parses_arguments", None)
 
 
+def test_files_that_are_no_files_are_not_read(written: Any, tmp_path: Path) -> None:
+    saved = copy.deepcopy(written)
+    saved["origin"]["files"] = {"/dev/zero": ""}
+    torch.save(saved, tmp_path / "device.pt")
+    assert replay(tmp_path / "device.pt").changed == ()
+
+
+def test_the_place_that_is_asked_for_is_the_one_that_is_imported(written: Any, payload: Path, tmp_path: Path) -> None:
+    saved = copy.deepcopy(written)
+    saved["module"]["class"] = "__main__:Net"
+    (tmp_path / "harmless.py").write_text("if __name__ == '__main__': pass\n")
+    saved["origin"] |= {
+        "script": str(tmp_path / "harmless.py"),
+        "name": "payload_of_this_test",
+        "folder": str(tmp_path),
+    }
+    torch.save(saved, tmp_path / "named.pt")
+    asked: list[str] = []
+
+    def no(_module: str, place: str) -> bool:
+        asked.append(place)
+        return False
+
+    with pytest.raises(CapsuleError):
+        replay(tmp_path / "named.pt", trust=no)
+    assert asked == [str(tmp_path / "payload_of_this_test.py")]
+    assert not payload.exists()
+
+
 def test_an_absent_device_is_replaced_by_the_cpu_and_named(written: Any, tmp_path: Path) -> None:
     saved = copy.deepcopy(written)
     saved["machine"]["device"] = "cuda:7"
@@ -193,3 +223,20 @@ def test_weights_of_another_type_are_refused_and_not_computed_with(written: Any,
     torch.save(saved, tmp_path / "weights.pt")
     with pytest.raises(CapsuleError, match="dtype"):
         replay(tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("n_copies", [1, 64])
+def test_a_capsule_that_unpacks_to_more_than_its_size_is_refused_before_it_is_read(
+    n_copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros that are compressed, and a storage that the directory lists many times."""
+    path = tmp_path / "bomb.pt"
+    torch.save({"zeros": torch.zeros(2**20)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as stored, zipfile.ZipFile(path, "w") as bomb:
+        for each in stored.infolist():
+            bomb.writestr(each.filename, stored.read(each), zipfile.ZIP_DEFLATED if n_copies == 1 else None)
+        largest = max(bomb.infolist(), key=lambda each: each.file_size)
+        bomb.filelist += [largest] * (n_copies - 1)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(CapsuleError, match="MiB"):
+        replay(path)

@@ -15,8 +15,8 @@ from lightning_memtools.state.random_state import RandomState
 from tests.lightning_models import trainer
 from tests.nonfinite import gallery
 from tests.nonfinite.gallery import BODY_IS_MASKED, FAILING, HEALTHY, Case
+from tests.nonfinite.healthy_models import HEALTHY as ODD
 from tests.nonfinite.observe import Observer, differences, state_bits
-from tests.nonfinite.test_healthy_is_left_alone import HEALTHY as ODD
 from tests.nonfinite.user_models import CASES
 
 FUSABLE = [name for name, case in FAILING.items() if hasattr(case.make, "fused")]

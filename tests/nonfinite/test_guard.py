@@ -36,7 +36,7 @@ class Loop:
                 self.optimizer.zero_grad()
             loss.backward()
         self.n += 1
-        trip = self.guard.check(self.optimizer)
+        trip = self.guard.check(self.optimizer) or self.guard.before_update(self.optimizer)
         if trip is None:
             self.optimizer.step()
         return trip

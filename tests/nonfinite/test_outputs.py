@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_memtools.nonfinite.evaluation_outputs import BadOutput, OutputWatch, bad_metrics
+from lightning_memtools.nonfinite.evaluation_guard import OutputWatch, bad_metrics
+from lightning_memtools.nonfinite.halt_report import BadOutput
 
 
 def test_the_first_bad_batch_of_each_output_is_kept():

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_memtools import replay
-from lightning_memtools.nonfinite.capsule.environment import switches_now
 from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.state.capsule.environment import switches_now
 from tests.nonfinite.replay_models import BAD, RUNS, Everything, Recorder, halted
 
 ROOT = Path(__file__).parents[2]
@@ -139,14 +139,22 @@ def without(*path: str, value: Any = None) -> Callable[[dict[str, Any]], None]:
     return remove
 
 
+def with_frozen(*names: str) -> Callable[[dict[str, Any]], None]:
+    def change(saved: dict[str, Any]) -> None:
+        for start in each_start(saved):
+            start["frozen"] = list(names)
+
+    return change
+
+
 PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
-    "random numbers of torch": ("accumulation", without_stream("torch")),
+    "random numbers of torch": ("accumulation", without_stream("torch_cpu")),
     "random numbers of Python": ("accumulation", without_stream("python")),
     "random numbers of NumPy": ("accumulation", without_stream("numpy")),
     "buffers": ("accumulation", without_buffers),
     "plain attributes": ("accumulation", without_attributes),
     "which modules evaluate": ("accumulation", without("module", "evaluating", value=[])),
-    "which weights are frozen": ("accumulation", without("module", "frozen", value=["last.weight"])),
+    "which weights are frozen": ("accumulation", with_frozen("last.weight")),
     "an earlier batch": ("accumulation", lambda saved: saved["micro"].pop(0)),
     "what the loss is divided by": ("accumulation", without("conditions", "divided_by", value=1)),
     "the scaler's scale": ("scaler", without("conditions", "scale")),

@@ -169,7 +169,7 @@ def test_a_fault_that_happens_once_is_not_reproducible(accumulate, tmp_path, mon
     error, _ = halt(Flaky(), tmp_path, logger=False, accumulate_grad_batches=accumulate)
     assert error.cause == NonFiniteCause.NOT_REPRODUCIBLE
     assert "the same weights, batch and random numbers gave a finite loss and finite gradients, twice" in str(error)
-    assert "suspect the hardware" in str(error)
+    assert "the hardware" in str(error)
     assert error.explanation.operation == ""
 
 

@@ -122,14 +122,6 @@ class Sources(Regression):
     def from_closure(self, loss: Tensor, *_: Any) -> Tensor:
         return loss * self.count()  # type: ignore[no-any-return]
 
-    def from_batch(self, loss: Tensor, batch: Any, batch_idx: int) -> Tensor:
-        """Reads the batch, and writes it in a way that PyTorch does not count."""
-        if batch_idx != BAD:
-            return loss
-        factor = torch.where(batch[0][0, 0] == 77, 1.0, torch.nan)
-        batch[0].data[0, 0] = 77
-        return loss * factor
-
 
 @pytest.fixture(autouse=True)
 def _fresh_globals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +139,6 @@ def _fresh_globals(monkeypatch: pytest.MonkeyPatch) -> None:
         ("number", "global N_CALLS (a value)"),
         ("nested", "global SEEN (a dict)"),
         ("tensor", "global SCALE (a tensor)"),
-        ("batch", "batch[0]"),
         ("file", "attribute file (a file)"),
         ("generator", "attribute values (an iterator)"),
         ("closure", "attribute count (a function with variables of its own)"),
@@ -186,7 +177,7 @@ class Settled(Regression):
         return loss
 
 
-def test_the_hardware_is_blamed_where_all_that_is_read_is_proved_the_same(
+def test_the_hardware_is_suspected_where_nothing_is_known_to_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Settled, "flips", 1)
@@ -194,8 +185,7 @@ def test_the_hardware_is_blamed_where_all_that_is_read_is_proved_the_same(
         trainer(tmp_path, HaltOnNaN(), logger=False).fit(Settled(), loader(64))
     text = str(caught.value)
     assert caught.value.cause == NonFiniteCause.NOT_REPRODUCIBLE
-    assert "suspect the hardware" in text
-    assert "tensors that it reads are proved to be the same, by digests of their bits" in text
+    assert "the hardware" in text
 
 
 @pytest.mark.parametrize(
@@ -242,10 +232,10 @@ def test_values_that_contain_themselves_and_large_ones_end() -> None:
     model = Circles()
     state = OutsideState(model)
     unsure = ["attribute many (a set)", "attribute more (a list)", "attribute most (a list)"]
-    assert sorted(state.changed()[0]) == unsure
+    assert sorted(state.changed()) == unsure
     model.ring.append(2)
     model.owner.n = 2
-    assert state.changed()[0][:2] == ["attribute ring (a list)", "attribute owner (an object of Schedule)"]
+    assert state.changed()[:2] == ["attribute ring (a list)", "attribute owner (an object of Schedule)"]
 
 
 class Loads(Mapping[str, Tensor]):

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from lightning_memtools.nonfinite.update_veto import (
-    StateKeys,
     UpdateVeto,
     hide_gradients,
     honours_found_inf,
-    restore_settings,
-    settings_of,
 )
+from lightning_memtools.state.update_start import UpdateStart
 from tests.nonfinite.observe import differences
 
 FUSED = {
@@ -116,14 +114,13 @@ def test_state_that_a_vetoed_first_step_created_is_removed(make):
     torch.manual_seed(0)
     parameters, plain = ([nn.Parameter(torch.arange(5.0)), nn.Parameter(torch.ones(2, 3))] for _ in range(2))
     optimizer, reference = make(parameters), make(plain)
-    keys = StateKeys(optimizer)
+    start = UpdateStart(optimizer)
     before = bits(parameters, optimizer)
     veto = made(max_skips=1)
     with_gradients(parameters, torch.nan)
     take(veto, optimizer, parameters, 0)
-    created = not keys.are_current()
-    assert keys.restore() == created
-    assert keys.are_current()
+    start.remove_new_state()
+    assert not start.has_other_keys()
     assert differences(before, bits(parameters, optimizer)) == []
     with_gradients(parameters)
     for ours, theirs in zip(parameters, plain, strict=True):
@@ -206,10 +203,10 @@ def test_without_gradients_no_optimizer_moves_or_creates_anything(make):
 def test_settings_come_back_also_where_they_are_tensors():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
     rate = optimizer.param_groups[0]["lr"]
-    saved = settings_of(optimizer)
+    start = UpdateStart(optimizer)
     rate.fill_(0.1)
     optimizer.param_groups[0]["betas"] = (0, 0)
-    restore_settings(optimizer, saved)
+    start.restore_settings()
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.5
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)

@@ -56,8 +56,10 @@ SCRIPT = """
             moved = {key: one.to("cuda") for key, one in batch.items()}
             loss = step(model, moved)
             optimizer.zero_grad()
-            loss.backward()
+            scaled = loss / 1  # as Lightning divides by the number of batches that are accumulated
+            scaled.backward()
             loss = loss.detach()
+            del scaled
             del moved
             optimizer.step()
         return torch.cuda.max_memory_allocated()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import MemoryMonitor
 from tests.list_logger import ListLogger
+from tests.null_cuda.null_processes import Classifier
 from tests.zoo import torchvision_models
 
 pytestmark = pytest.mark.cuda_memory
@@ -23,20 +24,6 @@ MODELS = [
     "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "shufflenet_v2_x1_0", "squeezenet1_0",
     "squeezenet1_1", "efficientnet_b0", "convnext_tiny", "vit_b_16", "swin_t", "mobilenet_v3_large",
 ]  # fmt: skip
-
-
-class Classifier(L.LightningModule):
-    """A model of torchvision with AdamW."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Truth(L.Callback):

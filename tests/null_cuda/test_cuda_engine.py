@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 
 import lightning as L
@@ -15,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_memtools import estimate_memory
+from tests.null_cuda.null_processes import command
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -140,30 +138,6 @@ def test_what_else_is_on_the_device_does_not_count():
     assert (beside.peak_allocated, beside.peak_reserved) == (alone.peak_allocated, alone.peak_reserved)
     assert beside.composition == alone.composition
     assert all(one.is_cuda for one in held)
-
-
-TARGETS = """
-import torch
-from torch import nn
-
-def large():
-    with torch.device("meta"):
-        model = nn.Linear(2**15, 2**17, bias=False)
-    return model, torch.zeros(4, 2**15, device="meta"), lambda model, x: model(x).sum()
-
-def divides():
-    return nn.Linear(3, 3), torch.ones(2, 3), lambda model, x: model(x).sum() * (1 / x.sum().item())
-"""
-
-
-def command(folder, *arguments):
-    """What `memtools estimate` prints where no device of a dry run was prepared."""
-    (folder / "my_targets.py").write_text(TARGETS)
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" and name[:9] != "NULL_CUDA"}
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_memtools.cli.main", "estimate", *arguments],
-        capture_output=True, text=True, check=False, timeout=300, cwd=folder, env=clean | {"COLUMNS": "200"},
-    )  # fmt: skip
 
 
 def test_the_command_starts_a_device_and_a_model_on_meta_takes_no_memory_of_the_host(tmp_path):

@@ -150,10 +150,12 @@ CONVOLUTIONS = """
             batch = torch.zeros(32, 3, 96, 96).cuda()
             loss = step(model, batch)
             optimizer.zero_grad()
-            loss.backward()
+            scaled = loss / 1  # as Lightning divides by the number of batches that are accumulated
+            scaled.backward()
             loss = loss.detach()
-            del batch
+            del scaled
             optimizer.step()
+            del batch
 """
 
 
@@ -259,8 +261,13 @@ def test_a_script_that_never_trains_is_told_so(script):
     assert "It fits." not in done.stdout
 
 
+def test_values_that_follow_from_what_the_script_knows_are_true(script):
+    path = script("import torch\nloss = torch.full((2,), 4.0, device='cuda').mean()\nassert loss.item() == 4\n")
+    assert command(str(path)).returncode == 0
+
+
 def test_a_script_that_needs_values_fails_with_its_own_error_and_is_told_of_the_zeros(script):
-    path = script("import torch\nloss = torch.full((2,), 4.0, device='cuda').mean()\nscale = 1 / loss.item()\n")
+    path = script("import torch\nloss = torch.rand(2, device='cuda').cpu().mean()\nscale = 1 / loss.item()\n")
     done = command(str(path))
     assert done.returncode == 1
     assert "The script ended with an error of its own. ZeroDivisionError" in done.stdout

@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.null_cuda.stubs import DryRunError, installed_torch, stub_libraries
+from tests.null_cuda.null_processes import FORKS, null_python
 
 pytestmark = pytest.mark.cuda_memory
 
 MIB = 2**20
 
 
-def null_python(*options: str, **environment: str) -> dict[str, Any]:
-    """The arguments with which `subprocess` starts a fresh Python on null devices."""
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | environment
-    return {"args": [sys.executable, "-m", "lightning_memtools.null_cuda", *options], "env": clean, "text": True}
-
-
 def run_on_null(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh Python on null devices."""
     started = null_python(*options, "-c", textwrap.dedent(code), **environment)
     return subprocess.run(**started, capture_output=True, check=False, timeout=300)
-
-
-# Imports torch once, which takes seconds, and runs each piece of code in a process forked from there.
-FORKS = """
-import json, os, sys, torch
-for code in map(json.loads, sys.stdin):
-    readable, writable = os.pipe()
-    if not (child := os.fork()):
-        os.dup2(writable, 1)
-        exec(code, {})
-        sys.stdout.flush()
-        os._exit(0)
-    os.close(writable)
-    text = open(readable).read()
-    assert os.waitpid(child, 0)[1] == 0
-    print(json.dumps(text), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memtools import estimate_memory
 from lightning_memtools.cli.dry_run import dry_run
-from tests.null_cuda.test_cuda_engine import command
+from tests.null_cuda.null_processes import command
 
 pytestmark = pytest.mark.cuda_memory
 
@@ -53,8 +53,10 @@ SCRIPT = """
         words = torch.zeros(4, 256, dtype=torch.long).to("cuda")
         loss = model(input_ids=words, labels=words).loss
         optimizer.zero_grad()
-        loss.backward()
+        scaled = loss / 1  # as Lightning divides by the number of batches that are accumulated
+        scaled.backward()
         loss = loss.detach()
+        del scaled
         del words
         optimizer.step()
 """

@@ -15,7 +15,7 @@ from lightning_memtools._torch import is_cuda_history_recorded
 from lightning_memtools.cli.main import main
 from lightning_memtools.tensorboard_plugin.snapshot_file import read_snapshot
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from, timeline_of
-from tests.null_cuda.test_composition import Classifier
+from tests.null_cuda.null_processes import Classifier
 from tests.zoo import torchvision_models
 
 pytestmark = pytest.mark.cuda_memory

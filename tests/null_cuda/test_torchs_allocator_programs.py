@@ -17,7 +17,7 @@ import pytest
 
 from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingAllocator, SimulatedOutOfMemory
 from lightning_memtools.memory.allocator.blocks import FREE, UNMAPPED
-from tests.null_cuda.test_null_device import FORKS, null_python
+from tests.null_cuda.null_processes import FORKS, null_python
 
 pytestmark = pytest.mark.cuda_memory
 

@@ -16,18 +16,19 @@ from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom import combined_advice
 from lightning_memtools.oom.advice_checks import AdviceChecks
+from lightning_memtools.oom.deadline import NOT_REACHED, Deadline, OutOfTimeError
 from lightning_memtools.oom.failed_step import FailedRun, FailedStep
 from lightning_memtools.oom.failure_facts import (
-    CATEGORIES,
     FailureFacts,
     FailureMoment,
     MemoryGrowth,
-    MemorySplit,
     sizes_only,
 )
 from lightning_memtools.oom.other_optimizers import EightBitStates, fused_form, smaller_states
+from lightning_memtools.oom.plan_trials import PlanTrials
 from lightning_memtools.oom.report_page import ActionKind
-from lightning_memtools.oom.step_trials import NOT_REACHED, Deadline, OutOfTimeError, StepTrials
+from lightning_memtools.oom.step_trials import StepTrials
+from tests.oom.advice_runs import checks_of, failed_on
 from tests.oom_models import Layers
 
 
@@ -69,34 +70,6 @@ class Weighty(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         x = self.net(batch)
         return (x if self.norm is None else self.norm(x)).square().mean()
-
-
-def loss_of_step(model: Any, batch: Any) -> Any:
-    return model.training_step(batch)
-
-
-def failed_on(
-    model: nn.Module,
-    batch: torch.Tensor,
-    capacity: int | None,
-    *,
-    cuda: bool = False,
-    amsgrad: bool = False,
-    **run: Any,
-) -> FailedStep:
-    stats = MemoryStats(allocated=100, reserved=200, capacity=capacity)
-    split = None if capacity is None else MemorySplit(dict.fromkeys(CATEGORIES, 0), 0, (), 0, exact=True)
-    facts = FailureFacts(moment=FailureMoment("train", 0, 0, "forward"), device="here", stats=stats, split=split,
-                         batch=sizes_only(batch))  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters(), amsgrad=amsgrad)
-    failed_run = FailedRun(model=model, forward=loss_of_step, optimizers=(optimizer,), **run)
-    return FailedStep(facts=facts, run=failed_run, cuda=cuda, is_cuda_like=cuda)
-
-
-def checks_of(model: nn.Module, batch: torch.Tensor, capacity: int | None, **options: Any) -> AdviceChecks:
-    checks = AdviceChecks(failed_on(model, batch, capacity, **options), Deadline(600.0))
-    checks.run()
-    return checks
 
 
 MIB = 2**20
@@ -281,7 +254,7 @@ class Mlps(Weighty):
 def test_the_search_for_the_least_recomputation_finds_the_largest_budget_with_which_the_step_fits() -> None:
     """The allocator reserves so much more than tensors hold that only budgets far below the capacity fit."""
     trials = StepTrials(failed_on(Mlps(4), torch.ones(2048, 128), 40 * MIB), Deadline(600.0))
-    found = trials.plan_that_fits()
+    found = trials.plans.that_fits()
     assert found is not None
     planner, fitting = StepPlanner(trials.failed.step()), {}
     for budget in range(40, 33, -1):  # smaller ones cost no less
@@ -298,16 +271,16 @@ def test_a_plan_that_recomputes_next_to_nothing_comes_before_the_one_that_is_mad
     first = checks.actions[0]
     assert "GradientCheckpointing(memory_budget=" in first.code
     assert first.detail.startswith("With less than 1% more computation, the peak falls by ")
-    without_budget = StepTrials(failed_on(Mlps(8), torch.ones(1024, 128), 60 * MIB), Deadline(600.0)).best_plan
+    without_budget = StepTrials(failed_on(Mlps(8), torch.ones(1024, 128), 60 * MIB), Deadline(600.0)).plans.best
     assert without_budget.code == "GradientCheckpointing()"
     assert without_budget.plan.extra_operations > 0.2
 
 
 def test_a_search_for_the_least_recomputation_that_was_not_reached_is_named(monkeypatch) -> None:
-    def no_time(_: StepTrials) -> None:
+    def no_time(_: PlanTrials) -> None:
         raise OutOfTimeError(NOT_REACHED)
 
-    monkeypatch.setattr(StepTrials, "plan_that_fits", no_time)
+    monkeypatch.setattr(PlanTrials, "that_fits", no_time)
     checks = checks_of(Weighty(), torch.ones(4096, 1024), 250 * MIB)
     plan, least = sorted(of_kind(checks, ActionKind.CHECKPOINTING), key=lambda one: not one.checked)
     assert plan.fits

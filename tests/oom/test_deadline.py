@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.oom.step_trials import Deadline, OutOfTimeError
+from lightning_memtools.oom.deadline import Deadline, OutOfTimeError
 
 
 @pytest.fixture

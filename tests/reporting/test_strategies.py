@@ -37,6 +37,7 @@ SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
     [
         ("GradientCheckpointing", SHARDED - {"ModelParallelStrategy"}),
         ("OOMReport", SHARDED),
+        ("OOMRecovery", SHARDED | {"NobodyKnows", "XLAStrategy", "SingleDeviceXLAStrategy"}),
         ("BatchSizeTuner", SHARDED | {"NobodyKnows"}),
         ("HaltOnNaN", {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"}),
         ("TrainingDoctor", SHARDED | {"NobodyKnows", "XLAStrategy", "SingleDeviceXLAStrategy"}),

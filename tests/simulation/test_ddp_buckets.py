@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memtools import VirtualDevice
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.simulation.ddp_buckets import assigned
 from tests.estimate.networks import mlp, total
+from tests.estimate.real_runs import peaks_of_real_run
 from tests.zoo import torchvision_models
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -27,31 +27,6 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-def peaks_of_a_real_rank(model, rows, make_optimizer, *, accumulate, **options):
-    """Three steps in Lightning's order: of the batches of a step, only the last sums gradients over ranks."""
-    model, device = copy.deepcopy(model), VirtualDevice()
-    with device:
-        device.track(model)
-        ddp = DistributedDataParallel(model, **options)
-        optimizer = make_optimizer(ddp.parameters())
-        for _ in range(3):
-            for part in range(accumulate):
-                with device.host():
-                    batch = rows.clone()
-                device.count_batch(batch)
-                with nullcontext() if part == accumulate - 1 else ddp.no_sync():
-                    loss = total(ddp, batch)
-                    if part == 0:
-                        optimizer.zero_grad()
-                    scaled = loss / accumulate if accumulate > 1 else loss
-                    scaled.backward()
-                del scaled, batch
-                loss = loss.detach()
-            optimizer.step()
-    stats = device.stats()
-    return stats.peak_allocated, stats.peak_reserved
-
-
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")  # they are not made anew then
 @pytest.mark.parametrize("as_view", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -61,7 +36,12 @@ def test_a_rank_takes_what_was_estimated(one_rank, as_view, accumulate, find_unu
     model, rows = mlp(512, 1024, 1024, 512), torch.zeros(64, 512)
     options = {"bucket_cap_mb": 1, "gradient_as_bucket_view": as_view, "find_unused_parameters": find_unused}
     # A run on a busy machine once took another peak: gloo's thread may hold a bucket a moment longer.
-    real = (peaks_of_a_real_rank(model, rows, optimizer, accumulate=accumulate, **options) for _ in range(3))
+    real = (
+        peaks_of_real_run(
+            model, rows, total, optimizer, steps=3, accumulate=accumulate, strategy=DDPStrategy(**options)
+        )
+        for _ in range(3)
+    )
     estimate = partial(
         estimate_memory, batch=rows, step=total, optimizer=optimizer, steps=3, accumulate=accumulate, device="cpu"
     )

@@ -15,7 +15,7 @@ from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backe
 from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.memory.cuda_ops.reductions import workspaces as reduction_workspaces
 from lightning_memtools.memory.sizes import GpuShape
-from lightning_memtools.simulation.step import Precision, Recipe
+from lightning_memtools.simulation.step_runner import Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from tests.estimate.networks import Recurrent, mlp, total
 
@@ -77,7 +77,7 @@ def test_dropout_makes_its_mask_before_its_output():
     made = trace(
         Subject(model=Alone(nn.Dropout(0.5)), step=lambda model, rows: model(rows).sum(), optimizer=None),
         torch.zeros(256, 1024),
-        Recipe(precision=Precision.parse("32-true"), steps=1),
+        Recipe(steps=1),
         SimulationSettings(cuda=True),
     )
     sizes = [one.size for one in made.recorder.allocations.values() if "native_dropout" in str(one.operation)]
@@ -90,7 +90,7 @@ def test_a_convolutions_bias_gradient_takes_the_workspace_of_its_sum():
         trace(
             Subject(model=Alone(nn.Conv2d(3, 64, 3, bias=bias)), step=lambda m, b: m(b).square().sum(), optimizer=None),
             images,
-            Recipe(precision=Precision.parse("32-true"), steps=1),
+            Recipe(steps=1),
             SimulationSettings(cuda=True),
         ).recorder.allocations.values()
         for bias in (False, True)
@@ -361,7 +361,7 @@ def test_the_logarithms_of_cross_entropy_are_in_half_and_copied_for_the_loss():
     # Where backward begins: logarithms as halves and as floats, and the gradient of those.
     assert made.peak_at.operation == "aten.nll_loss_backward"
     assert made.composition["activations"] // n_scores == 2 + 4
-    assert made.composition["temporaries"] == 4 * n_scores
+    assert made.composition["temporaries"] // n_scores == 4
 
 
 @pytest.mark.parametrize(("function", "dtype"), DTYPES_OF_AUTOCAST)

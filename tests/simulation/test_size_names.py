@@ -14,7 +14,7 @@ from lightning_memtools.simulation import repeated_fakes
 from lightning_memtools.simulation.fakes import fake_mode
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from lightning_memtools.simulation.size_names import SizeNames, has_sizes_of_arguments
-from tests.simulation.test_repeated_fakes import ComparedWithFakeTensorMode
+from tests.simulation.compared_fakes import ComparedWithFakeTensorMode
 
 aten = torch.ops.aten
 LAYOUTS = (torch.contiguous_format, torch.channels_last)

@@ -4,55 +4,33 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_memtools._lightning import EitherCallback, forget_loaders, loop_of, prepared_loaders, source_of
-from lightning_memtools._torch import SCHEDULER_PROGRESS, inner_schedulers
-from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes
+from lightning_memtools._torch import inner_schedulers
 from lightning_memtools.memory.peaks import Stage
 from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
-# The functions of two LambdaLR are compared at this many points.
-_POINTS = 64
 
-
-def write_sizes(attributes: BatchSizeAttributes, stages: Sequence[Stage], found: Mapping[Stage, int]) -> None:
-    """Write each stage's size to its attributes. Attributes that several stages share get training's size."""
-    for stage in stages:
-        has_own = any(name.startswith(f"{stage}_") for name in attributes.names_for(stage))
-        if has_own or stage == "train" or len(stages) == 1:
-            attributes.write(stage, found[stage], for_loggers=True)
-
-
-def forget_fit_loaders(trainer: Trainer) -> None:
-    """Have training and validation request their loaders again."""
+def renew_fit_loaders(trainer: Trainer, *, at_once: bool) -> None:
+    """Have training and validation request their loaders again; in the middle of training it needs them at once."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         forget_loaders(loop)
-
-
-def renew_fit_loaders(trainer: Trainer) -> None:
-    """Request the loaders again in the middle of training, where the training loaders are needed at once."""
-    has_loaders = bool(prepared_loaders(trainer.fit_loop))
-    forget_fit_loaders(trainer)
-    if has_loaders:
+    if at_once:
         with random_streams_restored():
             trainer.fit_loop.setup_data()
             for loader in prepared_loaders(trainer.fit_loop):
-                _set_epoch(loader, trainer.current_epoch)
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)  # type: ignore[union-attr]
+                for owner in (loader, getattr(loader, "batch_sampler", None)):
+                    set_epoch = getattr(getattr(owner, "sampler", None), "set_epoch", None)
+                    if callable(set_epoch):
+                        set_epoch(trainer.current_epoch)
 
 
 class OptimizerSetup:
@@ -61,9 +39,6 @@ class OptimizerSetup:
     def __init__(self) -> None:
         self._before: StateSnapshot | None = None
         self._random_after: RandomState | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_before": None, "_random_after": None}  # of this process
 
     def observe(self, trainer: Trainer) -> None:
         """Record the random streams when the Trainer sets up its optimizers."""
@@ -79,7 +54,7 @@ class OptimizerSetup:
         strategy.setup_optimizers = observed
 
     def forget(self, trainer: Trainer) -> None:
-        """Stop observing and discard what was recorded. Calling it twice does no harm."""
+        """Stop observing and discard what was recorded. Idempotent."""
         trainer.strategy.__dict__.pop("setup_optimizers", None)
         self._before = self._random_after = None
 
@@ -108,11 +83,10 @@ def _passed_loaders(trainer: Trainer) -> list[Any]:
 
 
 def renew_schedulers(trainer: Trainer) -> bool:
-    """Replace schedulers that depend on the number of steps; returns True if any was replaced.
+    """Replace schedulers that step once per batch; return True if any was replaced.
 
     The new scheduler has the progress that it would have if all epochs so far had had the present batch size.
-    Optimizers keep their state. A scheduler that steps once per epoch, or does not depend on the number of steps,
-    is kept.
+    Optimizers keep their state.
     """
     if not trainer.lightning_module.automatic_optimization:
         return False
@@ -125,8 +99,7 @@ def renew_schedulers(trainer: Trainer) -> bool:
     steps = trainer.current_epoch * math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
     renewed = False
     for index, (before, after) in enumerate(zip(old, new, strict=True)):
-        by_step = before.interval == "step" and not before.reduce_on_plateau
-        if not by_step or _are_alike(before.scheduler, after.scheduler, trainer.estimated_stepping_batches):
+        if before.interval != "step" or before.reduce_on_plateau:
             continue
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before")
@@ -139,24 +112,6 @@ def renew_schedulers(trainer: Trainer) -> bool:
         renewed = True
     strategy.lr_scheduler_configs = old
     return renewed
-
-
-def _are_alike(one: Any, other: Any, n_steps: float) -> bool:
-    """Returns True if two schedulers differ only in their progress."""
-    if isinstance(one, LambdaLR) and isinstance(other, LambdaLR):
-        # Functions are not part of the state, so their values are compared.
-        points = [int(n_steps * i / _POINTS) for i in range(_POINTS)] if math.isfinite(n_steps) else range(_POINTS)
-        pairs = zip(one.lr_lambdas, other.lr_lambdas, strict=True)
-        return all(f(point) == g(point) for f, g in pairs for point in points)
-    return bool(_without_progress(one.state_dict()) == _without_progress(other.state_dict()))
-
-
-def _without_progress(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _without_progress(value) for key, value in state.items() if key not in SCHEDULER_PROGRESS}
-    if isinstance(state, Sequence) and not isinstance(state, str):
-        return [_without_progress(value) for value in state]
-    return state
 
 
 def _attach(scheduler: Any, source: Optimizer, target: Optimizer) -> None:
@@ -210,9 +165,8 @@ class CacheReleaser(EitherCallback):
             if self._limit is None:
                 return
             stats = self._reader.stats()
-            others = max((stats.device_used or 0) - (stats.reserved or 0), 0)
             # In the worst case no cached block can be reused, and all that is not allocated yet is reserved anew.
             more = max(need - (stats.allocated or 0), 0)
-            if (stats.reserved or 0) + others + more <= self._limit:
+            if (stats.reserved or 0) + stats.used_by_others + more <= self._limit:
                 return
         self._reader.empty_cache()

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memtools._lightning import forget_loaders, loop_of, source_of, training_step
 from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
-from lightning_memtools.batch_size.size_limits import limit_of
 from lightning_memtools.batch_size.trainer.applied_sizes import (
     CacheReleaser,
     OptimizerSetup,
-    forget_fit_loaders,
     renew_fit_loaders,
     renew_schedulers,
-    write_sizes,
 )
-from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, unwrap_sources, wrap_sources
-from lightning_memtools.batch_size.trainer.stage_search import StageSearch, has_data
+from lightning_memtools.batch_size.trainer.sized_sources import (
+    BatchSizeAttributes,
+    has_data,
+    unwrap_sources,
+    wrap_sources,
+)
+from lightning_memtools.batch_size.trainer.stage_search import StageSearch
 from lightning_memtools.batch_size.trainer.trial_isolation import left_out_of_counts, takes_part, why_no_trials
 from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
-from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.reporting.carried_device import put_on_device
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
@@ -37,6 +39,9 @@ from lightning_memtools.state.random_state import random_streams_restored
 class SizeTuning:
     """The batch sizes of a Trainer's stages: searches for them, puts them into effect, and knows them for checkpoints.
 
+    Args:
+        settings: The arguments of BatchSizeTuner.
+
     Attributes:
         found: The sizes that were found, in this run or in the one that is resumed.
         accumulate: Micro-batches per optimizer step that go with them; None to leave the Trainer's.
@@ -44,7 +49,8 @@ class SizeTuning:
         cache_releaser: Releases the cache between training and validation; None before sizes are known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: TunerSettings) -> None:
+        self.settings = settings
         self.found: dict[Stage, int] = {}
         self.accumulate: int | None = None
         self.optimizer_setup = OptimizerSetup()
@@ -52,54 +58,71 @@ class SizeTuning:
         # Read by the loops' sources, which outlive a search.
         self._sizes: dict[Stage, int | None] = {}
 
-    def begin_fit(self, trainer: Trainer, settings: TunerSettings, later: Sequence[Callback]) -> BatchSizeResult | None:
-        """Search before a fit trains, or use the sizes that are known; returns the result of a search.
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"optimizer_setup": OptimizerSetup()}  # it has seen this process
+
+    def begin_fit(self, trainer: Trainer, later: Sequence[Callback]) -> BatchSizeResult | None:
+        """Search before a fit trains, or use the sizes that are known; return the result of a search.
 
         Args:
             trainer: In its hook that comes before a fit.
-            settings: The arguments of BatchSizeTuner.
             later: The callbacks whose hooks before a fit are still to come; they are called before each trial.
         """
-        stages = settings.stages_in_fit
+        stages = self.settings.stages_in_fit
         if not stages or not _can_start(trainer):
             return None
+        module = trainer.lightning_module
         result = None
         if stages[0] in self.found:
-            self._reuse(trainer, settings)
-            sizes = ", ".join(f"{stage} {self.found[stage]}" for stage in self._found_in_fit())
+            in_fit = [stage for stage in STAGES if stage in self.found and stage in {"train", "val"}]
+            attributes = BatchSizeAttributes(trainer, self.settings.names)
+            self._sizes = {**self._sizes_before(trainer, attributes), **self.found}
+            wrap_sources(trainer, ["train", "val"], attributes, self._sizes.get)
+            self._apply(trainer, attributes, in_fit, begins=True)
+            reader = reader_for(trainer.strategy.root_device)
+            self.cache_releaser = CacheReleaser(reader, self.settings.limit(reader), {})
+            sizes = ", ".join(f"{stage} {self.found[stage]}" for stage in in_fit)
             _say(trainer, f"using the sizes found before: {sizes}.")
         else:
-            module = trainer.lightning_module
             hooks: list[Callable[[], None]] = [
                 *(lambda c=one: c.on_fit_start(trainer, module) for one in later if takes_part(one)),
                 module.on_fit_start,
             ]
-            result = self._search(trainer, settings, stages, hooks, begins=True)
-        put_on_device(trainer, trainer.lightning_module)
+            result = self._search(trainer, stages, hooks, begins=True)
+        put_on_device(trainer, module)
         return result
 
-    def search_again(self, trainer: Trainer, settings: TunerSettings) -> BatchSizeResult | None:
-        """Search in the middle of training; returns the result, or None where no trial can be run."""
-        return self._search(trainer, settings, settings.stages_in_fit) if _can_start(trainer) else None
+    def search_again(self, trainer: Trainer) -> BatchSizeResult | None:
+        """Search in the middle of training; return the result, or None where no trial can be run."""
+        return self._search(trainer, self.settings.stages_in_fit) if _can_start(trainer) else None
 
-    def begin_evaluation(self, trainer: Trainer, settings: TunerSettings, stage: Stage) -> BatchSizeResult | None:
-        """Search before a call of validate, test or predict, or use a known size; returns the result of a search."""
+    def begin_evaluation(self, trainer: Trainer, stage: Stage) -> BatchSizeResult | None:
+        """Search before a call of validate, test or predict, or use a known size; return the result of a search."""
         put_on_device(trainer, trainer.lightning_module)
-        if stage not in settings.stages or not _can_start(trainer):
+        if stage not in self.settings.stages or not _can_start(trainer):
             return None
         result = None
         if stage in self.found:
             self._sizes[stage] = self.found[stage]
-            wrap_sources(trainer, [stage], BatchSizeAttributes(trainer, settings.names), self._sizes.get)
+            wrap_sources(trainer, [stage], BatchSizeAttributes(trainer, self.settings.names), self._sizes.get)
         else:
-            result = self._search(trainer, settings, [stage])
-        _restart_evaluation_loop(trainer, stage)
+            result = self._search(trainer, [stage])
+        loop = loop_of(trainer, stage)
+        with random_streams_restored():
+            forget_loaders(loop)
+            loop.setup_data()
+            loop.reset()
         return result
+
+    def undo(self, trainer: Trainer) -> None:
+        """Have the loops request their loaders as before. The sizes stay as they were found. Idempotent."""
+        unwrap_sources(trainer)
+        self.optimizer_setup.forget(trainer)
+        self.cache_releaser = None
 
     def _search(
         self,
         trainer: Trainer,
-        settings: TunerSettings,
         stages: Sequence[Stage],
         hooks: Sequence[Callable[[], None]] = (),
         *,
@@ -107,105 +130,70 @@ class SizeTuning:
     ) -> BatchSizeResult:
         """Search for the sizes of the stages that have data, put them into effect, and report them."""
         directory = report_directory(trainer)  # collective, so before the ranks differ
-        result = self._find_and_apply(trainer, settings, stages, hooks, begins=begins)
-        if trainer.is_global_zero:
-            write_report_or_warn(directory, "batch_size.md", result.markdown())
-            log_text(trainer, "memtools/batch_size", result.markdown(), training_step(trainer))
-            print_on_console("\n".join([f"BatchSizeTuner: {result.summary()}", *(f"  {one}" for one in result.notes)]))
-        return result
-
-    def _find_and_apply(
-        self,
-        trainer: Trainer,
-        settings: TunerSettings,
-        stages: Sequence[Stage],
-        hooks: Sequence[Callable[[], None]],
-        *,
-        begins: bool,
-    ) -> BatchSizeResult:
         began_at = time.perf_counter()
         reader = reader_for(trainer.strategy.root_device)
-        attributes = BatchSizeAttributes(trainer, settings.names)
+        attributes = BatchSizeAttributes(trainer, self.settings.names)
         tuned: list[Stage] = [stage for stage in STAGES if stage in stages and has_data(trainer, stage)]
         before = self._sizes_before(trainer, attributes)
         rates = _learning_rates(trainer)
-        search = StageSearch(trainer, settings, sizes=self._sizes, before=before)
+        self._sizes = dict(before)
+        search = StageSearch(trainer, self.settings, attributes, self._sizes, not_restored=SizeTuning)
         shows = (
             progress_printed(lambda: f"BatchSizeTuner is {search.doing}") if trainer.is_global_zero else nullcontext()
         )
         with shows, left_out_of_counts(trainer, reader):
-            result = search.run(tuned, hooks, begins=begins)
-        self.found = {**self.found, **result.sizes}
-        if result.accumulate is not None:
-            self.accumulate = result.accumulate
+            search.run(tuned, hooks, begins=begins)
+        self.found |= {stage: trial.size for stage, trial in search.found.items()}
+        self.accumulate = search.accumulate or self.accumulate
         self._apply(trainer, attributes, tuned, begins=begins)
-        peaks = {stage: trial.readings[trainer.global_rank].peak for stage, trial in result.found.items()}
-        self.cache_releaser = CacheReleaser(reader, _limit(reader, settings), peaks)
-        notes = [*result.notes]
-        if settings.effective_batch_size is None:
-            notes += self._note_on_learning_rate(trainer, before, rates)
-        if not begins and "train" in result.found and renew_schedulers(trainer):
+        peaks = {stage: trial.readings[trainer.global_rank].peak for stage, trial in search.found.items()}
+        self.cache_releaser = CacheReleaser(reader, self.settings.limit(reader), peaks)
+        notes = search.notes + self._note_on_learning_rate(trainer, before.get("train"), rates)
+        if not begins and "train" in search.found and renew_schedulers(trainer):
             notes.append("The learning-rate schedule was built again for the new number of steps.")
-        return BatchSizeResult(
-            sizes={str(stage): size for stage, size in result.sizes.items()},
-            trials=result.trials,
-            peaks={stage: trial.tightest.peak for stage, trial in result.found.items()},
+        result = BatchSizeResult(
+            sizes={str(stage): trial.size for stage, trial in search.found.items()},
+            trials=tuple(search.trials),
+            peaks={stage: trial.tightest.peak for stage, trial in search.found.items()},
             accumulate=trainer.accumulate_grad_batches,
             seconds=time.perf_counter() - began_at,
             device="" if reader is None else f"On {reader.name}.",
             n_ranks=trainer.world_size,
             notes=tuple(notes),
         )
-
-    def _reuse(self, trainer: Trainer, settings: TunerSettings) -> None:
-        """Put the sizes of an earlier search, or of the run that is resumed, into effect before a fit."""
-        attributes = BatchSizeAttributes(trainer, settings.names)
-        self._sizes = {**self._sizes_before(trainer, attributes), **self.found}
-        wrap_sources(trainer, ["train", "val"], attributes, self._sizes.get)
-        self._apply(trainer, attributes, self._found_in_fit(), begins=True)
-        reader = reader_for(trainer.strategy.root_device)
-        self.cache_releaser = CacheReleaser(reader, _limit(reader, settings), {})
-
-    def _found_in_fit(self) -> list[Stage]:
-        """Returns those of train and val whose size is known."""
-        return [stage for stage in STAGES if stage in self.found and stage in {"train", "val"}]
-
-    def undo(self, trainer: Trainer) -> None:
-        """Have the loops request their loaders as before. The sizes stay as they were found. Twice does no harm."""
-        unwrap_sources(trainer)
-        self.optimizer_setup.forget(trainer)
-        self.cache_releaser = None
+        if trainer.is_global_zero:
+            write_report_or_warn(directory, "batch_size.md", result.markdown())
+            log_text(trainer, "memtools/batch_size", result.markdown(), training_step(trainer))
+            print_on_console("\n".join([f"BatchSizeTuner: {result.summary()}", *(f"  {one}" for one in result.notes)]))
+        return result
 
     def _apply(
         self, trainer: Trainer, attributes: BatchSizeAttributes, stages: Sequence[Stage], *, begins: bool
     ) -> None:
         """Write the sizes; in a fit, have its loaders (and before it begins, its optimizers) made for them."""
-        write_sizes(attributes, stages, self.found)
+        for stage in stages:
+            # Attributes that several stages share get training's size.
+            has_own = any(name.startswith(f"{stage}_") for name in attributes.names_for(stage))
+            if has_own or stage == "train" or len(stages) == 1:
+                attributes.write(stage, self.found[stage], for_loggers=True)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.accumulate is not None:
             trainer.accumulate_grad_batches = self.accumulate
+        renew_fit_loaders(trainer, at_once=not begins)
         if begins:
-            forget_fit_loaders(trainer)
             self.optimizer_setup.repeat(trainer)
-        else:
-            renew_fit_loaders(trainer)
 
-    def _sizes_before(self, trainer: Trainer, attributes: BatchSizeAttributes) -> dict[Stage, int]:
-        """Returns the present sizes: those of attributes, and for passed loaders those of an earlier search."""
-        sizes: dict[Stage, int] = {}
-        for stage in STAGES:
-            from_hook = source_of(loop_of(trainer, stage)).is_module()
-            size = attributes.read(stage) if from_hook else self.found.get(stage)
-            if size is not None:
-                sizes[stage] = size
-        return sizes
+    def _sizes_before(self, trainer: Trainer, attributes: BatchSizeAttributes) -> dict[Stage, int | None]:
+        """Return the present sizes: those of attributes, and for passed loaders those of an earlier search."""
+        is_hook = {stage: source_of(loop_of(trainer, stage)).is_module() for stage in STAGES}
+        return {stage: attributes.read(stage) if is_hook[stage] else self.found.get(stage) for stage in STAGES}
 
-    def _note_on_learning_rate(
-        self, trainer: Trainer, before: Mapping[Stage, int], rates_before: Sequence[float]
-    ) -> list[str]:
-        old, new = before.get("train"), self.found.get("train")
-        if old is None or new is None or old == new or _learning_rates(trainer) != rates_before:
+    def _note_on_learning_rate(self, trainer: Trainer, old: int | None, rates_before: Sequence[float]) -> list[str]:
+        new = self.found.get("train")
+        if old is None or new is None or old == new or self.settings.effective_batch_size is not None:
+            return []
+        if _learning_rates(trainer) != rates_before:
             return []
         per_size = trainer.accumulate_grad_batches * trainer.world_size
         rates = ", ".join(f"{rate:g}" for rate in sorted(set(rates_before)))
@@ -215,28 +203,14 @@ class SizeTuning:
         return [f"{changed}; the learning rate is still {rates}. {advice}"]
 
 
-def _restart_evaluation_loop(trainer: Trainer, stage: Stage) -> None:
-    """Have an evaluation loop that is about to run make its loaders again, with the size that was found."""
-    loop = loop_of(trainer, stage)
-    with random_streams_restored():
-        forget_loaders(loop)
-        loop.setup_data()
-        loop.reset()
-
-
-def _limit(reader: MemoryReader | None, settings: TunerSettings) -> int | None:
-    capacity = None if reader is None else reader.stats().capacity
-    return None if capacity is None else limit_of(capacity, settings.margin)
-
-
 def _learning_rates(trainer: Trainer) -> list[float]:
-    """Returns the highest rate of each group of parameters: a schedule may begin far below it."""
+    """Return the highest rate of each group of parameters: a schedule may begin far below it."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     return [max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group) for group in groups]
 
 
 def _can_start(trainer: Trainer) -> bool:
-    """Returns True if trials can be run; if not, says why.
+    """Return True if trials can be run; if not, say why.
 
     Raises:
         RuntimeError: The strategy or the model does not allow trials.

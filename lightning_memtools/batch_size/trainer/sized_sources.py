@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_memtools._lightning import (
@@ -16,7 +17,6 @@ from lightning_memtools._lightning import (
     loop_of,
     mode_of,
     put_loader_classes_back,
-    set_source,
     source_of,
     twins,
 )
@@ -59,13 +59,13 @@ class BatchSizeAttributes:
             )
 
     def names_for(self, stage: Stage) -> list[str]:
-        """Returns the names that hold a stage's size: its own, or else the general ones."""
+        """Return the names that hold a stage's size: its own, or else the general ones."""
         own = [name for name in self._names if name.startswith(f"{stage}_")]
         general = [name for name in self._names if not name.startswith(tuple(f"{other}_" for other in STAGES))]
         return own or general
 
     def read(self, stage: Stage) -> int | None:
-        """Returns the present size of a stage; None where no attribute holds one."""
+        """Return the present size of a stage; None where no attribute holds one."""
         for name in self.names_for(stage):
             for read, _ in self._holders(name):
                 value = read()
@@ -87,7 +87,7 @@ class BatchSizeAttributes:
 
     @contextmanager
     def written(self, stage: Stage, size: int) -> Iterator[None]:
-        """Within, the attributes of a stage hold this size."""
+        """Set the attributes of a stage to this size, and restore them at the end."""
         before = [(write, read()) for name in self.names_for(stage) for read, write in self._holders(name)]
         self.write(stage, size)
         try:
@@ -117,80 +117,60 @@ class BatchSizeAttributes:
         return list(dict.fromkeys([*close, *(key for key in known if "batch" in key.lower())]))
 
 
-class SizedSource:
-    """Replaces the object that a loop asks for its data loaders, and returns loaders with the size of the stage.
+class SizedLoaders:
+    """Stands in for the `dataloader` method of a loop's source, and returns loaders with the size of the stage.
 
     Loaders that were passed to the Trainer are resized. Hooks are called while their attribute holds the stage's size,
     so that training and validation can have different sizes under the same name.
 
     Args:
-        original: The object that the loop asked before.
+        source: The object that the loop asks for its loaders.
         stage: The loop's stage.
         attributes: Hold the batch size.
         size_of: Returns the stage's size; with None the loaders keep theirs.
+
+    Attributes:
+        alter: Changes each loader, if given.
     """
 
     def __init__(
-        self,
-        original: Any,
-        stage: Stage,
-        attributes: BatchSizeAttributes,
-        size_of: Callable[[Stage], int | None],
+        self, source: Any, stage: Stage, attributes: BatchSizeAttributes, size_of: Callable[[Stage], int | None]
     ) -> None:
-        self.original = original
-        self.name = original.name
         self.alter: Callable[[Any], Any] | None = None
+        self._source = source
         self._stage = stage
         self._attributes = attributes
         self._size_of = size_of
 
-    @property
-    def instance(self) -> Any:
-        """The module or the loaders that the Trainer was given."""
-        return self.original.instance
-
-    @instance.setter
-    def instance(self, value: Any) -> None:
-        self.original.instance = value
-
-    def is_module(self) -> bool:
-        """Returns True if the loaders come from a hook."""
-        return bool(self.original.is_module())
-
-    def is_defined(self) -> bool:
-        """Returns True if there are loaders."""
-        return bool(self.original.is_defined())
-
-    def dataloader(self) -> Any:
-        """Returns the loaders, with the size of the stage."""
+    def __call__(self) -> Any:
+        """Return the loaders, with the size of the stage."""
         try:
-            return self._dataloader()
+            loaders = self._sized()
+            return loaders if self.alter is None else _map_loaders(loaders, self.alter)
         except BaseException:
             put_loader_classes_back()
             raise
 
-    def _dataloader(self) -> Any:
-        size = self._size_of(self._stage)
+    def _sized(self) -> Any:
+        size, source = self._size_of(self._stage), self._source
         if size is None:
-            loaders = self.original.dataloader()
-        elif self.is_module():
+            return type(source).dataloader(source)
+        if source.is_module():
             with self._attributes.written(self._stage, size):
-                loaders = self.original.dataloader()
-        else:
-            try:
-                loaders = _map_loaders(self.original.dataloader(), lambda loader: resize_loader(loader, size))
-            except CannotResizeError as error:
-                raise CannotResizeError(f"{error}{hint_to_leave_out(self._stage)}") from None
-        return loaders if self.alter is None else _map_loaders(loaders, self.alter)
+                return type(source).dataloader(source)
+        try:
+            return _map_loaders(source.instance, lambda loader: resize_loader(loader, size))
+        except CannotResizeError as error:
+            raise CannotResizeError(f"{error}{hint_to_leave_out(self._stage)}") from None
 
 
 def hint_to_leave_out(stage: Stage) -> str:
-    """Returns the end of an error message: how to tune without a stage whose loader keeps its size."""
+    """Return the end of an error message: how to tune without a stage whose loader keeps its size."""
     return ' Or tune training alone: BatchSizeTuner(stages=("train",)).' if stage == "val" else ""
 
 
 def _map_loaders(loaders: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a collection of loaders of the same structure, each changed."""
+    """Return a collection of loaders of the same structure, each changed."""
     kind: Any = type(loaders)
     if issubclass(kind, twins(CombinedLoader)):
         return kind(_map_loaders(loaders.iterables, change), mode_of(loaders))
@@ -203,27 +183,27 @@ def _map_loaders(loaders: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def wrap_sources(
-    trainer: Trainer,
-    stages: Sequence[Stage],
-    attributes: BatchSizeAttributes,
-    size_of: Callable[[Stage], int | None],
-) -> dict[Stage, SizedSource]:
-    """Put a SizedSource into the loop of each stage; one that an earlier call has put there is replaced."""
-    sources: dict[Stage, SizedSource] = {}
-    for stage in stages:
-        loop = loop_of(trainer, stage)
-        source = source_of(loop)
-        original = source.original if isinstance(source, SizedSource) else source
-        sources[stage] = SizedSource(original, stage, attributes, size_of)
-        set_source(loop, sources[stage])
-    return sources
+    trainer: Trainer, stages: Sequence[Stage], attributes: BatchSizeAttributes, size_of: Callable[[Stage], int | None]
+) -> dict[Stage, SizedLoaders]:
+    """Have the source of each stage's loop return loaders of the stage's size; return what stands in for its method."""
+    sources = {stage: source_of(loop_of(trainer, stage)) for stage in stages}
+    sized = {stage: SizedLoaders(source, stage, attributes, size_of) for stage, source in sources.items()}
+    for stage, source in sources.items():
+        source.dataloader = sized[stage]
+    return sized
 
 
 def unwrap_sources(trainer: Trainer) -> None:
-    """Remove every SizedSource. Calling it twice does no harm."""
-    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop,
-             trainer.predict_loop]  # fmt: skip
-    for loop in loops:
-        source = source_of(loop)
-        if isinstance(source, SizedSource):
-            set_source(loop, source.original)
+    """Have all loops ask for their loaders as before. Idempotent."""
+    fit, other = trainer.fit_loop, (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in (fit, fit.epoch_loop.val_loop, *other):
+        vars(source_of(loop)).pop("dataloader", None)
+
+
+def has_data(trainer: Trainer, stage: Stage) -> bool:
+    """Return True if a stage has batches to run."""
+    if not source_of(loop_of(trainer, stage)).is_defined():
+        return False
+    if stage == "val":
+        return bool(trainer.enable_validation) if trainer.state.fn == TrainerFn.FITTING else True
+    return bool(getattr(trainer, f"limit_{stage}_batches") != 0)

@@ -24,6 +24,7 @@ from torch import nn
 
 from lightning_memtools._lightning import twins
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import refused_collectives
 from lightning_memtools.reporting.strategies import why_unsupported
 
@@ -38,7 +39,7 @@ class CollectiveInTrialError(RuntimeError):
 
 
 def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
-    """Returns why no trial can be run with this strategy and model; None where trials can be run."""
+    """Return why no trial can be run with this strategy and model; None where trials can be run."""
     reason = why_unsupported("BatchSizeTuner", type(trainer.strategy))
     if reason is not None:
         return reason
@@ -58,7 +59,7 @@ def why_no_trials(trainer: Trainer, module: LightningModule) -> str | None:
 
 
 def takes_part(callback: Callback) -> bool:
-    """Returns True if a callback takes part in trials: all but those that only watch, write files or stop training.
+    """Return True if a callback takes part in trials: all but those that only watch, write files or stop training.
 
     A callback stays out of trials with a class attribute `takes_part_in_trials = False`.
     """
@@ -67,26 +68,22 @@ def takes_part(callback: Callback) -> bool:
 
 @contextmanager
 def left_out_of_counts(trainer: Trainer, reader: MemoryReader | None) -> Iterator[None]:
-    """Keep allocation retries and out-of-memory errors that happen within out of the counts of the run.
-
-    Callbacks that count them have a method `leave_out_of_counts(alloc_retries=, ooms=)`.
-    """
+    """Keep allocation retries and out-of-memory errors that happen within out of the counts of the run."""
     before = MemoryStats() if reader is None else reader.stats()
     try:
         yield
     finally:
         now = MemoryStats() if reader is None else reader.stats()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            leave_out = getattr(callback, "leave_out_of_counts", None)
-            if leave_out is not None:
-                leave_out(
+            if isinstance(callback, Neighbour):
+                callback.leave_out_of_counts(
                     alloc_retries=(now.alloc_retries or 0) - (before.alloc_retries or 0),
                     ooms=(now.ooms or 0) - (before.ooms or 0),
                 )
 
 
 def no_collectives() -> AbstractContextManager[None]:
-    """Within, a rank that starts a collective gets an error that names it, and no rank waits."""
+    """Refuse collectives: one that is started inside raises, naming it, so that no rank waits."""
     return refused_collectives(
         lambda name: CollectiveInTrialError(
             f"The collective {name!r} was called while BatchSizeTuner ran a batch size, by torch.distributed in "

@@ -6,18 +6,20 @@ import contextlib
 import gc
 import io
 import itertools
+import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from lightning_memtools._lightning import (
     batches_in_evaluation,
+    callbacks_of,
     forget_loaders,
     loop_of,
     prepared_loaders,
@@ -26,28 +28,29 @@ from lightning_memtools._lightning import (
     validate_every,
     without_collectives,
 )
-from lightning_memtools.batch_size.batch_size_result import SizeTrial
-from lightning_memtools.batch_size.resized_loaders import WorstCase, known_sizes, worst_first
+from lightning_memtools.batch_size.batch_size_result import RankReading, SizeTrial
+from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_first
 from lightning_memtools.batch_size.sample_sizes import SampleSizes
-from lightning_memtools.batch_size.size_limits import SizeLimits, limit_of, samples_in_shared_memory
+from lightning_memtools.batch_size.size_limits import SizeLimits, samples_per_rank
 from lightning_memtools.batch_size.trainer.applied_sizes import CacheReleaser
-from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, SizedSource
+from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, has_data, wrap_sources
 from lightning_memtools.batch_size.trainer.trial_isolation import QuietLogger, no_collectives, takes_part
 from lightning_memtools.batch_size.trainer.trial_probe import (
+    ANOTHER_ERROR,
     STEPS,
-    TrialOutcome,
     TrialOver,
     TrialProbe,
-    outcome_of_error,
-    outcome_without_error,
-    reading_of,
+    failure_of,
 )
+from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.loader_sizes import batch_size_of, drops_last, n_samples_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.peaks import Stage, peak_counter
-from lightning_memtools.memory.stats import MemoryReader, MemoryStats
+from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
@@ -62,65 +65,64 @@ class TrialRunner:
 
     Args:
         trainer: In its hook that comes before a loop's work.
-        reader: Reads the device's memory; None where it cannot be read.
+        settings: The arguments of BatchSizeTuner.
         attributes: Hold the batch size.
-        sources: The loops' sources, by stage.
-        sizes: The size per stage that the sources read; each trial changes it.
-        margin: What has to stay free: a share of the capacity, or bytes.
-        accumulate_for: Returns the micro-batches per optimizer step that belong to a training size.
-        validates: True if validation interrupts training.
+        sizes: The size per stage that the loops' sources read; each trial changes it.
+        stages: The stages whose loops a trial may run.
         begins: True if training has not begun, so that a sanity check may come first.
         hooks: Are called before the loop, as in a real run.
-        worst_case: See `worst_first`.
         root: A directory for files that hooks write during trials.
-        owner: The tuner's type: its objects keep the results of trials, so they are not restored.
+        not_restored: The type of objects that keep the results of trials.
+
+    Attributes:
+        loader_sizes: The sizes that loaders reported, by stage and by the size they were asked for.
+        sample_sizes: The sizes of samples, by stage and the loader's position.
+        batch_shapes: The shapes of the stages' batches without their first dimension.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        *,
-        reader: MemoryReader | None,
+        settings: TunerSettings,
         attributes: BatchSizeAttributes,
-        sources: Mapping[Stage, SizedSource],
         sizes: dict[Stage, int | None],
-        margin: float,
-        accumulate_for: Callable[[int], int],
-        validates: bool,
+        stages: Sequence[Stage],
+        *,
         begins: bool,
         hooks: Sequence[Callable[[], None]],
-        worst_case: WorstCase | None,
         root: str,
-        owner: type[Callback],
+        not_restored: type,
     ) -> None:
         self.trainer = trainer
-        self._reader = reader
+        self._settings = settings
         self._attributes = attributes
-        self._sources = sources
         self._sizes = sizes
-        self._margin = margin
-        self._accumulate_for = accumulate_for
-        self._validates = validates
-        self._sanity_steps = min(_EVAL_BATCHES, trainer.num_sanity_val_steps) if begins and validates else 0
         self._hooks = hooks
-        self._worst_case = worst_case
         self._root = root
+        self._reader = reader = reader_for(trainer.strategy.root_device)
+        self._sources = wrap_sources(trainer, stages, attributes, sizes.get)
+        self._is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._validates = self._is_fitting and has_data(trainer, "val")
+        self._sanity_steps = min(_EVAL_BATCHES, trainer.num_sanity_val_steps) if begins and self._validates else 0
+        self._accumulate = trainer.accumulate_grad_batches
+        effective = settings.effective_batch_size
+        self.per_rank = None if effective is None else samples_per_rank(effective, trainer.world_size)
         self._ranks = RankGather()
-        # The sizes that loaders reported, by stage and by the size they were asked for.
         self.loader_sizes: dict[Stage, dict[int, int]] = {}
-        # The sizes of samples, by stage and the loader's position, and the shapes of the stages' batches without their
-        # first dimension.
         self.sample_sizes: dict[tuple[Stage, int], SampleSizes | None] = {}
         self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
         if reader is not None:
             peak_counter(reader).fold()  # the windows of others are in the snapshot and so do not see peaks of trials
         device = VirtualDevice.current()
-        datamodule = getattr(trainer, "datamodule", None)
         self._snapshot = StateSnapshot(
-            [trainer, trainer.lightning_module, datamodule],
-            skip=(Logger, VirtualDevice, owner),
+            [trainer, trainer.lightning_module, getattr(trainer, "datamodule", None)],
+            skip=(Logger, VirtualDevice, not_restored),
             **({} if device is None else {"host": device.host}),
         )
+
+    def accumulate_for(self, size: int) -> int:
+        """Return the micro-batches per optimizer step that belong to a training size."""
+        return self._accumulate if self.per_rank is None else max(self.per_rank // size, 1)
 
     def run(self, stage: Stage, size: int, limits: SizeLimits) -> SizeTrial:
         """Run a size, or the largest admitted one below it once the loaders have shown how many samples there are.
@@ -132,6 +134,8 @@ class TrialRunner:
         if self._reader is not None:
             self._reader.empty_cache()
         before = self._stats()
+        error: BaseException | None = None
+        reading = RankReading()
         try:
             self._prepare(stage, size)
             size = self._set_up_data(stage, size, limits)
@@ -139,16 +143,25 @@ class TrialRunner:
             # snapshot holds the wrapper, and restores it.
             self.trainer.strategy.model = self.trainer.lightning_module
             probe = TrialProbe(self._reader, accumulate=self.trainer.accumulate_grad_batches, validates=self._validates)
-            outcome = self._run_loops(stage, probe)
+            error = self._run_loops(stage, probe)
             probe.pause()
-            now = self._stats()
-            limit = None if now is None or now.capacity is None else limit_of(now.capacity, self._margin)
-            if not outcome.failure:
-                outcome = outcome_without_error(stage, probe, before, now, limit)
-            reading = reading_of(stage, probe, now, limit)
+            now, limit = self._stats(), self._settings.limit(self._reader)
+            failure = failure_of(probe, stage, error, before=before, now=now, limit=limit or math.inf)
+            if not failure.startswith(ANOTHER_ERROR):
+                error = None
+            reading = RankReading(failure=failure)
+            window = probe.whole.get(stage)
+            if window is not None and probe.batch is not None:
+                reading = RankReading(
+                    peak=window.reserved,
+                    limit=None if limit is None else limit - now.used_by_others,
+                    peak_allocated=window.allocated,
+                    batch_allocated=(probe.batch if stage == "train" else window).allocated,
+                    base_allocated=probe.base_allocated.get(stage),
+                    failure=failure,
+                )
             for one, shapes in probe.batch_shapes.items():
                 self.batch_shapes.setdefault(one, set()).update(shapes)
-            _learn_shared_memory(limits, stage, probe, size, prepared_loaders(loop_of(self.trainer, stage)))
             size = self._learn_length_of_stream(limits, stage, probe, size)
         finally:
             # In this order: restoring releases what the trial has allocated, and only then the cache can be emptied.
@@ -159,20 +172,26 @@ class TrialRunner:
         return SizeTrial(
             stage=stage,
             size=size,
-            readings=outcome.gather(reading, self._ranks),
+            readings=self._readings_of_ranks(reading, error),
             seconds=time.perf_counter() - begin,
-            accumulate=self._accumulate_for(size) if stage == "train" else 1,
+            accumulate=self.accumulate_for(size) if stage == "train" else 1,
         )
 
-    @property
-    def _is_fitting(self) -> bool:
-        return self.trainer.state.fn == TrainerFn.FITTING
+    def _readings_of_ranks(self, mine: RankReading, error: BaseException | None) -> list[RankReading]:
+        """Return the readings of all ranks, on every rank; raise an error that is not about memory. Collective."""
+        readings: list[RankReading] = self._ranks.objects(mine)
+        if error is not None:
+            raise error
+        for rank, reading in enumerate(readings):
+            if reading.failure.startswith(ANOTHER_ERROR):
+                raise RuntimeError(f"BatchSizeTuner stopped: rank {rank} raised an error in its step, shown there.")
+        return readings
 
-    def _stats(self) -> MemoryStats | None:
-        return None if self._reader is None else self._reader.stats()
+    def _stats(self) -> MemoryStats:
+        return MemoryStats() if self._reader is None else self._reader.stats()
 
     def _stages(self, stage: Stage) -> list[Stage]:
-        """Returns the stages whose loops a trial runs."""
+        """Return the stages whose loops a trial runs."""
         if not self._is_fitting:
             return [stage]
         return ["train", "val"] if self._validates else ["train"]
@@ -182,9 +201,9 @@ class TrialRunner:
         trainer = self.trainer
         self._sizes[stage] = size
         self._set_accumulation()
-        trainer.callbacks = [callback for callback in trainer.callbacks if takes_part(callback)]  # type: ignore[attr-defined]
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if hasattr(callback, "is_in_trial"):
+        trainer.callbacks = [callback for callback in callbacks_of(trainer) if takes_part(callback)]  # type: ignore[attr-defined]
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, Neighbour):
                 callback.is_in_trial = True
         trainer.loggers = [QuietLogger(self._root)] if trainer.loggers else []
         set_root_directory(trainer, self._root)
@@ -210,8 +229,7 @@ class TrialRunner:
         size = self._sizes.get("train")
         if size is not None:
             self._attributes.write("train", size)
-        n = self.trainer.accumulate_grad_batches if size is None else self._accumulate_for(size)
-        self.trainer.accumulate_grad_batches = min(n, 2)
+        self.trainer.accumulate_grad_batches = min(self._accumulate if size is None else self.accumulate_for(size), 2)
 
     def _set_up_data(self, stage: Stage, size: int, limits: SizeLimits) -> int:
         """Make the loaders, on all ranks at once; again with a smaller size if there are fewer samples."""
@@ -241,8 +259,7 @@ class TrialRunner:
             source.alter = self._with_worst_case(stage, n_worst)
         loop = loop_of(trainer, stage)
         forget_loaders(loop)
-        state = {"train": "training", "val": "validating", "test": "testing", "predict": "predicting"}[stage]
-        setattr(trainer, state, True)
+        setattr(trainer, {"train": "training", "val": "validating"}.get(stage, f"{stage}ing"), True)
         # Warnings about the sizes of a trial are no use to the user, and what holds for the fit too is said in the fit.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -254,19 +271,19 @@ class TrialRunner:
             trainer.limit_val_batches, trainer.val_check_interval = limit, interval
 
     def _with_worst_case(self, stage: Stage, n: int) -> Callable[[Any], Any]:
-        """Returns a function that changes each of a stage's loaders to give the batch that takes the most memory."""
-        position = itertools.count()
+        """Return a function that changes each of a stage's loaders to give the batch that takes the most memory."""
+        position, worst_case = itertools.count(), self._settings.worst_case
 
         def change(loader: Any) -> Any:
             key = stage, next(position)
             if key not in self.sample_sizes:
-                self.sample_sizes[key] = known_sizes(loader, self._worst_case)
-            return worst_first(loader, n, self._worst_case, self.sample_sizes[key])
+                self.sample_sizes[key] = known_sizes(loader, worst_case)
+            return worst_first(loader, n, worst_case, self.sample_sizes[key])
 
         return change
 
-    def _run_loops(self, stage: Stage, probe: TrialProbe) -> TrialOutcome:
-        """Run until the probe has measured enough."""
+    def _run_loops(self, stage: Stage, probe: TrialProbe) -> BaseException | None:
+        """Run until the probe has measured enough; return the error that came before."""
         trainer = self.trainer
         trainer.callbacks = [*trainer.callbacks, CacheReleaser(self._reader, None, {}), probe]  # type: ignore[attr-defined]
         if trainer.world_size > 1:
@@ -285,8 +302,8 @@ class TrialRunner:
             forget_frames(over)
         except BaseException as error:  # noqa: BLE001, the user's errors are raised again once all ranks know of them
             forget_frames(error)
-            return outcome_of_error(error, stage, probe)
-        return TrialOutcome()
+            return error
+        return None
 
     def _run_fit(self) -> None:
         trainer = self.trainer
@@ -300,7 +317,7 @@ class TrialRunner:
         trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, limits: SizeLimits, stage: Stage, probe: TrialProbe, size: int) -> int:
-        """Returns the size that the batches really had; a stream that yields fewer samples has no more of them."""
+        """Return the size that the batches really had; a stream that yields fewer samples has no more of them."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         only_streams = loaders and all(isinstance(getattr(one, "dataset", None), IterableDataset) for one in loaders)
         observed = probe.observed_size.get(stage)
@@ -315,11 +332,3 @@ class TrialRunner:
         if self._reader is not None:
             self._reader.empty_cache()
             peak_counter(self._reader).forget()
-
-
-def _learn_shared_memory(
-    limits: SizeLimits, stage: Stage, probe: TrialProbe, size: int, loaders: Sequence[object]
-) -> None:
-    """Limit the size by the shared memory that the workers' batches need."""
-    per_sample = probe.batch_bytes.get(stage, 0) / size
-    limits.shm = samples_in_shared_memory(per_sample, [one for one in loaders if isinstance(one, DataLoader)])

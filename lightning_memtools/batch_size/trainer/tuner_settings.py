@@ -1,30 +1,28 @@
-"""The arguments of BatchSizeTuner, checked and converted."""
+"""The arguments of BatchSizeTuner, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.size_limits import checked_margin
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.memory.stats import MemoryReader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TunerSettings:
-    """The arguments of BatchSizeTuner, checked; its docstring describes each.
+    """The arguments of BatchSizeTuner; its docstring describes each.
 
-    Attributes:
-        names: Its `batch_arg_name`, as a sequence.
-        margin: A share of the capacity (float), or bytes (int).
-        owner: The tuner's type: its objects are not restored after trials.
-        worst_case: See `worst_first`.
+    Raises:
+        ValueError: An argument is out of its range.
     """
 
-    names: Sequence[str]
-    margin: float
+    batch_arg_name: str | Sequence[str]
+    margin: float | str
     init_val: int
     max_val: int | None
     multiple_of: int
@@ -32,57 +30,42 @@ class TunerSettings:
     stages: Sequence[str]
     max_trials: int
     at_epochs: Sequence[int]
-    cache: str | None
-    owner: type
     worst_case: WorstCase | None = None
 
-    @classmethod
-    def parse(
-        cls,
-        owner: type,
-        *,
-        batch_arg_name: str | Sequence[str],
-        margin: float | str,
-        init_val: int,
-        max_val: int | None,
-        multiple_of: int,
-        effective_batch_size: int | None,
-        stages: Sequence[str],
-        max_trials: int,
-        at_epochs: Sequence[int],
-        cache: str | None,
-    ) -> TunerSettings:
-        """Returns the settings.
-
-        Raises:
-            ValueError: An argument is out of its range.
-        """
-        for name, value in (("init_val", init_val), ("max_val", max_val), ("multiple_of", multiple_of),
-                            ("effective_batch_size", effective_batch_size), ("max_trials", max_trials)):  # fmt: skip
+    def __post_init__(self) -> None:
+        for name in ("init_val", "max_val", "multiple_of", "effective_batch_size", "max_trials"):
+            value = getattr(self, name)
             if value is not None and not is_count(value):
                 fault = "below 1" if isinstance(value, int) else "no whole number"
                 raise ValueError(f"{name}={value!r} is {fault}. Give a whole number from 1 on.")
-        if max_val is not None and max_val < multiple_of:
-            raise ValueError(f"max_val={max_val} is below multiple_of={multiple_of}: no size is left. Raise max_val.")
-        if not _several(stages) or not stages or not all(stage in STAGES for stage in stages):
-            raise ValueError(f"stages={stages!r} must be a sequence of some of {', '.join(STAGES)}.")
-        names: list[Any] = list(batch_arg_name) if _several(batch_arg_name) else [batch_arg_name]
-        if not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"batch_arg_name={batch_arg_name!r} names no attribute. Give a name, or several.")
-        if not _several(at_epochs) or not all(is_count(epoch, least=0) for epoch in at_epochs):
-            raise ValueError(f"at_epochs={at_epochs!r} lists no epochs. Give whole numbers from 0 on, such as [5, 10].")
-        return cls(
-            names=names,
-            margin=checked_margin(margin), init_val=init_val, max_val=max_val, multiple_of=multiple_of,
-            effective_batch_size=effective_batch_size, stages=stages, max_trials=max_trials, at_epochs=at_epochs,
-            cache=cache, owner=owner,
-        )  # fmt: skip
+        if self.max_val is not None and self.max_val < self.multiple_of:
+            raise ValueError(f"max_val={self.max_val} is below multiple_of={self.multiple_of}. Raise max_val.")
+        if not _several(self.stages) or not self.stages or not all(stage in STAGES for stage in self.stages):
+            raise ValueError(f"stages={self.stages!r} must be a sequence of some of {', '.join(STAGES)}.")
+        if not self.names or not all(isinstance(name, str) for name in self.names):
+            raise ValueError(f"batch_arg_name={self.batch_arg_name!r} names no attribute. Give a name, or several.")
+        if not _several(self.at_epochs) or not all(is_count(epoch, least=0) for epoch in self.at_epochs):
+            raise ValueError(f"at_epochs={self.at_epochs!r} must be whole numbers from 0 on, such as [5, 10].")
+        checked_margin(self.margin)
+
+    @property
+    def names(self) -> list[str]:
+        """The attributes that hold a batch size."""
+        return list(self.batch_arg_name) if _several(self.batch_arg_name) else [self.batch_arg_name]  # type: ignore[list-item]
 
     @property
     def stages_in_fit(self) -> list[Stage]:
-        """Those of the stages that a fit runs."""
+        """The stages that are tuned in a fit, training first."""
         return [stage for stage in STAGES if stage in self.stages and stage in {"train", "val"}]
 
+    def limit(self, reader: MemoryReader | None) -> int | None:
+        """Return the most bytes of the device that all processes may use; None where its capacity is not known."""
+        capacity = None if reader is None else reader.stats().capacity
+        if capacity is None:
+            return None
+        margin = checked_margin(self.margin)
+        return capacity - margin if isinstance(margin, int) else int(capacity * (1 - margin))
 
-def _several(value: object) -> TypeGuard[Sequence[Any]]:
+
+def _several(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)

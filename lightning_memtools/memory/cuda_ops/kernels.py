@@ -237,6 +237,18 @@ ON_HOST: dict[Any, Callable[..., Any]] = {
 average pooling in three dimensions, which LocalResponseNorm is made of, in half precision."""
 
 
+@instead_of(aten.roll.default)
+def roll(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rolls one dimension after the other; a strided input is copied, and the output is contiguous (roll_cuda)."""
+    source, shifts = args[:2]
+    dims = args[2] if len(args) > 2 else ()  # noqa: PLR2004, its third argument
+    if len(dims) > 1:
+        source = roll(ledger, run, func, (source, shifts[:1], dims[:1]), kwargs)
+        return roll(ledger, run, func, (source, shifts[1:], dims[1:]), kwargs)
+    with ledger.workspace(copy_bytes(source)):
+        return run(aten.empty_like.default, source, memory_format=torch.contiguous_format)
+
+
 @instead_of(aten._foreach_norm.Scalar)
 def norms(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A float for each chunk of 65,536 elements of the largest tensor, times the tensors (cuda/ForeachReduceOp.cu)."""

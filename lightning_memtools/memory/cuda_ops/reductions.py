@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_memtools.memory.cuda_ops.kernels import HALF, Kernel, Run, Workspace, nbytes
+from lightning_memtools.memory.cuda_ops.kernels import HALF, Kernel, Run, Workspace, instead_of, nbytes
 from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
@@ -141,6 +141,15 @@ def _vector_of_outputs(shape: list[int], strides: list[int], n_reduced: int) -> 
 def power_of_two(number: int) -> int:
     """Return the largest power of two that is not above the number."""
     return 1 << (max(number, 1).bit_length() - 1)
+
+
+@instead_of(aten.logsumexp.default)
+def logsumexp(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The maxima, and the exponentials of the differences to them (logsumexp_out_impl in ReduceOps.cpp)."""
+    out = run(func, *args, **kwargs)
+    with ledger.workspace(nbytes(out)):
+        ledger.work_with(nbytes(args[0]))
+    return out
 
 
 def reduction_kernels(gpu: GpuShape) -> dict[Any, Kernel]:

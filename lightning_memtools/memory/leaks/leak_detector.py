@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FunctionType, GeneratorType
 from typing import Any
 
@@ -28,7 +28,6 @@ from lightning_memtools.memory.leaks.holders import (
     tensor_behind,
 )
 from lightning_memtools.memory.leaks.leak_report import LeakFinding, LeakReport
-from lightning_memtools.memory.leaks.tensor_makers import TensorMakers
 from lightning_memtools.memory.owned import OnDevice, Owned, block_bytes, storage_of
 
 # Finding one holder takes a pass over all Python objects for every link of the way to it, so it is done only for the
@@ -141,14 +140,13 @@ class LeakDetector:
       the tensors of the first census were allocated. They count if they are at least as large as the latest interval's
       tensors times the number of intervals; otherwise they are checked again after enough censuses.
     * Where no holder is found, tensors of one shape and type count after twice as many readings, if some from each
-      interval are still there. Meanwhile modules are watched, to tell which one made them.
+      interval are still there.
     * What is in a container with a limit of its own (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
 
     Args:
         on_device: Tells which tensors count.
         warn_after: The number of readings in a row.
         find_scope: Called when a holder has to be found.
-        step: Returns the number of the current training step.
     """
 
     def __init__(
@@ -157,7 +155,6 @@ class LeakDetector:
         *,
         warn_after: int,
         find_scope: Callable[[], SearchScope] = SearchScope,
-        step: Callable[[], int] = int,
     ) -> None:
         self._warn_after = warn_after
         self._find_scope = find_scope
@@ -166,12 +163,7 @@ class LeakDetector:
         self._next_look = warn_after
         # Readings of `graph_clock`.
         self._clocks: deque[int] = deque(maxlen=warn_after + 1)
-        self._makers = TensorMakers(step)
         self.has_reported = False
-
-    def close(self) -> None:
-        """Stop watching modules. Twice does no harm."""
-        self._makers.stop()
 
     def read(
         self, unaccounted_bytes: int, owned: Owned, *, collect: Callable[[], int] | None = None
@@ -195,7 +187,6 @@ class LeakDetector:
         if not findings:
             return None
         self.has_reported = True
-        self._makers.stop()
         self._census.restart()
         in_a_row = max(self._warn_after, len(self._levels) - 1)
         return LeakReport(in_a_row, self._levels[-1] - self._levels[0], findings)
@@ -211,7 +202,6 @@ class LeakDetector:
         self._levels = [unaccounted_bytes]
         self._next_look = self._warn_after
         self._census.restart()
-        self._makers.stop()
         return False
 
     def _find_growing_tensors(self, owned: Owned) -> list[LeakFinding]:
@@ -270,7 +260,6 @@ class LeakDetector:
                     unplaced += pile
         if not findings:
             findings = self._without_holders([*remaining.values(), *unplaced])
-            self._makers.watch(names)
         return sorted(findings, key=lambda finding: -finding.n_bytes)
 
     def _holder_of_one(
@@ -306,8 +295,7 @@ class LeakDetector:
             # Where the holder is not known, it may be Lightning's bookkeeping too.
             is_much = _bytes_of(pile) > _MAX_BOOKKEEPING_BYTES and len(pile) > self._warn_after
             if is_much and self._is_growing(pile):
-                makers = dict.fromkeys(maker for one in pile if (maker := self._makers.maker_of(one.tensor)))
-                findings.append(replace(_finding(None, pile), made_by=tuple(makers)))
+                findings.append(_finding(None, pile))
         return findings
 
     def _is_growing(self, pile: list[LivingTensor]) -> bool:

@@ -22,7 +22,6 @@ class LeakFinding:
         n_bytes: The memory that they occupy on the device; 0 where their graph grows.
         with_graph: The number of tensors that hold an autograd graph.
         graph_grows: Whether their graph grows and not their number.
-        made_by: The modules and steps that made the latest of them, where that was seen; for those without a holder.
     """
 
     holder: TensorHolder | None
@@ -30,7 +29,6 @@ class LeakFinding:
     n_bytes: int
     with_graph: int
     graph_grows: bool = False
-    made_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class LeakReport:
         rate = "" if only_graphs else f" ({format_size(self.grown_bytes // self.in_a_row)} in each)"
         lines = [f"{subject} in {self.in_a_row} {readings} in a row{rate}. What piles up:"]
         for finding in self.findings:
-            lines += [f"  - {_place(finding)}: {_contents(finding)}{_makers(finding)}.", f"    {_fix(finding)}"]
+            lines += [f"  - {_place(finding)}: {_contents(finding)}.", f"    {_fix(finding)}"]
         if any(_may_be_filling_up(finding) for finding in self.findings):
             lines.append("A container that stops growing by itself may be filling up, and is then no leak.")
         lines.append("This warning is given once.")
@@ -87,15 +85,6 @@ def _may_be_filling_up(finding: LeakFinding) -> bool:
     """Return whether a container holds plain tensors, as a buffer of a fixed length does until it is full."""
     is_element = finding.holder is not None and any(step.is_element for step in finding.holder.steps)
     return is_element and not finding.with_graph and not finding.graph_grows
-
-
-def _makers(finding: LeakFinding) -> str:
-    if finding.holder is not None or finding.graph_grows:
-        return ""
-    if not finding.made_by:
-        return ", made outside of modules"
-    more = ", ..." if len(finding.made_by) > _MAX_KINDS else ""
-    return f", made by {', '.join(finding.made_by[-_MAX_KINDS:])}{more}"
 
 
 def _contents(finding: LeakFinding) -> str:

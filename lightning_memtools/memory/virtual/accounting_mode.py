@@ -59,7 +59,7 @@ OperatorReplacement = Callable[[VirtualLedger, Callable[..., Any], Any, tuple[An
 """Called in place of an operator with the ledger, a function that runs operators, the operator and its arguments."""
 
 FindResult = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Returns the result of an operator for its arguments, or NotImplemented where the operator itself has to run."""
+"""Return the result of an operator for its arguments, or NotImplemented where the operator itself has to run."""
 
 
 class AccountingMode(OperatorMode):
@@ -471,4 +471,4 @@ def _storage_state(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 FindMode = Callable[[], AccountingMode | None]
-"""Returns the accounting mode of the thread that it is called in; None where there is none."""
+"""Return the accounting mode of the thread that it is called in; None where there is none."""

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lightning_memtools.memory.nested_tensors import named_tensors
+from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.nonfinite.cause.operation_trace import BadKinds, BadOperation, StorageKeys
 from lightning_memtools.nonfinite.cause.tensor_facts import NAN
 from lightning_memtools.nonfinite.causes import public_name
 from lightning_memtools.nonfinite.micro_batches import bad_inputs, list_samples
 from lightning_memtools.nonfinite.step_rerun import StepRerun
-from lightning_memtools.nonfinite.tensor_names import plain_name, tensors_in_attributes
 
 
 class ValueOrigin(StrEnum):

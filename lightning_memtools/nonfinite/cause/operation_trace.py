@@ -27,10 +27,10 @@ from lightning_memtools._torch import (
     tree_leaves,
     tree_map_only,
 )
+from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import CodeLine, line_on_stack
 from lightning_memtools.nonfinite import step_rerun
 from lightning_memtools.nonfinite.cause.tensor_facts import NAN, TensorFacts, kinds_of, values_of
-from lightning_memtools.nonfinite.tensor_names import plain_name
 
 BadKinds = frozenset[str]
 

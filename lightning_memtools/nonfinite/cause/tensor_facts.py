@@ -28,7 +28,6 @@ class TensorFacts:
         n_bad: The number of elements that are NaN or Inf.
         largest: The largest magnitude among the finite ones; 0 where there are none.
         smallest: The smallest value among the finite ones.
-        highest: The highest value among the finite ones.
         n_negative: The number of elements below 0.
         samples: Of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0.
     """
@@ -40,7 +39,6 @@ class TensorFacts:
     n_bad: int
     largest: float
     smallest: float
-    highest: float
     n_negative: int
     samples: tuple[int, ...]
 
@@ -85,7 +83,6 @@ def values_of(tensor: Tensor) -> TensorFacts | None:
         n_bad=n_bad,
         largest=float(finite.abs().max()) if finite.numel() else 0.0,
         smallest=float(finite.min()) if finite.numel() else 0.0,
-        highest=float(finite.max()) if finite.numel() else 0.0,
         n_negative=int((floats < 0).sum()),
         samples=tuple(samples.nonzero()[:_MOST_SAMPLES, 0].tolist()) if has_samples else (),
     )

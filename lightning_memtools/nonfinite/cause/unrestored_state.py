@@ -1,8 +1,7 @@
 """Finds the state that a step reads and that a rerun cannot put back: iterators, files, caches, globals.
 
-A step that was bad and is finite when it is run again is a sign of failing hardware only where nothing else can differ.
-So what a step reads besides tensors is compared with how it was when training began: it has not changed since where its
-digest is the same.
+A step that was bad and is finite when it is run again has read something that differs, unless the hardware failed. So
+what a step reads besides weights, buffers and batches is compared, by digests, with how it was when training began.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from io import IOBase
 from typing import Any
@@ -25,10 +24,9 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import has_readable_values
 from lightning_memtools.memory.fingerprints import fingerprint
 from lightning_memtools.memory.leaks.holders import content_of
-from lightning_memtools.memory.nested_tensors import attributes_of
+from lightning_memtools.memory.nested_tensors import attributes_of, plain_name
 from lightning_memtools.memory.reachable_variables import names_in, variables_named_by
 from lightning_memtools.memory.user_code import owner_of
-from lightning_memtools.nonfinite.tensor_names import plain_name
 from lightning_memtools.state.random_state import generator_state
 
 _MOST_PARTS = 2000  # of a container, how many are compared
@@ -56,7 +54,6 @@ class _Held:
 
     kind: str
     digest: int | None
-    tensors: list[Tensor] = field(default_factory=list)
 
 
 class OutsideState:
@@ -76,13 +73,13 @@ class OutsideState:
         with contextlib.suppress(Exception):
             self._began = {name: held.digest for name, held in _held_by(module)}
 
-    def changed(self, restored: Collection[str] = ()) -> tuple[list[str], list[Tensor]]:
-        """Return the names of what has changed since or cannot be compared, and the tensors that have not changed.
+    def changed(self, restored: Collection[str] = ()) -> list[str]:
+        """Return the names of what has changed since, or cannot be compared.
 
         Args:
             restored: The names of attributes that are put back, which do not count.
         """
-        changed, unsure, same = [], [], list[Tensor]()
+        changed, unsure = [], []
         for name, held in _held_by(self._module):
             if name.removeprefix("attribute ") in restored:
                 continue
@@ -90,9 +87,7 @@ class OutsideState:
                 unsure.append(f"{name} ({held.kind})")
             elif self._began.get(name) != held.digest:
                 changed.append(f"{name} ({held.kind})")
-            else:
-                same += held.tensors
-        return list(dict.fromkeys([*changed, *unsure])), same
+        return list(dict.fromkeys([*changed, *unsure]))
 
 
 def _held_by(module: Module) -> Iterator[tuple[str, _Held]]:
@@ -185,13 +180,13 @@ def _held(value: Any) -> _Held | None:
         return None
     held = _Held(kind.format(type(value).__name__), None)
     with contextlib.suppress(Exception):
-        held.digest, held.tensors = _digest(value)
+        held.digest = _digest(value)
     return held
 
 
-def _digest(value: Any) -> tuple[int | None, list[Tensor]]:
-    """Return a number for the contents of a value, None where it has too many or hides them; and its tensors."""
-    parts, tensors, waiting = list[Any](), list[Tensor](), [value]
+def _digest(value: Any) -> int | None:
+    """Return a number for the contents of a value; None where it has too many or hides them."""
+    parts, waiting = list[Any](), [value]
     seen: dict[int, Any] = {}  # what it holds is alive, so that no id is given twice
     while waiting:
         one = waiting.pop()
@@ -201,11 +196,10 @@ def _digest(value: Any) -> tuple[int | None, list[Tensor]]:
         seen[id(one)] = one
         found = _part(one)
         if found is None or len(found[1]) + len(parts) > _MOST_PARTS:
-            return None, []
+            return None
         parts.append(found[0])
         waiting += found[1]
-        tensors += [one] if isinstance(one, Tensor) else []
-    return hash(tuple(parts)), tensors
+    return hash(tuple(parts))
 
 
 def _part(value: Any) -> tuple[Any, list[Any]] | None:  # noqa: PLR0911, one return for each kind of value

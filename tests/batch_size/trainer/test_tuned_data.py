@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
-from lightning_memtools.memory.sizes import MIB
 from tests.tuner_runs import WIDTH, Constant, Data, N, Small, Tuner, assert_same, everything_of, fit
 
 
@@ -111,14 +110,6 @@ def test_an_interval_of_validation_in_batches_still_works(tmp_path):
     tuner = Tuner()
     _, run = fit(tmp_path, tuner, Small(n=100), val_check_interval=5)
     assert run.num_training_batches >= 5
-
-
-def test_workers_shared_memory_caps_the_size(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_memtools.batch_size.size_limits.free_shared_memory", lambda: 10 * MIB)
-    tuner = Tuner(stages=("train",))
-    fit(tmp_path, tuner, loaders=DataLoader(Data(), 2, num_workers=1, prefetch_factor=2), limit_val_batches=0)
-    assert tuner.result.sizes["train"] <= 13  # 10 MiB / 3 batches / 256 KiB
-    assert any("shared memory" in note for note in tuner.result.notes)
 
 
 def test_an_attribute_that_does_not_exist_is_named(tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, random_split
 
 from lightning_memtools.batch_size.resized_loaders import worst_first
-from lightning_memtools.batch_size.sample_sizes import measured_sizes, told_sizes
+from lightning_memtools.batch_size.sample_sizes import declared_sizes, measured_sizes
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from tests.tuner_runs import Constant, Tuner, fit
 
@@ -144,8 +144,8 @@ def test_lengths_are_told_through_parts_of_data_sets():
 
     data = Tells(20, outliers=2)
     part, rest = random_split(data, [5, 15])
-    assert [told_sizes(part).of[i] for i in range(5)] == [data.n_words[i] for i in part.indices]
-    both = told_sizes(ConcatDataset([rest, data]))
+    assert [declared_sizes(part).of[i] for i in range(5)] == [data.n_words[i] for i in part.indices]
+    both = declared_sizes(ConcatDataset([rest, data]))
     assert both.of[15] == data.n_words[0]
     assert both.n_samples == 35
     longest = max(both.of, key=both.of.get)

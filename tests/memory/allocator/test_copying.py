@@ -10,7 +10,7 @@ import pytest
 from lightning_memtools.memory.allocator import CachingAllocator, copy_of
 from tests.memory.allocator.naive import MIB
 from tests.memory.allocator.pair import CONFIGS, Pair, layout
-from tests.memory.allocator.test_against_naive import random_call
+from tests.memory.allocator.random_calls import random_call
 
 
 @pytest.mark.parametrize("config", CONFIGS)

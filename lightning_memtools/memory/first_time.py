@@ -1,0 +1,18 @@
+"""Tells the first time from later ones: for what is warned of once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class FirstTime:
+    """Remembers what was said."""
+
+    said: set[object] = field(default_factory=set)
+
+    def __call__(self, key: object = None) -> bool:
+        """Return True the first time that it is called with a key, and False from then on."""
+        is_first = key not in self.said
+        self.said.add(key)
+        return is_first

@@ -1,1 +1,0 @@
-"""A bad step as a file, and how to run it again from there."""

@@ -1,0 +1,196 @@
+"""Lets one rank run its step again while others wait for its gradients; then averages them as if nothing had failed.
+
+In DistributedDataParallel a rank that runs out of memory leaves the others waiting in an all-reduce, where they receive
+no message. They need none: they cannot tell a rank that runs its step again from a slow one.
+
+1. The failed backward pass is ended over a process group of this rank alone, so that the reducer is ready again.
+   Buckets that had been sent have averages that are right already: a bucket is sent when its gradients are complete.
+2. The parts run on the module itself; without its wrapper they send nothing.
+3. A backward pass that adds -0 to every gradient lets the reducer send the other buckets, in the order in which the
+   ranks that wait have them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memtools._torch import (
+    SilentGroup,
+    buckets_of,
+    expect_gradients,
+    forget_gradient_order,
+    has_gradient_hook,
+    reduces_over,
+)
+from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather, refused_collectives
+
+
+class CollectiveInPartError(Exception):
+    """A part of a batch starts a collective, which the other ranks do not take part in."""
+
+
+class GradientExchange:
+    """The average of the gradients over the ranks, for a rank that runs its step in parts.
+
+    Args:
+        strategy: The Trainer's strategy, whose `model` is the wrapper. Without a wrapper there is nothing to exchange.
+        agrees: All ranks tell each other in every step if it is skipped; they wait for each other then.
+    """
+
+    def __init__(self, strategy: Any = None, *, agrees: bool = False) -> None:
+        model = getattr(strategy, "model", None)
+        self._strategy = strategy
+        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
+        self._flags = RankGather(EXCHANGE_LIMIT) if agrees else None
+        self._failed_at: float | None = None
+        self._buckets: list[list[nn.Parameter]] = []
+        self._sent: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._failed_at, self._buckets, self._sent = None, [], []
+
+    def run_of_step(self, n_parts: int) -> AbstractContextManager[None]:
+        """Return a context for one attempt at the step; parts send no gradients inside."""
+        if n_parts == 1 or self._wrapper is None:
+            return nullcontext()
+        if self._failed_at is None:  # through the wrapper, because its forward pass copies buffers to the other ranks
+            return self._wrapper.no_sync()
+        return self.alone()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, the step runs on the module without its wrapper, so that it exchanges nothing with other ranks."""
+        if self._wrapper is not None:
+            self._strategy.model = self._strategy.lightning_module
+        try:
+            yield
+        finally:
+            if self._wrapper is not None:
+                self._strategy.model = self._wrapper
+
+    def why_late(self) -> str:
+        """Return the reason why this rank must not keep the others waiting any longer; "" if it may."""
+        waited = 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
+        is_late = self._failed_at is not None and waited >= EXCHANGE_LIMIT.total_seconds()
+        return f"the other ranks have waited {waited:.0f} s for its gradients" if is_late else ""
+
+    def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
+        """End the backward pass that failed, if it was to send gradients, and leave gradients None.
+
+        Returns the reason why that cannot be done, or why the step can no longer be run again; else "".
+
+        Args:
+            complete: The parameters to which the failed pass had added its gradients.
+            keeps: Those gradients are kept by the caller, because earlier batches had accumulated theirs in them.
+        """
+        if self._failed_at is not None or self._wrapper is None:
+            return ""
+        self._failed_at = time.monotonic()
+        if not self._wrapper.require_backward_grad_sync:
+            return ""
+        if keeps and self._wrapper.gradient_as_bucket_view:
+            return "gradient_as_bucket_view=True: gradients that earlier batches accumulated are in the buckets already"
+        return self._end_backward(complete, self._wrapper)
+
+    def _end_backward(self, complete: Collection[nn.Parameter], wrapper: DistributedDataParallel) -> str:
+        self._buckets = buckets_of(wrapper)
+        done = set(complete)
+        open_ = [parameter for bucket in self._buckets for parameter in bucket if parameter not in done]
+        if not open_:
+            return "all of its gradients had been sent to the other ranks, or zero_grad(set_to_none=False) is used"
+        if not done:  # else they are expected already
+            expect_gradients(wrapper)
+        self._clear()
+        silent = SilentGroup(wrapper.process_group)
+        with reduces_over(wrapper, silent):
+            _touch(open_)
+        n_complete = next(n for n, bucket in enumerate(self._buckets) if not done.issuperset(bucket))
+        n_sent = n_complete if _is_pretended(wrapper) else len(self._buckets) - silent.n_all_reduces
+        # Gradients may be views of the buckets, which are written again.
+        is_view = wrapper.gradient_as_bucket_view
+        averages = [(p, p.grad) for bucket in self._buckets[:n_sent] for p in bucket]
+        self._sent = [(p, grad.clone() if is_view and grad is not None else grad) for p, grad in averages]
+        self._clear()
+        forget_gradient_order(wrapper)
+        if n_sent != n_complete:
+            return "memory ran out while a bucket of gradients was sent, so that the other ranks may have it or not"
+        return ""
+
+    def rejoin(self) -> None:
+        """Average the gradients over the ranks, if this step is to do so."""
+        if self._wrapper is None:
+            return
+        is_sent = self._wrapper.require_backward_grad_sync
+        # As after a forward pass of the wrapper: before the next one it copies buffers to the other ranks, or does not.
+        self._wrapper.require_forward_param_sync = is_sent
+        if not is_sent:
+            return
+        buckets = self._buckets or buckets_of(self._wrapper)
+        expect_gradients(self._wrapper)
+        sent = {parameter for parameter, _ in self._sent}
+        if sent:
+            with reduces_over(self._wrapper, SilentGroup(self._wrapper.process_group)):
+                _touch([parameter for bucket in buckets for parameter in bucket if parameter in sent])
+        _touch([parameter for bucket in buckets for parameter in bucket if parameter not in sent])
+        for parameter, average in self._sent:
+            parameter.grad = average
+        self._sent = []
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return True if the flag is set on any rank. The ranks wait for each other."""
+        return flag if self._flags is None else any(self._flags.objects(flag))
+
+    def _clear(self) -> None:
+        for bucket in self._buckets:
+            for parameter in bucket:
+                parameter.grad = None
+
+
+ONE_RANK = GradientExchange()
+"""Nothing is exchanged."""
+
+
+def why_unsent(strategy: Any) -> str:
+    """Return the reason why one rank cannot take back a step under this strategy; "" if it can."""
+    wrapper = strategy.model
+    if not isinstance(wrapper, DistributedDataParallel):
+        return ""
+    if wrapper.find_unused_parameters or wrapper.static_graph:
+        option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
+        return f"{option}=True: after each backward pass the ranks then tell each other which parameters it used"
+    if has_gradient_hook(wrapper) and not _is_pretended(wrapper):
+        return "a communication hook is registered, and what it sends or keeps is not known"
+    norm = next((name for name, part in wrapper.module.named_modules() if isinstance(part, nn.SyncBatchNorm)), None)
+    if norm is not None:
+        return f"{norm} is a SyncBatchNorm: the ranks talk in the forward pass, where one alone cannot run again"
+    return ""
+
+
+def no_collectives() -> AbstractContextManager[None]:
+    """A collective started inside raises, naming it, if there are several ranks."""
+    return refused_collectives(
+        lambda name: CollectiveInPartError(
+            f"OOMRecovery runs this batch in parts on this rank alone, and the step calls the collective {name!r} "
+            "(self.log(..., sync_dist=True) of a value of each step does), which the other ranks would not take "
+            "part in as often. Next: leave it out of the step, or log with on_step=False."
+        )
+    )
+
+
+def _is_pretended(wrapper: DistributedDataParallel) -> bool:
+    """Return True in a dry run, whose other ranks are simulated."""
+    return bool(distributed.get_backend(wrapper.process_group) == "fake")
+
+
+def _touch(parameters: list[nn.Parameter]) -> None:
+    """Add -0 to the gradients in a backward pass: it changes no bit, and what waits for gradients sees them."""
+    zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in parameters]
+    torch.autograd.backward(parameters, zeros)

@@ -1,0 +1,416 @@
+"""Runs a step that ran out of memory again, as micro-batches that give what the whole batch would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_memtools._torch import AnyBatchNorm, StatisticsNorm, has_accumulation_hook
+from lightning_memtools.memory.error_frames import forget_frames
+from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.oom_errors import is_out_of_memory
+from lightning_memtools.memory.release_failed_step import release_cached
+from lightning_memtools.recovery.batch_parts import CannotSplitError, n_samples_in, split_batch
+from lightning_memtools.recovery.gradient_exchange import ONE_RANK, GradientExchange, no_collectives
+from lightning_memtools.recovery.joined_parts import join_parts, logged_by_whole, weighted_mean
+from lightning_memtools.recovery.loss_proof import LossKind, LossProof
+from lightning_memtools.recovery.step_start import BatchStep, StepStart
+from lightning_memtools.state.buffer_keeper import BufferKeeper
+from lightning_memtools.state.random_state import NumpyStateReader, PythonStateReader, RandomState
+
+# Of the batches that are split from the beginning, the loss of the first ten is tried, and then of every tenth.
+_TRIED_FIRST = 10
+# The samples of a trial, where they fit: two and three, because some models do not work with a single one.
+_TRIED_SAMPLES = 5
+# After this many batches in parts, one is tried in half as many; if that fails, the next try comes twice as late.
+_TRY_FEWER_AFTER = 50
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """The recoveries so far.
+
+    Attributes:
+        n_recovered: The batches that ran out of memory and were run again in parts.
+        n_skipped: The batches that were skipped.
+        n_parts: The number of parts of the latest batch; 1 for a whole one.
+        most_parts: The largest number of parts of a batch.
+        latest: The latest recovery, as a sentence; "" if there was none.
+    """
+
+    n_recovered: int = 0
+    n_skipped: int = 0
+    n_parts: int = 1
+    most_parts: int = 1
+    latest: str = ""
+
+    def __str__(self) -> str:
+        """Return a line for a summary; "" where nothing happened."""
+        if not self.latest:
+            return ""
+        batches = (
+            "1 batch ran out of memory and was"
+            if self.n_recovered == 1
+            else (f"{self.n_recovered} batches ran out of memory and were")
+        )
+        return f"OOMRecovery: {batches} run again in up to {self.most_parts} parts; {self.n_skipped} were skipped."
+
+
+@dataclass(slots=True)
+class _KnownSize:
+    """The number of parts that batches with at least so many elements need."""
+
+    n_elements: int
+    n_parts: int
+    n_until_fewer: int = _TRY_FEWER_AFTER
+    patience: int = _TRY_FEWER_AFTER
+
+    def parts_to_try(self) -> int:
+        self.n_until_fewer -= 1
+        if self.n_until_fewer > 0:
+            return self.n_parts
+        self.patience *= 2
+        self.n_until_fewer = self.patience  # batches of other sizes may share this entry
+        return max(1, self.n_parts // 2)
+
+
+class _KnownSizes:
+    """The sizes of batches that did not fit whole, so that the next ones need not fail first."""
+
+    def __init__(self) -> None:
+        self._sizes: list[_KnownSize] = []
+
+    def of(self, batch: Any) -> _KnownSize | None:
+        """Return the entry with the most parts among those for batches that are no larger."""
+        if not self._sizes:
+            return None
+        n_elements = _n_elements(batch)
+        fitting = [one for one in self._sizes if one.n_elements <= n_elements]
+        return max(fitting, key=lambda one: one.n_parts, default=None)
+
+    def note(self, batch: Any, known: _KnownSize | None, n_parts: int, *, fits: bool) -> _KnownSize | None:
+        """Note that a batch needs more parts than tried, or that it fits in so many; return its entry."""
+        if fits and (known is None or n_parts >= known.n_parts):
+            return known
+        if not fits and (known is None or known.n_elements < _n_elements(batch)):
+            known = _KnownSize(_n_elements(batch), n_parts)
+            self._sizes.append(known)
+        assert known is not None
+        known.n_parts, known.n_until_fewer = n_parts, known.patience
+        self._sizes = [one for one in self._sizes if one.n_parts > 1]
+        return known
+
+
+class StepRecovery:
+    """Runs steps; one that runs out of memory is taken back and run again in 2, 4, ... parts.
+
+    Gradients (bit for bit), buffers, metrics, random streams and logged values are restored first. A Python attribute
+    that the step itself changes, such as a counter, is not.
+
+    Args:
+        exchange: How the ranks average gradients.
+        tell: Called with the reason why batches cannot be split, if the first training batch shows one.
+
+    The other arguments are those of OOMRecovery.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        max_splits: int,
+        skip_batch: bool,
+        loss: Literal["auto", "mean", "sum"],
+        allow_batch_norm: bool,
+        split: Callable[[Any, int], Any] | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+        exchange: GradientExchange = ONE_RANK,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self.recoveries = Recoveries()
+        self._device = device
+        self._max_splits = max_splits
+        self._skip_batch = skip_batch
+        self._is_trying = loss == "auto"
+        self._kind: LossKind | None = None if loss == "auto" else loss
+        self._allow_batch_norm = allow_batch_norm
+        self._split = split
+        self._exchange = exchange
+        self._tell = tell
+        self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
+        self._parameters = list(model.parameters())  # those that are frozen now may be trained later
+        self._norms = [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
+        self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
+        self._proof = LossProof(model, self._parameters, split=split, weight=loss_weight)
+        self._n_planned = 0
+        self._n_cut = 0
+        self._buffers = BufferKeeper(model, all_state=False)
+        # Evaluation needs less memory than training.
+        self._sizes = {True: _KnownSizes(), False: _KnownSizes()}
+
+    def run(self, step: BatchStep) -> Any:
+        """Run a step and return its result, or that of its parts together.
+
+        Raises:
+            torch.OutOfMemoryError: It cannot be run in parts, or not in small enough ones; a note says why.
+        """
+        exchange = ONE_RANK if step.backward is None else self._exchange
+        exchange.begin()
+        n_before = self.recoveries.n_skipped
+        result = self._run(step, exchange)
+        is_skipped = self.recoveries.n_skipped > n_before
+        if not exchange.any_rank(is_skipped):
+            return result
+        for parameter in self._parameters if step.zero_grad is not None else ():
+            parameter.grad = None
+        if not is_skipped:
+            self.recoveries.n_skipped += 1
+            self.recoveries.latest = (
+                "A batch was skipped, because another rank ran out of memory even with the smallest parts of its batch."
+            )
+        assert step.skipped is not None
+        return step.skipped()
+
+    def _run(self, step: BatchStep, exchange: GradientExchange) -> Any:
+        """Run a step; None if it is skipped."""
+        sizes = self._sizes[step.backward is None]
+        known = sizes.of(step.batch)
+        n_parts = 1 if known is None else known.parts_to_try()
+        random = RandomState.now(self._read_numpy, self._read_python, device=self._device)
+        before = StepStart(step, self._parameters, self._metrics, self._copied_buffers(step), random)
+        self._tell_of_first(step)
+        may_try = self._is_trying and step.backward is not None
+        is_to_try = may_try and n_parts > 1 and self._is_due()
+        is_recovering, text = False, "Out of memory: a batch of this size did not fit before."
+        while True:
+            try:
+                if is_to_try:
+                    self._try_loss(step, n_parts, before, exchange)
+                    is_to_try = may_try = False
+                with exchange.run_of_step(n_parts):
+                    result = self._attempt(step, n_parts, before, exchange)
+            except CannotSplitError as error:
+                before.take_back()
+                forget_frames(error)
+                raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step in parts: {error}.") from None
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    _tell_of_parts(error, n_parts, text)
+                    raise
+                complete = before.completed()
+                more, why_not = self._after_failure(step, n_parts, before)
+                if why_not:
+                    error.add_note(f"OOMRecovery did not run this step again: {why_not}.")
+                    raise
+                text = str(error).partition("\n")[0]
+                forget_frames(error)
+            else:
+                break
+            release_cached(self._device)  # after the handler: until then the error holds the step's tensors
+            if why_not := exchange.leave(complete, keeps=before.is_partly_added):
+                raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step again: {why_not}.")
+            if more is None:
+                before.zero_once()
+                exchange.rejoin()
+                self.recoveries.n_skipped += 1
+                self.recoveries.latest = f"A batch was skipped: even its smallest parts ran out of memory. ({text})"
+                return None
+            known = sizes.note(step.batch, known, more, fits=False)
+            n_parts, is_recovering, is_to_try = more, True, may_try
+        sizes.note(step.batch, known, n_parts, fits=True)
+        self._end(step, n_parts, exchange, is_recovering=is_recovering)
+        return result
+
+    def _after_failure(self, step: BatchStep, n_parts: int, before: StepStart) -> tuple[int | None, str]:
+        """Take the step back; return how many parts to try, None to skip it, and the reason why it fails, else ""."""
+        if why_not := before.take_back() or self._why_not(step):
+            return None, why_not
+        n_samples = n_samples_in(step.batch)
+        largest = min(self._max_splits, n_samples or self._max_splits)
+        if n_parts < largest:
+            return min(2 * n_parts, largest), ""
+        if self._skip_batch and step.skipped is not None and not before.is_partly_added:
+            return None, ""
+        if n_samples is not None and n_samples <= self._max_splits:
+            return None, f"each of its {n_samples} samples alone is too large; skip_batch=True skips such a batch"
+        return None, f"even max_splits={self._max_splits} parts are too large; a larger max_splits allows smaller ones"
+
+    def _attempt(self, step: BatchStep, n_parts: int, before: StepStart, exchange: GradientExchange) -> Any:
+        if n_parts == 1:
+            return before.run_part(step.batch, 1.0)
+        parts = self._parts(step, n_parts)
+        before.set_gradients_aside()
+        with no_collectives():
+            result = self._run_parts(step, parts, before, exchange)
+        before.add_gradients_set_aside()
+        return result
+
+    def _parts(self, step: BatchStep, n_parts: int) -> list[tuple[Any, int, float]]:
+        """Return the parts of the batch that add something, each with its number of samples and its weight."""
+        cut = split_batch(step.batch, n_parts, self._split)
+        self._n_cut = len(cut)  # the user's function may give another number
+        if self._n_cut > self._max_splits:
+            raise CannotSplitError(f"split_batch returned {self._n_cut} parts, and max_splits={self._max_splits}")
+        if step.backward is None:
+            return [(*part, weight) for part, weight in zip(cut, self._proof.known_weights_of(cut), strict=True)]
+        # A part without any token has no mean, and adds nothing to that of the batch.
+        pairs = zip(cut, self._proof.weights_of(cut), strict=True)
+        return [(*part, weight) for part, weight in pairs if weight or self._kind == "sum"]
+
+    def _run_parts(
+        self, step: BatchStep, used: list[tuple[Any, int, float]], before: StepStart, exchange: GradientExchange
+    ) -> Any:
+        """Run parts, each with its number of samples and its weight, and return the result of all together."""
+        parts, counts, weights = zip(*used, strict=True)
+        results, logged = [], []
+        for part, weight in zip(parts, weights, strict=True):
+            if why_not := exchange.why_late():
+                raise CannotSplitError(why_not)
+            with step.log.running(part):
+                results.append(before.run_part(part, 1.0 if self._kind == "sum" else weight / sum(weights)))
+            logged.append(step.log.of_part())
+        if step.backward is not None and self._kind is None:
+            raise CannotSplitError(
+                'two samples together do not fit, so the loss cannot be tried; loss="mean" or loss="sum" says how it '
+                "depends on the samples"
+            )
+        losses = [] if step.backward is None else [one.closure_loss for one in results]
+        has_losses = [loss is not None for loss in losses]
+        if any(has_losses) and not all(has_losses):
+            raise CannotSplitError("training_step returned no loss for some of its parts")
+        step.log.put(
+            step.batch,
+            logged_by_whole(
+                n_samples_in(step.batch) or sum(counts),
+                partial(step.log.size_of, step.batch),
+                logged,
+                counts,
+                weights=weights if self._proof.is_weighted else None,
+                losses=[loss * step.log.loss_divisor for loss in losses] if any(has_losses) else None,
+                adds=self._kind == "sum",
+            ),
+        )
+        if step.backward is None:
+            return join_parts(results, counts, weights, is_strict=True)
+        whole = None
+        if any(has_losses):
+            whole = sum(losses[1:], losses[0]) if self._kind == "sum" else weighted_mean(losses, weights)
+        return replace(
+            results[0], closure_loss=whole, extra=join_parts([one.extra for one in results], counts, weights)
+        )
+
+    def _why_not(self, step: BatchStep) -> str:
+        """Return the reason why a step must not be run in parts; "" where it may."""
+        if not self._allow_batch_norm and (norm := self._norm_over_batch()):
+            return (
+                f"{norm} normalizes with the statistics of its batch, and those of a part differ; "
+                "allow_batch_norm=True accepts that"
+            )
+        if step.backward is not None and any(map(has_accumulation_hook, self._parameters)):
+            return (
+                "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
+                "one that updates weights in the backward pass cannot be taken back"
+            )
+        try:
+            parts = split_batch(step.batch, 2, self._split)
+            if step.backward is not None:
+                self._proof.weights_of(parts)
+        except CannotSplitError as error:
+            return str(error)
+        return ""
+
+    def _copied_buffers(self, step: BatchStep) -> BufferKeeper | None:
+        """Copy the buffers; None where the step would not be run again."""
+        if step.backward is not None and not self._allow_batch_norm and self._norm_over_batch() is not None:
+            return None
+        self._buffers.keep()
+        return self._buffers
+
+    def _norm_over_batch(self) -> str | None:
+        """Return the name of the first module that normalizes with statistics of the batch now."""
+        for name, module in self._norms:
+            is_batch_norm = isinstance(module, AnyBatchNorm)
+            if (module.training and (is_batch_norm or module.track_running_stats)) or (
+                is_batch_norm and module.running_mean is None
+            ):
+                return str(name)
+        return None
+
+    def _end(self, step: BatchStep, n_parts: int, exchange: GradientExchange, *, is_recovering: bool) -> None:
+        if n_parts > 1:
+            exchange.rejoin()
+            n_parts = self._n_cut
+        found = self.recoveries
+        found.n_parts, found.most_parts = n_parts, max(n_parts, found.most_parts)
+        if is_recovering:
+            found.n_recovered += 1
+            found.latest = (
+                f"A batch of {n_samples_in(step.batch)} samples ran out of memory and was run again in {n_parts} parts."
+                + (f" Its loss is the {self._kind} over its samples." if step.backward is not None else "")
+            )
+
+    def _tell_of_first(self, step: BatchStep) -> None:
+        """Tell from the first training batch if batches cannot be split, so that nobody learns it late.
+
+        The loss is tried only once memory has run out: a trial runs the step again, and not all that a step may write
+        can be restored. A run that has memory enough must not differ from one without this callback.
+        """
+        if self._tell is None or step.backward is None:
+            return
+        tell, self._tell = self._tell, None
+        if reason := self._why_not(step):
+            tell(reason)
+
+    def _is_due(self) -> bool:
+        """Return whether to try the loss of a batch that is split from the beginning, because batches differ."""
+        self._n_planned += 1
+        return self._n_planned <= _TRIED_FIRST or self._n_planned % _TRIED_FIRST == 0
+
+    def _try_loss(self, step: BatchStep, n_parts: int, before: StepStart, exchange: GradientExchange) -> None:
+        """Find out from a few samples whether the loss is a mean or a sum, and take the step back to its beginning.
+
+        Raises:
+            CannotSplitError: It is neither, or a sample shows nothing.
+            torch.OutOfMemoryError: The samples do not fit.
+        """
+        n_samples = n_samples_in(step.batch)
+        most = max(2, min(_TRIED_SAMPLES, (n_samples or _TRIED_SAMPLES) // n_parts))
+        unrestored = ""
+        try:
+            before.zero_once()
+            before.set_gradients_aside()
+            with exchange.alone():
+                self._kind = self._proof.kind(step, most)
+        except CannotSplitError:
+            raise
+        except Exception as error:  # whatever the step raises on a part
+            if not is_out_of_memory(error):
+                name = type(error).__name__
+                raise CannotSplitError(f"a trial with some of its samples raised {name}: {error}") from error
+            if n_samples != n_parts:
+                raise  # as the parts themselves would
+            forget_frames(error)  # each part is one sample, and an earlier batch may have shown the kind
+        finally:
+            unrestored = before.take_back()
+        if unrestored:
+            raise CannotSplitError(unrestored)
+
+
+def _n_elements(batch: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(batch))
+
+
+def _tell_of_parts(error: Exception, n_parts: int, text: str) -> None:
+    """Note on an error that a batch ran in parts when it was raised, which the whole batch may not raise."""
+    if n_parts == 1:
+        return
+    error.add_note(f"OOMRecovery ran this batch in {n_parts} parts when this was raised, after: {text}")
+    if error.__context__ is None:
+        error.__context__ = torch.OutOfMemoryError(text)

@@ -1,0 +1,25 @@
+"""A base class for callbacks that others of the same Trainer ask for something."""
+
+from __future__ import annotations
+
+
+class Neighbour:
+    """A callback that others ask for something; each callback overrides what concerns it.
+
+    Attributes:
+        takes_part_in_trials: False for a callback that BatchSizeTuner's trials leave out. A callback that is not a
+            Neighbour may have this attribute too.
+        is_in_trial: BatchSizeTuner sets it during a trial.
+        memory_remark: A line for MemoryMonitor's summary of a call of the Trainer; "" where nothing happened.
+    """
+
+    takes_part_in_trials: bool = True
+    is_in_trial: bool = False
+
+    @property
+    def memory_remark(self) -> str:
+        """A line for MemoryMonitor's summary; "" where nothing happened."""
+        return ""
+
+    def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
+        """Leave allocation retries and out-of-memory errors of a trial out of the counts of the run."""

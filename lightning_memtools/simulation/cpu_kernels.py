@@ -1,0 +1,52 @@
+"""The results of the CPU's kernels, for operators whose fake results take other memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lightning_memtools._torch import without_dispatch_modes
+from lightning_memtools.memory.cuda_ops.kernels import Kernel, Run, Workspace
+
+aten = torch.ops.aten
+_NO_REDUCTION = 0
+
+
+def _loss(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a number that keeps the storage of a loss per element (BinaryOps.cpp, Loss.cpp: `resize_`)."""
+    at = 3 if func is aten.binary_cross_entropy.default else 2
+    reduction = args[at] if len(args) > at else kwargs.get("reduction", 1)
+    if reduction == _NO_REDUCTION:
+        return run(func, *args, **kwargs)
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+    dtype = torch.result_type(args[0], args[1])
+    return run(aten.empty.memory_format, [shape.numel()], dtype=dtype, device=torch.device("cpu")).as_strided((), ())
+
+
+def _recurrent(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what oneDNN's LSTM returns, with the workspace that it keeps for backward; that of a fake is empty."""
+    out = run(func, *args, **kwargs)
+    if not torch.is_grad_enabled():
+        return out
+    tensors, options = args[:7], args[7:]
+    shapes = tuple(tuple(one.shape) for one in tensors)
+    n = _workspace_bytes(tensors[0].dtype, shapes, tuple(tuple(o) if isinstance(o, list) else o for o in options))
+    return *out[:3], run(aten.empty.memory_format, [n], dtype=torch.uint8, device=torch.device("cpu"))
+
+
+@cache
+def _workspace_bytes(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], options: tuple[Any, ...]) -> int:
+    """Only oneDNN knows, so it runs the layer once; the training will run it in every step."""
+    with without_dispatch_modes():
+        tensors = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        made = aten.mkldnn_rnn_layer.default(*tensors, *(list(o) if isinstance(o, tuple) else o for o in options))
+        return int(made[3].nbytes)
+
+
+CPU_KERNELS: dict[Any, Kernel] = {
+    **dict.fromkeys((aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default), _loss),
+    aten.mkldnn_rnn_layer.default: _recurrent,
+}
+"""The kernel of each operator that differs."""

@@ -1,0 +1,424 @@
+"""Runs training or evaluation steps with Lightning's own loops, without the user's Trainer, loaders and loggers.
+
+Lightning decides what a step's memory depends on: when gradients are zeroed, what autocast keeps, how many batches are
+alive, what toggled optimizers leave out, what `self.log` keeps. The loops run on fake tensors that stand for a GPU's,
+or on PyTorch's CUDA code.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any, Literal, Protocol
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memtools._lightning import StepLoop, twin_of
+from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.simulation.fakes import copy_optimizer
+from lightning_memtools.simulation.known_values import note_values
+
+Stage = Literal["train", "val", "test", "predict"]
+STEP_NAMES = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
+PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
+_TRUE_PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+StepFunction = Callable[[nn.Module, Any], Any]
+MakeOptimizer = Callable[[list[nn.Parameter]], Any]
+
+# What Lightning's Trainer is told of an epoch's length: schedules over it and warm-ups work as in a long training.
+_BATCHES_OF_EPOCH = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Settings of the Trainer whose loops run the steps.
+
+    Attributes:
+        stage: train, or a stage without gradients.
+        precision: The precision, by Lightning's name; None for that of the Trainer that a step is taken from.
+        steps: The number of optimizer steps; in a stage without gradients, the number of batches.
+        accumulate: The number of batches per optimizer step.
+        clip: Gradients are clipped to this norm; None for no clipping.
+    """
+
+    stage: Stage = "train"
+    precision: PrecisionName | None = "32-true"
+    steps: int = 2
+    accumulate: int = 1
+    clip: float | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of parameters and floating-point inputs; None to leave them as they are."""
+        return _TRUE_PRECISIONS.get(self.precision or "")
+
+
+class StepListener(Protocol):
+    """Gives the batches of a run and is told how it goes; `tracer.Tracer` implements it."""
+
+    def begin(self, phase: str, step: int | None = None) -> None:
+        """Called when a phase begins: inputs, forward, backward, clip, optimizer or outputs."""
+
+    def next_batch(self) -> Any:
+        """Return the next batch, in host memory."""
+
+    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """Return the batch on the device; `move` is Lightning's way to get it there."""
+
+    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Called once with the optimizers, before the first step."""
+
+
+class StepRunner:
+    """A Lightning Trainer of its own, connected to one module, whose loops run its steps.
+
+    The module's attributes change: the caller restores them (see `fakes.borrowed`). `prepare_data`, `setup` and hooks
+    at the end of an epoch or a fit do not run.
+
+    Args:
+        module: A LightningModule, or any module with ``step``.
+        recipe: The settings of the Trainer.
+        listener: Gives the batches, and is told when a phase begins.
+        device: The type of the device: "cuda" for PyTorch's CUDA code, "cpu" for fake tensors.
+        step: Computes the loss of a batch, in place of the module's own step.
+        make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. A plain module trains without one if
+            this is None.
+        trainer: The Trainer of the run that a step is taken from. Its counters, precision, clipping and data module
+            are those of this Trainer too, and it answers for attributes that this one does not have.
+        optimizers: The optimizers, in place of those that ``configure_optimizers`` makes.
+        callbacks: Callbacks of the Trainer.
+        set_up: Puts the model on the device, and returns the module that a step calls.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        recipe: Recipe,
+        listener: StepListener,
+        *,
+        device: Literal["cpu", "cuda"] = "cpu",
+        step: StepFunction | None = None,
+        make_optimizer: MakeOptimizer | None = None,
+        trainer: Any = None,
+        optimizers: Sequence[Optimizer] = (),
+        callbacks: Sequence[Callback] = (),
+        set_up: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        self._recipe, self._listener = recipe, listener
+        self._model = module
+        make = make_optimizer
+        if make is None and (optimizers or trainer is not None):
+            make = lambda _parameters: list(optimizers) or None  # noqa: E731
+        module = _prepared(module, recipe.stage, step, make)
+        if step is not None and recipe.stage == "train":
+            module.automatic_optimization = len(optimizers) <= 1
+        for part in module.modules():
+            if is_lightning_module(part):
+                vars(part)["print"] = lambda *_args, **_kwargs: None
+        self.module: Any = module
+        self.around_step: Callable[[], Any] = nullcontext
+        self.n_losses = 0
+        self._n_batches = 0
+        with _quiet():
+            self._loop = StepLoop(
+                module,
+                recipe.stage,
+                self._batches(),
+                original=trainer,
+                n_batches=_BATCHES_OF_EPOCH,
+                precision=recipe.precision or _precision_like(trainer, device),
+                device=device,
+                accumulate=recipe.accumulate,
+                clip=recipe.clip,
+                on_phase=self._begin,
+                run_step=self._run_step,
+                callbacks=callbacks,
+                place=listener.place,
+                set_up=None if set_up is None else lambda: self._set_up(set_up),
+            )
+            if recipe.stage == "train":
+                for optimizer in self._loop.optimizers:
+                    _refuse_lbfgs(optimizer)
+                listener.on_optimizers(self._loop.optimizers)
+
+    def run(self) -> None:
+        """Run the steps of the recipe.
+
+        Raises:
+            TypeError: A training step returned no loss.
+        """
+        recipe = self._recipe
+        with _quiet():
+            if recipe.stage != "train":
+                self._loop.evaluate(recipe.steps)
+                return
+            for _ in range(recipe.steps * recipe.accumulate):
+                self._loop.run_batch()
+
+    def run_batch(self, index: int | None = None) -> None:
+        """Run one training batch, of this index in its epoch if one is given."""
+        with _quiet():
+            self._loop.run_batch(index)
+
+    def run_forward(self, batch: Any, index: int) -> Any:
+        """Run the forward pass of a batch on the device alone."""
+        with _quiet():
+            return self._loop.run_forward(batch, index)
+
+    @property
+    def accumulate(self) -> int:
+        """The number of batches per optimizer step."""
+        return self._recipe.accumulate
+
+    @property
+    def is_automatic(self) -> bool:
+        """True under automatic optimization."""
+        return bool(self.module.automatic_optimization)
+
+    def _set_up(self, set_up: Callable[[], nn.Module]) -> nn.Module:
+        """Put the model on the device, and return the module that Lightning calls."""
+        called = set_up()
+        if self._model is self.module:
+            return called
+        self._model = self.module.model = called
+        return self.module  # type: ignore[no-any-return]
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            per_step = self._recipe.accumulate if self.is_automatic else 1
+            self._listener.begin("inputs", self._n_batches // per_step)
+            self._n_batches += 1
+            yield self._listener.next_batch()
+
+    def _begin(self, phase: str) -> None:
+        self._listener.begin(phase)
+
+    def _run_step(self, own: Callable[[], Any]) -> Any:
+        self._listener.begin("forward")
+        with self.around_step():
+            out = own()
+        if self._recipe.stage == "train" and self.is_automatic:
+            self.n_losses += _has_loss(out)
+        return out
+
+
+def _prepared(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
+    """Return the LightningModule that runs a step of its own, or a given one, with its own optimizers or given ones."""
+    if not is_lightning_module(module):
+        assert step is not None
+        if module.training != (stage == "train"):
+            module.train(stage == "train")
+        return _PlainModule(module, step, make)
+    if make is not None:
+        vars(module)["configure_optimizers"] = lambda: make(list(module.parameters()))
+    if step is not None:
+        vars(module)[STEP_NAMES[stage]] = MethodType(_as_hook(step), module)
+    return module
+
+
+def _as_hook(step: StepFunction) -> Callable[[Any, Any, int], Any]:
+    """Return a step as a method with Lightning's arguments; under manual optimization it steps all optimizers."""
+
+    def training_step(module: Any, batch: Any, batch_idx: int) -> Any:
+        del batch_idx
+        loss = step(module.model if isinstance(module, _PlainModule) else module, batch)
+        if module.automatic_optimization or not module.training:
+            return loss
+        for optimizer in module.optimizers():
+            optimizer.zero_grad()
+        module.manual_backward(loss)
+        for optimizer in module.optimizers():
+            optimizer.step()
+        return None
+
+    return training_step
+
+
+class _PlainModule(LightningModule):
+    """Makes a LightningModule of any module with a step."""
+
+    def __init__(self, model: nn.Module, step: StepFunction, make_optimizer: MakeOptimizer | None) -> None:
+        super().__init__()
+        self.model = model
+        self._step, self._make_optimizer = step, make_optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Run the step."""
+        return _as_hook(self._step)(self, batch, batch_idx)
+
+    validation_step = test_step = predict_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer of the step, if it has one."""
+        return None if self._make_optimizer is None else self._make_optimizer(list(self.model.parameters()))
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Free the gradients, also where no optimizer does."""
+        del epoch, batch_idx
+        (self.model if self._make_optimizer is None else optimizer).zero_grad()
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Run the closure alone where there is no optimizer."""
+        if self._make_optimizer is not None:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        elif optimizer_closure is not None:
+            optimizer_closure()
+
+
+def runner_like(
+    trainer: Any, module: nn.Module, listener: StepListener, *, optimizers: Sequence[Optimizer] = ()
+) -> StepRunner:
+    """Return a runner of training steps on fake tensors, with the settings of a Trainer."""
+    recipe = Recipe(precision=None, accumulate=trainer.accumulate_grad_batches, clip=trainer.gradient_clip_val)
+    return StepRunner(module, recipe, listener, trainer=trainer, optimizers=optimizers)
+
+
+class NoListener:
+    """Listens to nothing, and has no batches of its own."""
+
+    def begin(self, phase: str, step: int | None = None) -> None:
+        """Do nothing."""
+
+    def next_batch(self) -> Any:
+        """Return no batch."""
+
+    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """Return the batch on the device."""
+        return move(batch)
+
+    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Do nothing."""
+
+
+def forward_of(
+    module: nn.Module, trainer: Any = None, *, optimizers: Sequence[Optimizer] = (), batch_idx: int = 0
+) -> Callable[[nn.Module, Any], Any]:
+    """Return a function that runs the forward pass of a training batch on a LightningModule with other tensors.
+
+    Args:
+        module: The LightningModule.
+        trainer: The Trainer of the run; None where there is none.
+        optimizers: The optimizers of the run. They are not touched.
+        batch_idx: The index of the batch.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        parameters = dict(model.named_parameters())
+        copies = [
+            copy_optimizer(one, lambda old: parameters.get(names.get(id(old), "")), with_state=False)
+            for one in optimizers
+        ]
+        make = partial(StepRunner, recipe=Recipe()) if trainer is None else partial(runner_like, trainer)
+        runner = make(module=model, listener=NoListener(), optimizers=copies)
+        out = runner.run_forward(batch, batch_idx)
+        if not runner.is_automatic:
+            return None
+        return out["loss"] if isinstance(out, Mapping) else out
+
+    return forward
+
+
+def is_lightning_module(model: object) -> bool:
+    """Return whether this is a LightningModule, of `lightning` or of `pytorch_lightning`."""
+    return isinstance(model, nn.Module) and twin_of(model) is not None
+
+
+def has_step(module: nn.Module, name: str) -> bool:
+    """Return whether a LightningModule defines this step; of the steps that it inherits only predict_step does work."""
+    step = getattr(module, name, None)
+    inherited = getattr(step, "__module__", None) in {"lightning.pytorch.core.module", "pytorch_lightning.core.module"}
+    return step is not None and (name == "predict_step" or not inherited)
+
+
+def copy_of_batch(batch: Any, dtype: torch.dtype | None, *, values: bool = False) -> Any:
+    """Return a copy of a batch: floating-point tensors have this type, and the same values if ``values`` is set."""
+    return map_tensors(batch, lambda tensor: _copy(tensor, dtype, values=values))
+
+
+def _copy(tensor: torch.Tensor, dtype: torch.dtype | None, *, values: bool) -> torch.Tensor:
+    changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if values:
+        return tensor.detach().to("cpu", changed, copy=True).requires_grad_(tensor.requires_grad)
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
+    )
+    note_values(made, tensor)
+    return made
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Return the size of the first dimension of the first tensor that has a dimension."""
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)
+
+
+def _has_loss(out: Any) -> bool:
+    """Return whether the result of a training step has a loss; None means that the step is skipped.
+
+    Raises:
+        TypeError: The result is something else.
+    """
+    loss = out.get("loss") if isinstance(out, Mapping) else out
+    if out is None:
+        return False
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
+        what = "None" if loss is None else f"a {type(loss).__name__}"
+        if isinstance(loss, torch.Tensor):
+            what = f"a tensor of shape {list(loss.shape)} with requires_grad={loss.requires_grad}"
+        raise TypeError(
+            f"The step returned {what}. In training it has to return the loss: a tensor with one element that "
+            "requires a gradient, or a dict with it under 'loss'. For a step without a loss use stage='val'."
+        )
+    return True
+
+
+def _refuse_lbfgs(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    (group,) = optimizer.param_groups
+    n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in group["params"])
+    history = 2 * group["history_size"]
+    raise ValueError(
+        "LBFGS is not estimated: its values decide how often it computes the loss. Its history grows to "
+        f"{history} vectors, each as large as all its parameters (history_size={group['history_size']}): "
+        f"{format_size(history * n_bytes)}. Estimate the step with torch.optim.SGD, and add that and four vectors more."
+    )
+
+
+def _precision_like(trainer: Any, device: str) -> Any:
+    """Return a precision plugin as a Trainer has it, with a scaler of its own."""
+    plugin = copy.copy(trainer.precision_plugin)
+    if isinstance(getattr(plugin, "device", None), str):
+        plugin.device = device
+    if getattr(plugin, "scaler", None) is not None:
+        plugin.scaler = torch.amp.GradScaler(device)
+    return plugin
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what Lightning says of a Trainer that nobody asked for."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric")]
+    levels = [one.level for one in loggers]
+    try:
+        for one in loggers:
+            one.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)

@@ -1,0 +1,229 @@
+"""Records what a batch begins with, and restores it: random streams, attributes of modules, the batch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import compress, islice
+from operator import attrgetter, not_
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_memtools._torch import WRITE_COUNT, write_count_or_none
+from lightning_memtools.memory.nested_tensors import is_plain_object, named_tensors
+from lightning_memtools.state.random_state import (
+    GENERATORS,
+    NumpyStateReader,
+    PythonStateReader,
+    RandomState,
+    generator_state,
+    set_generator_state,
+)
+
+SIMPLE = frozenset({bool, int, float, str, type(None)})
+# torch sets the first ones on every module and restores `training` apart; Lightning sets the others.
+_NOT_OF_USERS = {*vars(Module()), "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"}
+
+Attributes = dict[str, dict[str, Any]]
+
+
+@dataclass(slots=True)  # not frozen: a step begins with one, and to make a frozen one takes three times as long
+class BatchStart:
+    """The state that a batch began with, without what is in buffers.
+
+    Attributes:
+        random: The states of the random streams.
+        attributes: Of each module that the user wrote, by its name: the attributes of simple types, and the states of
+            random generators.
+        versions: How often each tensor of the batch had been written in place, in the order of `named_tensors`.
+        frozen: The names of the parameters that did not require gradients; a GAN toggles them within its step.
+    """
+
+    random: RandomState
+    attributes: Attributes
+    versions: tuple[int, ...]
+    frozen: frozenset[str] = frozenset()
+
+    def restore(self, module: Module) -> None:
+        """Restore the state; skip modules and attributes that no longer exist."""
+        restore_attributes(module, self.attributes)
+        restore_frozen(module, self.frozen)
+        self.random.restore()
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_NONE: frozenset[str] = frozenset()
+
+
+class BatchStartRecorder:
+    """Records the state at the start of each batch.
+
+    Does not wait for the device. Takes about 20 microseconds, plus one for each module that the user wrote.
+
+    Args:
+        module: The module that is trained.
+    """
+
+    def __init__(self, module: Module) -> None:
+        named = dict(module.named_parameters())
+        self._names, self._parameters = list(named), list(named.values())
+        self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
+        # torch's own modules keep no attribute that a step changes.
+        self._readers = {
+            name: _AttributeReader(vars(part))
+            for name, part in module.named_modules()
+            if not type(part).__module__.startswith("torch.")
+        }
+
+    def record(self, batch: Any) -> BatchStart:
+        """Return the present state."""
+        attributes = {name: reader.read() for name, reader in self._readers.items()}
+        required = list(map(_REQUIRES_GRAD, self._parameters))
+        frozen = _NONE if all(required) else frozenset(compress(self._names, map(not_, required)))
+        random = RandomState.now(self._read_numpy, self._read_python)
+        return BatchStart(random, attributes, versions_of(batch), frozen)
+
+
+class _AttributeReader:
+    """Reads a module's attributes of simple types, and its generators; quickly as long as no attribute changes."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self._held = held
+        self._generators: list[str] = []
+        self._names: list[str] = []
+        self._values: list[int] = []
+        self._known: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        # By identity, so that no value must be asked for its equal. Those that are returned are held in `_known`, so
+        # that no other value can take the place of one in memory.
+        held = self._held
+        names, values = list(held), list(map(id, held.values()))
+        if names != self._names or values != self._values:
+            self._names, self._values = names, values
+            # The leading attributes are those that torch gives to every module.
+            of_torch = list(vars(Module()))
+            self._known = simple_items(held, skip=len(of_torch) if names[: len(of_torch)] == of_torch else 0)
+            self._generators = [
+                key
+                for key, value in held.items()
+                if type(value).__name__ in GENERATORS and generator_state(value) is not None
+            ]
+        if not self._generators:
+            return self._known
+        return self._known | {key: generator_state(held[key]) for key in self._generators}
+
+
+def simple_items(held: dict[str, Any], skip: int = 0) -> dict[str, Any]:
+    """Return the attributes of simple types (numbers, texts, None). `skip`: the number of leading ones to leave out."""
+    return {
+        key: value
+        for key, value in islice(held.items(), skip, None)
+        if type(value) in SIMPLE and key not in _NOT_OF_USERS
+    }
+
+
+def restore_attributes(module: Module, attributes: Attributes) -> None:
+    """Restore attributes and random generators; skip those that no longer exist."""
+    parts = dict(module.named_modules())
+    for name, values in attributes.items():
+        held = parts[name].__dict__ if name in parts else {}
+        for key, value in values.items():
+            if type(value) in SIMPLE:
+                held[key] = value
+            elif generator_state(held.get(key)) is not None:
+                set_generator_state(held[key], value)
+
+
+def restore_frozen(module: Module, frozen: frozenset[str]) -> None:
+    """Restore which parameters require gradients."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+
+
+def versions_of(batch: Any) -> tuple[int, ...]:
+    """Return how often each tensor of a batch was written in place; -1 where it is not counted."""
+    parts = (batch,) if type(batch) is Tensor else batch
+    if type(parts) in {tuple, list} and set(map(type, parts)) == {Tensor}:
+        return _write_counts(parts)
+    return _write_counts([tensor for _, tensor in named_tensors(batch, "batch")])
+
+
+def changed_in_place(batch: Any, versions: tuple[int, ...]) -> Iterator[str]:
+    """Yield the names of the batch's tensors that were written since their versions were recorded."""
+    names = [name for name, _ in named_tensors(batch, "batch")]
+    if len(names) != len(versions):
+        yield "batch (tensors were added or removed)"
+        return
+    for name, now, before in zip(names, versions_of(batch), versions, strict=True):
+        if now != before:
+            yield name
+
+
+def _write_counts(tensors: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(WRITE_COUNT, tensors))  # without a loop in Python: it is asked in every step
+    except (RuntimeError, ValueError):  # an inference tensor or an uninitialized parameter is among them
+        return tuple(map(write_count_or_none, tensors))
+
+
+_DEEPEST = 6  # levels of containers in a batch
+_PLAIN = {str, int, float, bool, bytes, type(None)}
+_BUILT_IN = _PLAIN | {list, tuple, dict}
+
+
+class RestorableBatch:
+    """Restores what a failed attempt has changed in a batch: items of dictionaries and lists, attributes of objects.
+
+    Tensors are not copied. One that was written in place is named.
+
+    Args:
+        batch: The batch. It is walked before every step, so this must be quick.
+    """
+
+    __slots__ = ("_batch", "_copies", "_counts", "_tensors")
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._copies: list[tuple[Any, Any]] = []
+        self._tensors: list[Tensor] = []
+        self._note(batch, ())
+        self._counts = _write_counts(self._tensors)
+
+    def restore(self) -> str:
+        """Restore the containers, and return the reason why the batch cannot be used again, else ""."""
+        for held, copied in self._copies:
+            held.clear()
+            (held.extend if isinstance(held, list) else held.update)(copied)
+        now = _write_counts(self._tensors)
+        if now == self._counts:
+            return ""
+        written = {id(tensor) for tensor, a, b in zip(self._tensors, self._counts, now, strict=True) if a != b}
+        names = [name for name, tensor in named_tensors(self._batch, "batch") if id(tensor) in written]
+        return (
+            f"the step wrote {names[0] if names else 'a tensor of the batch'} in place, so that it would be written "
+            "twice; let the step make a new tensor"
+        )
+
+    def _note(self, thing: Any, within: tuple[int, ...]) -> None:
+        if isinstance(thing, Tensor):
+            self._tensors.append(thing)
+            return
+        items: list[Any] = []
+        if isinstance(thing, (list, tuple)):
+            items += thing
+        elif isinstance(thing, dict):
+            items += thing.values()
+        if isinstance(thing, (list, dict)):
+            self._copies.append((thing, list(thing) if isinstance(thing, list) else dict(thing)))
+        # An iterator of batches is part of none, and leads to datasets and loops.
+        is_object = type(thing) not in _BUILT_IN and hasattr(thing, "__dict__") and not hasattr(thing, "__next__")
+        if is_object and is_plain_object(thing):
+            self._copies.append((vars(thing), vars(thing).copy()))
+            items += vars(thing).values()
+        for item in items:
+            if type(item) not in _PLAIN and id(item) not in within and len(within) < _DEEPEST:
+                self._note(item, (*within, id(item)))

@@ -1,0 +1,216 @@
+"""Values of the data are known to a traced step, and what follows from them alone."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memtools import VirtualDevice, estimate_memory
+from lightning_memtools.checkpointing.planning import plan_checkpoints
+from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.simulation.fakes import TensorExchange
+from lightning_memtools.simulation.known_values import KnownValues, values_known
+from lightning_memtools.simulation.simulated import simulated
+from lightning_memtools.simulation.step_runner import copy_of_batch
+from tests.checkpointing.foreign_models import made, measured_peak
+
+ONES = torch.ones(2, 5, dtype=torch.long)
+PADDED = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+GRAPHS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2])
+MASK = torch.tensor([1, 0, 1, 1, 0, 1, 1, 1, 0, 1]).bool()
+ROWS = torch.arange(40.0).reshape(10, 4) - 7
+
+
+class Subclass(Tensor):
+    """As torchvision's Image."""
+
+
+def as_traced(function, *given):
+    """The result of a function on fake tensors, its tensors as their shapes; and what was assumed."""
+    with values_known() as known, simulated(nn.Identity(), VirtualDevice(), TensorExchange(), cuda=False):
+        out = function(*copy_of_batch(given, None))
+        return map_tensors(out, lambda one: one.shape) if not isinstance(out, Tensor) else out.shape, list(
+            known.assumed
+        )
+
+
+FUNCTIONS = {
+    "size of a readout": lambda x, g, m: torch.zeros(int(g.max()) + 1, 4).index_add_(0, g, x),
+    "mask": lambda x, g, m: x[m],
+    "inverted mask": lambda x, g, m: x[~m, 1:],
+    "mask from a comparison": lambda x, g, m: x[(g > 0) & m],
+    "mask of two dimensions": lambda x, g, m: x[x > 3],
+    "mask and index": lambda x, g, m: x[:, :2][m][g[m] > 1],
+    "masked_select": lambda x, g, m: torch.masked_select(x, m[:, None]),
+    "nonzero": lambda x, g, m: m.nonzero(),
+    "where": lambda x, g, m: torch.where(m)[0],
+    "unique": lambda x, g, m: torch.unique(g),
+    "unique with counts": lambda x, g, m: torch.unique(g, return_counts=True, return_inverse=True),
+    "unique rows": lambda x, g, m: torch.unique(g.view(5, 2), dim=0),
+    "unique neighbours": lambda x, g, m: torch.unique_consecutive(g),
+    "bincount": lambda x, g, m: torch.bincount(g),
+    "repeat_interleave": lambda x, g, m: torch.repeat_interleave(torch.arange(3), torch.bincount(g)),
+    "split": lambda x, g, m: torch.split(x, torch.bincount(g).tolist()),
+    "numpy": lambda x, g, m: torch.from_numpy(np.repeat(np.arange(10), g.numpy())),
+    "numpy, by an array": lambda x, g, m: torch.from_numpy(np.repeat(np.arange(10), np.asarray(g))),
+    "of a subclass": lambda x, g, m: x.as_subclass(Subclass)[m.as_subclass(Subclass)],
+    "written in place": lambda x, g, m: x[: int(torch.zeros(3, dtype=torch.long).index_fill_(0, g[:1], 5).sum())],
+    "set by a mask": lambda x, g, m: x[g.clone().masked_fill_(m, 9) == 9],
+    "set by an index": lambda x, g, m: (g.__setitem__(slice(0, 2), 7), x[g == 7])[1],
+    "view of what is changed": lambda x, g, m: (g.view(5, 2).add_(1), x[g == 1])[1],
+    "sorted": lambda x, g, m: x[: int(torch.sort(g, descending=True)[0][0])],
+    "one of a list": lambda x, g, m: [x[: int(one)] for one in g[:4]],
+    "full_like what is unknown": lambda x, g, m: x[torch.zeros_like(torch.rand(10)) == 0],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_sizes_that_follow_from_the_data_are_those_of_the_real_run(name):
+    function = FUNCTIONS[name]
+    out = function(ROWS.clone(), GRAPHS.clone(), MASK.clone())
+    real = out.shape if isinstance(out, Tensor) else map_tensors(out, lambda one: one.shape)
+    assert as_traced(function, ROWS, GRAPHS, MASK) == (real, [])
+
+
+UNKNOWN = {
+    "number": (lambda x: x.sum().item(), 1.0),
+    "flag": (lambda x: bool(x.sum() > 0.5), True),
+    "index": (lambda x: int(x.argmax()), 1),
+    "class": (lambda x: torch.unique(x.argmax(1)), (4,)),
+    "flag of one value": (lambda x: bool(x[:1, 0] > torch.tensor([0.5])), True),
+    "mask": (lambda x: x[x > 0], (40,)),
+    "rows": (lambda x: x[x[:, 0] > 0], (10, 4)),
+    "nonzero": (lambda x: x.nonzero(), (40, 2)),
+    "unique": (torch.unique, (40,)),
+    "any nan": (lambda x: bool(torch.isnan(x).any()), False),
+    "all finite": (lambda x: bool(torch.isfinite(x).all()), True),
+    "without nan": (lambda x: x[~torch.isnan(x)], (40,)),
+    "compared with infinity": (lambda x: bool((x == math.inf).any()), False),
+    "compared with itself": (lambda x: bool((x != x).any()), False),  # noqa: PLR0124, how NaN is found
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_known_is_assumed_and_named(name):
+    function, expected = UNKNOWN[name]
+    found, assumed = as_traced(lambda x: function(x * torch.rand(10, 4)), ROWS)
+    assert found == expected
+    assert len(assumed) == 1
+    assert "test_known_values.py:" in assumed[0]
+
+
+def test_values_are_those_of_views_and_gone_with_the_memory():
+    values = KnownValues()
+    mask = torch.empty(2, 5, dtype=torch.long, device="meta")
+    part = mask.view(5, 2)[1:, 0]
+    values.note(mask, PADDED)
+    assert torch.equal(values.of(part), PADDED.view(5, 2)[1:, 0])
+    assert torch.equal(values.of(mask.detach()), PADDED)
+    del mask
+    assert torch.equal(values.of(part), PADDED.view(5, 2)[1:, 0])  # the memory is still there
+    assert values.of(torch.empty(2, 5, dtype=torch.long, device="meta")) is None
+
+
+def test_a_change_by_what_is_not_known_makes_values_unknown():
+    def change(mask):
+        mask[0] = (torch.rand(5) > 0.5).long()
+        return int(mask.sum())
+
+    assert as_traced(change, PADDED) == (1, [next(iter(as_traced(change, PADDED)[1]))])
+
+
+def test_a_real_tensor_that_a_step_writes_to_keeps_its_values():
+    counts = torch.zeros(3, dtype=torch.long)
+
+    def count(mask):
+        counts[0] = mask.sum()
+        return counts
+
+    as_traced(count, PADDED)
+    assert counts.tolist() == [0, 0, 0]
+
+
+def test_lengths_are_read_again_where_a_layer_is_recomputed():
+    def train(x, lengths):
+        lstm = nn.LSTM(4, 4, batch_first=True)
+
+        def layer(x):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return lstm(packed)[1][0].sum()
+
+        checkpoint(layer, x.requires_grad_(), use_reentrant=False).backward()
+        return x.grad
+
+    assert as_traced(train, torch.randn(3, 5, 4), torch.tensor([5, 5, 2])) == ((3, 5, 4), [])
+
+
+def test_trained_weights_are_not_known():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4, 4), 3.0))
+            self.register_buffer("size", torch.tensor(5))
+
+        def forward(self, x):
+            if self.weight.max() > 2:
+                x = x @ self.weight
+            return x[: int(self.size)]
+
+    seen = []
+    made = estimate_memory(
+        Reads(), torch.ones(8, 4), step=lambda m, x: seen.append(m(x)) or seen[-1].sum() * m.weight.sum()
+    )
+    assert seen[0].shape == (5, 4)
+    (note,) = made.notes
+    assert "test_known_values.py" in note
+
+
+@pytest.mark.parametrize(("name", "padding"), [("bert", 0), ("bert", 8), ("pegasus", 0)])
+def test_the_predicted_peak_is_the_measured_one_with_and_without_padding(name, padding):
+    pytest.importorskip("transformers")
+    model, batch = made(name)
+    if padding:
+        batch["attention_mask"][0, -padding:] = 0
+    plan = plan_checkpoints(model, batch, bn_dropout="recompute")
+    assert plan.refused is None
+    assert measured_peak(model, batch, plan) == plan.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("mask", "left_out"),
+    [
+        (ONES, True),
+        (ONES.bool(), True),
+        (PADDED, False),
+        (PADDED.bool(), False),
+        (PADDED.repeat(2, 1)[2:], False),  # a part of a larger tensor
+        (PADDED[:, :3], True),
+        (PADDED.to("meta"), True),  # no values
+    ],
+)
+def test_transformers_leaves_a_mask_out_if_it_is_ones_or_not_known(mask, left_out):
+    transformers = pytest.importorskip("transformers")
+    from transformers import masking_utils as masking  # noqa: PLC0415, not installed everywhere
+
+    plain = masking.is_tracing
+    config = transformers.BertConfig(attn_implementation="sdpa")
+
+    def make(words, mask):
+        return masking.create_bidirectional_mask(config, words, mask) is None
+
+    assert as_traced(make, torch.zeros(*mask.shape, 8), mask)[0] is left_out
+    assert masking.is_tracing is plain
+
+
+@pytest.mark.parametrize(
+    ("positions", "packed"), [(torch.arange(4).repeat(2, 1), False), (torch.arange(2).repeat(2, 2), True)]
+)
+def test_transformers_finds_sequences_packed_if_their_positions_begin_again(positions, packed):
+    masking = pytest.importorskip("transformers.masking_utils")
+    found, _ = as_traced(lambda one: masking.find_packed_sequence_indices(one) is not None, positions)
+    assert found is packed

@@ -1,0 +1,208 @@
+"""Buffers come back bit for bit, whatever a step did to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memtools.state.buffer_keeper import LARGE_BYTES, BufferKeeper
+from tests.nonfinite.observe import differences
+
+
+class Net(nn.Module):
+    mask: torch.Tensor
+    replaced: torch.Tensor
+    turned: torch.Tensor
+    hidden: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.inner = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4, dtype=torch.float64))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("nothing", None)
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T)
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+
+    def step(self) -> None:
+        x = torch.randn(8, 4)
+        self.norm(x)
+        self.inner[0](x)
+        self.inner[1](x.double())
+        self.mask.logical_not_()
+        self.replaced = self.replaced + 1
+        self.turned.add_(1)
+        self.hidden.add_(1)
+
+
+def copies(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def test_restore_undoes_every_kind_of_write():
+    net = Net()
+    keeper = BufferKeeper(net)
+    for _ in range(3):
+        keeper.keep()
+        before = copies(net)
+        identities = {name: id(buffer) for name, buffer in net.named_buffers()}
+        net.step()
+        assert len(differences(before, copies(net))) == len(before)
+        keeper.restore()
+        assert differences(before, copies(net)) == []
+        assert {name: id(buffer) for name, buffer in net.named_buffers()} == identities
+        assert keeper.unrestored() == []
+        net.step()
+
+
+def test_while_the_flag_is_set_the_copies_are_those_from_before():
+    net = Net()
+    keeper = BufferKeeper(net)
+    flag = torch.zeros(())
+    keeper.keep(unless=flag)
+    net.step()
+    keeper.keep(unless=flag)
+    before = copies(net)
+    net.step()
+    flag.fill_(1)
+    for _ in range(3):
+        keeper.keep(unless=flag)
+        net.step()
+    keeper.restore()
+    assert differences(before, copies(net)) == []
+
+
+def test_a_flag_that_is_not_set_restores_nothing():
+    net = Net()
+    keeper = BufferKeeper(net)
+    keeper.keep()
+    before = copies(net)
+    net.step()
+    after = copies(net)
+    keeper.restore(where=torch.zeros(()))
+    assert differences(after, copies(net)) == []
+    keeper.restore(where=torch.ones(()))
+    assert differences(before, copies(net)) == []
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("constant", torch.zeros(LARGE_BYTES // 4 + 1))
+        self.register_buffer("queue", torch.zeros(LARGE_BYTES // 4 + 1))
+
+
+def held_bytes(keeper: BufferKeeper) -> int:
+    return sum(copies._flat.numel() * copies._flat.element_size() for copies in keeper._copies or ())
+
+
+def test_a_large_buffer_that_no_step_writes_costs_memory_in_the_first_step_only():
+    net = Large()
+    keeper = BufferKeeper(net)
+    one = net.queue.numel() * 4
+    keeper.keep()
+    assert held_bytes(keeper) == 2 * one
+    net.queue.add_(1)
+    for _ in range(3):
+        keeper.keep()
+        assert held_bytes(keeper) == one
+        before = copies(net)
+        net.queue.add_(1)
+        keeper.restore()
+        assert differences(before, copies(net)) == []
+
+
+def test_a_large_buffer_that_was_written_once_stays_kept():
+    net = Large()
+    keeper = BufferKeeper(net)
+    keeper.keep()
+    net.queue.add_(1)
+    for _ in range(3):
+        keeper.keep()  # steps that leave it alone
+    before = copies(net)
+    net.queue.add_(1)
+    keeper.restore()
+    assert differences(before, copies(net)) == []
+
+
+def test_a_late_first_write_to_a_large_buffer_is_named_and_kept_from_then_on():
+    net = Large()
+    keeper = BufferKeeper(net)
+    keeper.keep()
+    keeper.keep()
+    assert held_bytes(keeper) == 0
+    net.constant.add_(1)
+    assert keeper.unrestored() == ["constant"]
+    keeper.keep()
+    assert keeper.unrestored() == []
+    before = copies(net)
+    net.constant.add_(1)
+    keeper.restore()
+    assert differences(before, copies(net)) == []
+
+
+def test_a_buffer_that_changes_its_shape_is_kept_anew():
+    net = nn.Module()
+    net.register_buffer("cache", torch.zeros(2))
+    keeper = BufferKeeper(net)
+    keeper.keep()
+    net.cache = torch.ones(5)
+    keeper.keep()
+    net.cache.fill_(torch.nan)
+    keeper.restore()
+    assert net.cache.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Module()])
+def test_a_module_without_buffers_needs_no_copies(module):
+    keeper = BufferKeeper(module)
+    keeper.keep()
+    keeper.keep(unless=torch.ones(()))
+    keeper.restore()
+    assert keeper.unrestored() == []
+
+
+def test_a_buffer_whose_memory_is_replaced_is_copied_from_the_new_memory():
+    net = nn.Module()
+    net.register_buffer("one", torch.zeros(2))
+    net.register_buffer("other", torch.zeros(2))
+    keeper = BufferKeeper(net)
+    keeper.keep()
+    net.one.data = torch.ones(2)
+    keeper.keep()
+    net.one.fill_(torch.nan)
+    keeper.restore()
+    assert net.one.tolist() == [1, 1]
+
+
+def test_a_buffer_that_is_resized_in_its_place_is_kept_anew():
+    net = nn.Module()
+    net.register_buffer("one", torch.ones(4))
+    net.register_buffer("other", torch.zeros(2))
+    keeper = BufferKeeper(net)
+    keeper.keep()
+    net.one.resize_(2)
+    keeper.keep()
+    net.one.fill_(torch.nan)
+    keeper.restore()
+    assert net.one.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.complex64, torch.float16, torch.int64])
+def test_buffers_of_any_type_and_layout_come_back(kind: torch.dtype) -> None:
+    net = nn.Module()
+    net.register_buffer("empty", torch.zeros(0, dtype=kind))
+    net.register_buffer("number", torch.ones((), dtype=kind))
+    net.register_buffer("turned", torch.ones(2, 3, dtype=kind).T)
+    net.register_buffer("expanded", torch.ones(1, dtype=kind).expand(3))
+    keeper = BufferKeeper(net)
+    for _ in range(2):
+        keeper.keep()
+        before = copies(net)
+        for name in ("number", "turned"):
+            getattr(net, name).zero_()
+        net.expanded = torch.zeros(3, dtype=kind)
+        keeper.restore()
+        assert differences(before, copies(net)) == []
