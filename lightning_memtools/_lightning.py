@@ -329,7 +329,7 @@ def callbacks_of(trainer: Trainer) -> list[Any]:
 
 
 def forget_batch(trainer: Trainer) -> None:
-    """Let go of the batch that the bookkeeping of `self.log` holds after a step has failed; nothing public does."""
+    """Release the batch that the bookkeeping of `self.log` still holds after a failed step; nothing public does."""
     results: Any = trainer._results
     if results is not None:
         results.batch = None
@@ -622,7 +622,7 @@ def watch_fetches(module: LightningModule, run: Callable[..., Any]) -> Callable[
 
 
 class _NothingLogged(dict[str, Any]):
-    """Takes the place of results in prediction, which has none."""
+    """Stands in for the results of prediction, which logs nothing."""
 
     batch = batch_size = None
 
@@ -634,8 +634,8 @@ class LoggedValue(NamedTuple):
         reduction: How the values of an epoch are reduced.
         on_step: The value of the step; None if it is not logged on steps.
         of_epoch: What the step adds to the epoch, which of a mean is the value times its size; None if nothing.
-        size: Over how many samples the value is a mean, over all calls; None if it is none, or if the value is not
-            logged on epochs and came without a size.
+        size: The number of samples, over all calls, that the value is a mean of; None if it is none, or if the value is
+            not logged on epochs and came without a size.
         n_calls: How often it was logged.
         is_inferred: Lightning inferred its size from the batch.
         is_loss: The tensor that was logged is the loss.
@@ -700,7 +700,7 @@ class LoggedValues:
 
     @contextmanager
     def running(self, part: Any) -> Iterator[None]:
-        """Take a part's size as the batch size of what is logged in the context, and begin with no value."""
+        """Inside, use a part's size as the batch size of logged values, and start without values."""
         self._begin_part(part)
         module = self._trainer.lightning_module
         # What Lightning keeps of a call tells neither which tensor was logged nor whether its size was given.
@@ -770,7 +770,7 @@ class LoggedValues:
         return found
 
     def put(self, batch: Any, whole: Mapping[str, LoggedValue]) -> None:
-        """Replace what the parts have logged by what the whole batch logs."""
+        """Replace the parts' logged values by those of the whole batch."""
         self._results().batch, self._results().batch_size = batch, None
         for key, metric in self._numbers():
             before = self._before.get(key, {})
@@ -915,7 +915,7 @@ class StepLoop:
         self._on_phase("optimizer")
 
     def _count_as(self, original: Any) -> None:
-        """Let the Trainer's counters say what another's say."""
+        """Set the Trainer's counters to those of another."""
         loop, other = self.trainer.fit_loop, original.fit_loop
         loop.epoch_progress.current.processed = other.epoch_progress.current.processed
         loop.epoch_loop._batches_that_stepped = other.epoch_loop._batches_that_stepped
@@ -1027,7 +1027,7 @@ def _trainer_of(
     accumulate: int,
     clip: float | None,
 ) -> Any:
-    """Return a Trainer that logs and saves nothing; what it does not know, another answers for."""
+    """Return a Trainer that logs and saves nothing; attributes that it lacks are read from `original`."""
     lightning, plugins, environments, strategies, loggers = (
         importlib.import_module(package + name)
         for name in ("", ".plugins", ".plugins.environments", ".strategies", ".loggers.logger")
@@ -1042,7 +1042,7 @@ def _trainer_of(
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
     class StepTrainer(lightning.Trainer):  # type: ignore[misc, name-defined]
-        """A Trainer whose missing attributes are those of another."""
+        """A Trainer that reads the attributes it lacks from another."""
 
         def __getattr__(self, name: str) -> Any:
             if original is None or name.startswith("__"):

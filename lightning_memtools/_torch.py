@@ -176,7 +176,7 @@ def backward_hooks_of(tensor: torch.Tensor) -> Any:
 
 
 def has_accumulation_hook(parameter: nn.Parameter) -> bool:
-    """Return whether something was given to `register_post_accumulate_grad_hook`, which nothing public lists."""
+    """Return whether a tensor has hooks from `register_post_accumulate_grad_hook`, which nothing public lists."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
@@ -460,7 +460,7 @@ def takes_scaled_gradients(optimizer: Any) -> bool:
 
 
 def record_cuda_history(max_entries: int) -> None:
-    """Starts to record what is asked of CUDA's allocator; torch documents the function under its underscored name.
+    """Start to record the requests to CUDA's allocator; torch documents the function under its underscored name.
 
     Only allocations get a stack, and only Python's: stacks of C++ make a dump take minutes (torchtitan measured 461 s
     against 4 s), and freeing needs none.
@@ -913,7 +913,7 @@ def has_compiled() -> bool:
 
 
 def set_activation_memory_budget(budget: float) -> float:
-    """Sets the share of activations that graphs compiled from now on may keep, and returns the one before.
+    """Set the share of activations that graphs compiled from now on may keep; return the previous one.
 
     The public `torch.autograd.graph.region_activation_memory_budget` has to be entered in the compiled code itself.
     """

@@ -1,4 +1,4 @@
-"""Checks the types of arguments, off the annotations of the function that takes them.
+"""Checks the types of arguments against the annotations of the function that takes them.
 
 Numbers, texts that stand for numbers, and lists of either are left to the function: it knows which of them it accepts.
 """
@@ -27,14 +27,14 @@ _WORDS: Mapping[object, str] = {
 
 
 def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse values of a type that the function does not take.
+    """Raise for a value of a type that the function does not take.
 
     Args:
         function: The function whose annotations say what it takes.
         given: Values by the names of arguments; names that the function does not have are left to it.
 
     Raises:
-        ValueError: A value is of another type.
+        TypeError: A value is of another type.
     """
     for name, accepted in _checked_arguments(function).items():
         if name in given and not any(_is_of(given[name], annotation) for annotation in accepted):
@@ -76,7 +76,7 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _kind(annotation: Any) -> Any:
-    """Return the class that a value must be of."""
+    """Return the class of which a value must be an instance."""
     kind = typing.get_origin(annotation) or annotation
     return os.PathLike if kind is Path else kind
 

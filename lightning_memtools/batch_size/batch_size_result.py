@@ -163,6 +163,6 @@ def explain_that_nothing_fits(stage: str, trials: Sequence[SizeTrial]) -> str:
 
 
 def _peak_in_words(reading: RankReading) -> str:
-    """Return the peak; of a trial that ran out of memory it is known only that it is more than what was reserved."""
+    """Return the peak as text; a trial that ran out of memory needed more than it had reserved."""
     is_cut_off = reading.failure.startswith(OUT_OF_MEMORY) and reading.peak is not None
     return f"over {format_size(reading.peak)}" if is_cut_off else format_size(reading.peak)

@@ -31,8 +31,8 @@ class CannotResizeError(ValueError):
 def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
     """Return a copy of a DataLoader that yields batches of `size`.
 
-    All else is shared: the data set, the sampler and its generator are the same objects, and so are the collate
-    function, the workers' settings and the attributes of a subclass.
+    Everything else is shared: the data set, the sampler and its generator are the same objects, and so are the collate
+    function, the workers' settings and a subclass's attributes.
 
     Raises:
         CannotResizeError: The loader does not determine its batch size itself.
@@ -57,7 +57,7 @@ def resize_loader(loader: Any, size: int) -> DataLoader[Any]:
 
 
 def known_sizes(loader: Any, worst_case: WorstCase | None) -> SampleSizes | None:
-    """Return the sizes of a loader's samples; None where they are not needed, or cannot be known."""
+    """Return the sizes of a loader's samples; None if they are not needed or not known."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if loader.batch_sampler is None or worst_case is not None or callable(getattr(loader.dataset, "worst_case", None)):
@@ -112,7 +112,7 @@ class _Cycle(Sampler[int]):
 
 
 class _Again(Sampler[list[int]]):
-    """Repeats one batch. It tells its size and the samples' sampler as the sampler that the batch is from."""
+    """Repeats one batch. Declares the batch size and the sampler of the batch sampler that it comes from."""
 
     def __init__(self, batch: Sequence[int], n_batches: int, batch_size: int, sampler: Any) -> None:
         self.batch = list(batch)

@@ -27,13 +27,13 @@ _SECONDS_OF_EQUALS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """The sizes of the samples of one data set, as far as they are known.
+    """The known sizes of the samples of one data set.
 
     Attributes:
-        of: The size of each known sample by its index: what the data set tells, or the number of its values.
+        of: The size of each known sample by its index: the declared size, or the number of its values.
         n_samples: The number of samples in the data set.
         shapes: The shape of the largest tensor of each measured sample, by its index.
-        are_measured: False if the data set tells the sizes.
+        are_measured: False if the data set declares the sizes.
     """
 
     of: Mapping[int, float]

@@ -103,7 +103,7 @@ def next_size(trials: Sequence[SizeTrial], *, round_down: RoundDown, smallest: i
 
 
 def _second_size(first: SizeTrial, predicted: float, ceiling: int, round_down: RoundDown) -> int:
-    """One size tells next to nothing of the slope, so the second goes only part of the way to the prediction."""
+    """Return the second size: only part of the way to the prediction, because one size says little about the slope."""
     far = round_down(predicted) if ceiling <= _ENOUGH * predicted else round_down(_SECOND * predicted)
     took_little = any((r.batch_allocated or 0) - (r.base_allocated or 0) < _LITTLE for r in first.readings)
     far = min(far, round_down((_FARTHEST_FROM_LITTLE if took_little else _FARTHEST) * first.size))
@@ -121,7 +121,7 @@ def _jump(
     smallest: int,
     left: int,
 ) -> int:
-    """Return the size to which the prediction leads, kept below what has failed."""
+    """Return the predicted size, below all sizes that have failed."""
     ceiling = round_down(upper - 1)
     has_limit = any(reading.limit is not None for reading in ended[-1].readings)
     if upper == math.inf and (predicted != math.inf or has_limit):
@@ -154,7 +154,7 @@ def _is_precise(trial: SizeTrial) -> bool:
 
 
 def _beyond_the_prediction(trials: Sequence[SizeTrial], lower: int, upper: float, round_down: RoundDown) -> int | None:
-    """Return a size above one that fits: in steps that double while sizes fit, and halfway to one that failed."""
+    """Return a size above one that fits: in doubling steps until a size fails, then halfway to that one."""
     if upper == math.inf:
         below = max((trial.size for trial in trials if trial.fits and trial.size < lower), default=0)
         last = lower - below
@@ -168,7 +168,7 @@ def _beyond_the_prediction(trials: Sequence[SizeTrial], lower: int, upper: float
 
 
 def _by_halves(lower: int, upper: float, round_down: RoundDown, smallest: int) -> int | None:
-    """Without a prediction: double until a size fails, then halve the interval."""
+    """Return the next size without a prediction: double until a size fails, then bisect."""
     if upper == math.inf:
         size = max(round_down(2 * lower), round_down(lower + 1))
     else:

@@ -108,12 +108,12 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             self._run(self._tuning.search_again, trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """After a validation, release the cache for training where both would not fit beside each other."""
+        """After a validation, empty the cache for training if both would not fit."""
         if self._tuning.cache_releaser is not None:
             self._tuning.cache_releaser.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the size of an evaluation; within fit, release the cache for validation where it has to be."""
+        """Find the size of an evaluation; within fit, empty the cache for validation if both would not fit."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._run(self._tuning.begin_evaluation, trainer, running_stage(trainer))
         elif self._tuning.cache_releaser is not None:

@@ -106,7 +106,7 @@ class CheckpointingRun:
             print_on_console(f"GradientCheckpointing: {self.plan.figures(measured)[-1]}")
 
     def undo(self) -> None:
-        """Give the model back as it was, and measure no more."""
+        """Restore the model, and stop measuring."""
         if self._applied is not None:
             self._applied.remove()
         if self._window is not None:
@@ -130,7 +130,7 @@ class CheckpointingRun:
             warnings.warn(f"GradientCheckpointing leaves the model unchanged: {made}.", stacklevel=2)
 
     def _budget_of_compiler(self) -> CompiledBudget | None:
-        """Return what finds the compiler's budget on one device that keeps peaks; None elsewhere."""
+        """Return the search for the compiler's budget; None unless there is one device, which keeps peaks."""
         reader = reader_for(self._trainer.strategy.root_device)
         is_alone = self._trainer.world_size == 1 and VirtualDevice.current() is None
         if not is_alone or reader is None or reader.stats().peak_allocated is None:
@@ -140,7 +140,7 @@ class CheckpointingRun:
     def _plan_again(self, applied: AppliedPlan, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plan without the layers that did not repeat themselves in the first step.
 
-        Each rank for itself, which no other one waits for: plans may differ between ranks, gradients do not.
+        Each rank plans on its own and waits for no other: plans may differ between ranks, gradients do not.
         """
         known = self._options.differing | applied.differing.keys()
         self._options = replace(self._options, differing=frozenset(known))

@@ -1,4 +1,4 @@
-"""One fit under TrainingDoctor: its examination, the findings of all ranks, and the places where they are told."""
+"""One fit under TrainingDoctor: its examination, the findings of all ranks, and where they are reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_memtools.simulation.step_runner import forward_of
 
 
 class DoctorRun:
-    """Examines one fit and tells of what it finds. Make it on every rank.
+    """Examines one fit and reports what it finds. Make it on every rank.
 
     Args:
         trainer: The Trainer.
@@ -75,7 +75,7 @@ class DoctorRun:
         return {"examination": None, "_load_hook": None}
 
     def begin(self, trainer: Trainer, module: LightningModule) -> None:
-        """Look at what is there before the first step."""
+        """Examine the model and its settings before the first step."""
         self._remove_load_hook()
         if self.examination is None:
             return
@@ -93,7 +93,7 @@ class DoctorRun:
         self.examination.before_training()
 
     def tell(self, trainer: Trainer) -> bool:
-        """Collect the findings of all ranks and tell of those that are new. Called at the same points on every rank.
+        """Collect the findings of all ranks and report the new ones. Called at the same points on every rank.
 
         Returns:
             True if every rank has watched an evaluation.
@@ -116,7 +116,7 @@ class DoctorRun:
         return all(n_evaluated for _, n_evaluated in every)
 
     def end_with(self, trainer: Trainer, error: BaseException) -> None:
-        """Say what was found on this rank until training failed: the others may have ended."""
+        """Report what this rank found until training failed, without waiting for other ranks."""
         if self.examination is not None and not isinstance(error, TrainingMistakeError):
             self.report = self.examination.report()
             self._publish(trainer, [one for one in self.report.serious if one not in self._told])

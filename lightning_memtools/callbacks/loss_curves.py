@@ -158,7 +158,7 @@ class LossCurves(EitherCallback, Neighbour):
             self._val.expect([name + suffix for name in self._val_names for suffix in loader_suffixes(trainer)])
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Add the losses that the step returns; on_validation_end knows if a logged metric takes their place."""
+        """Add the losses that the step returns; a logged metric may replace them in on_validation_end."""
         end = EvaluationBatchEnd(*args, **kwargs)
         if end.trainer.sanity_checking:
             return

@@ -125,7 +125,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
         return self._running().charts(validates=trainer.enable_validation)
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Leave events of a trial out of the counts; BatchSizeTuner calls this."""
+        """Do not count events of a trial; BatchSizeTuner calls this."""
         if self._run is not None:
             self._run.leave_out(alloc_retries=alloc_retries, ooms=ooms)
 
@@ -316,5 +316,5 @@ class MemoryMonitor(EitherCallback, Neighbour):
 
 @cache
 def _say_that_there_is_no_gpu() -> None:
-    """Print how to see more: once, since a script may make many Trainers."""
+    """Print once how to see more: a script may make many Trainers."""
     print_on_console(NO_GPU)

@@ -148,7 +148,7 @@ class OOMRecovery(EitherCallback, Neighbour):
             self._told.tell(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what happened, with what other ranks have told by now."""
+        """Log what happened here and, as far as known by now, on other ranks."""
         if self._told is not None:
             self._told.tell(trainer, of_all=True)
 

@@ -1,4 +1,4 @@
-"""Tells loggers, other callbacks, other ranks and the user what OOMRecovery did in one call of the Trainer."""
+"""Reports to loggers, callbacks, other ranks and the user what OOMRecovery did in one call of the Trainer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_memtools.reporting.ranks import RankPosts
 
 
 class ToldRecoveries:
-    """Tells each thing that happened once.
+    """Reports each event once.
 
     Args:
-        name: The name under which the ranks tell each other.
+        name: The name under which the ranks post to each other.
         recoveries: What happened to batches.
         warns: Whether to warn of the first recovery of each kind.
 
@@ -36,12 +36,12 @@ class ToldRecoveries:
 
     @property
     def remark(self) -> str:
-        """A line on this rank and on what others have told by now; "" where nothing happened."""
+        """A line on this rank and on the others as far as known by now; "" if nothing happened."""
         others = (f"Rank {rank}: {text}" for rank, text, _ in self._others() if text)
         return " ".join(filter(None, [self._own_remark(), *others]))
 
     def tell(self, trainer: Trainer, *, of_all: bool = False) -> None:
-        """Tell what is new; with `of_all`, also the number of what other ranks have told by now."""
+        """Report what is new; with `of_all`, also the number of recoveries on other ranks that is known by now."""
         found, update = self._recoveries, self.updates.told if self.updates else ""
         elsewhere = sum(n for *_, n in self._others()) if of_all else self._told[3]
         now = (found.n_recovered, found.n_skipped, bool(update), elsewhere)
@@ -63,6 +63,6 @@ class ToldRecoveries:
         return " ".join(filter(None, [str(self._recoveries), self.updates.told if self.updates else ""]))
 
     def _others(self) -> list[tuple[int, str, int]]:
-        """Return what other ranks have told so far: the rank, its remark and its number of recoveries."""
+        """Return what other ranks have posted so far: the rank, its remark and its number of recoveries."""
         posted, own = self._posts.read(), self._posts.rank
         return [(rank, *one.values["told"]) for rank, one in enumerate(posted) if one.values and rank != own]

@@ -85,7 +85,7 @@ class TrainingDoctor(EitherCallback, Neighbour):
             self._run = DoctorRun(trainer, pl_module, self._names, steps=self.steps, raises=raises)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at what is there before the first step."""
+        """Run the checks that need no step."""
         if self._run is not None:
             self._run.begin(trainer, pl_module)
 
@@ -114,7 +114,7 @@ class TrainingDoctor(EitherCallback, Neighbour):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the step; the last watched one brings the report."""
+        """End the step; after the last watched one, report."""
         examination = self._examination
         if self._run is None or examination is None or examination.is_concluded:
             return
@@ -130,7 +130,7 @@ class TrainingDoctor(EitherCallback, Neighbour):
             self._examination.evaluation_batch_start()
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Look at what the step returned."""
+        """Check what the step returned."""
         if self._examination is not None:
             self._examination.evaluation_batch_end(EvaluationBatchEnd(*args, **kwargs).outputs)
 
@@ -154,7 +154,7 @@ class TrainingDoctor(EitherCallback, Neighbour):
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say what was found until then on this rank."""
+        """Report what this rank has found so far."""
         if self._run is not None:
             self._run.end_with(trainer, exception)
 

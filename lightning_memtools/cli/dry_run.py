@@ -141,7 +141,7 @@ class DryRunResult:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> DryRunResult:
-        """Return the result that `dataclasses.asdict` made plain."""
+        """Return the result from what `dataclasses.asdict` made of it."""
         return cls(
             **{
                 **content,
@@ -251,7 +251,7 @@ def _check_there_is(program: str, *, module: bool) -> None:
 
 
 def _end_session(child: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the child's session: Ctrl-C reaches this process only, and loaders may outlive a script."""
+    """Kill the child's remaining processes: Ctrl-C only reaches this one, and loaders may outlive a script."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:

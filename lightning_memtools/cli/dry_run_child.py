@@ -57,10 +57,10 @@ def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
 
 
 def _run_one_of(spec: DryRunSpec) -> None:
-    """Make `torch.multiprocessing.spawn` run this rank's part here, where it would start a process for each rank."""
+    """Make `torch.multiprocessing.spawn` run this rank alone, in this process."""
 
     class Ended:
-        """Stands for the processes, which have ended already."""
+        """What `mp.spawn(join=False)` returns: a context whose processes have already ended."""
 
         processes: ClassVar[list[Any]] = []
 
@@ -142,7 +142,7 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
 
 
 def main(path: str) -> None:
-    """Run what a spec's file says, write the result beside it, and end the process."""
+    """Run the task in a spec file, write the result beside it, and end the process."""
     spec = DryRunSpec(**json.loads(Path(path).read_text(encoding="utf-8")))
     with _as_one_rank(spec), values_followed():
         _run(spec)
@@ -188,7 +188,7 @@ def _run(spec: DryRunSpec) -> None:
 
 
 def _add_whole_script(observer: RunObserver) -> None:
-    """Make a stage of the peaks of a script in which no Trainer ran."""
+    """Add a stage with the peaks of a script in which no Trainer ran."""
     stats = torch.cuda.memory_stats(observer.spec.rank)
     peak = stats.get("allocated_bytes.all.peak", 0)
     observer.stages[WHOLE_SCRIPT] = DryRunStage(

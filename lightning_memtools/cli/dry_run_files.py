@@ -1,4 +1,4 @@
-"""The files that a script writes in a dry run: none of the user's is replaced, and large tensors take no room."""
+"""The files that a script writes in a dry run: the user's are kept, and large tensors take no disk space."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunFiles:
 
     Args:
         directory: The folder of the dry run.
-        note: Is told, in a sentence, of files that the user should know of.
+        note: Called with a sentence about files that the user should know of.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
@@ -32,7 +32,7 @@ class RunFiles:
         self._new: set[Path] = set()
 
     def within_run(self, path: str | os.PathLike[str]) -> Path:
-        """Return where in the run's folder a file is written that was to be written to `path`."""
+        """Return the place in the run's folder for a file that the script writes to `path`."""
         given = Path(path).resolve()
         if given.is_relative_to(self._directory):
             return given
@@ -41,7 +41,7 @@ class RunFiles:
         return target
 
     def to_write(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return where a file is written: where the script says, unless there is one already, which is the user's."""
+        """Return where a file is written: at the script's path, unless that is an existing file of the user's."""
         given = Path(path).resolve()
         if given.is_relative_to(self._directory) or given in self._new:
             return path
@@ -54,11 +54,11 @@ class RunFiles:
         return path
 
     def to_read(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return where the file is that the script wrote to `path`, or `path` for any other."""
+        """Return where the script's own file for `path` is; `path` itself if the script wrote none."""
         return self._moved.get(Path(path).resolve(), path)
 
     def guard_torch(self) -> None:
-        """Make `torch.save` and `torch.load` keep to this from now on."""
+        """Make `torch.save` and `torch.load` use these paths from now on."""
         save, load = torch.save, torch.load
 
         @functools.wraps(save)
@@ -72,7 +72,7 @@ class RunFiles:
         torch.save, torch.load = guarded_save, guarded_load
 
     def guard_fabric(self, module: ModuleType) -> None:
-        """Make Fabric keep to this; `module` is the one that holds its class."""
+        """Make Fabric use these paths; `module` holds its class."""
         for name, place in (("save", self.to_write), ("load", self.to_read), ("load_raw", self.to_read)):
             _with_path_from(module.Fabric, name, place)
 
@@ -112,5 +112,5 @@ def _shrunk(tensor: Tensor) -> Tensor:
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    """Give a tensor that was shrunk the memory that it would have on the device."""
+    """Give a shrunken tensor its full size again."""
     return tensor.contiguous() if tensor.is_cuda and tensor.nbytes > _LARGEST_WHOLE_TENSOR else tensor

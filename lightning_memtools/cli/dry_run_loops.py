@@ -1,4 +1,4 @@
-"""Training loops of the script's own in a dry run: what their models and optimizers hold, and what layers keep."""
+"""Hand-written training loops in a dry run: what their models and optimizers hold, and what layers keep."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LoopWatch:
         self._note()
 
     def look(self) -> None:
-        """The script ends with an error: note what there is, if no step came to its end."""
+        """Called when the script ends with an error: note models and optimizers if no step was finished."""
         if not self._observer.is_watching and not self._optimizers:
             self._models.update(_whole_models())
             self._note()
@@ -58,7 +58,7 @@ class LoopWatch:
 
 
 def _whole_models() -> Iterator[nn.Module]:
-    """Yield the modules of this process that are no part of another."""
+    """Yield the modules of this process that are not submodules of another."""
     found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     parts = {id(part) for one in found for part in one.children()}
     yield from (one for one in found if id(one) not in parts)

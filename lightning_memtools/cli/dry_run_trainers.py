@@ -45,14 +45,13 @@ class RunObserver:
         self._layers_at_first: dict[str, int] = {}
         self._batches = 0
         self._watch: StageWatch | None = None
-        self._running: list[Stage] = []
         self._phases: PhaseWatch | None = None
         self._owned: dict[str, dict[str, int]] = {}
         self._hooks: list[Any] = []
         self._open: list[tuple[str, int]] = []
 
     def note(self, text: str) -> None:
-        """Keep a sentence for the end, once."""
+        """Add a sentence to the result's notes, once."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -67,18 +66,15 @@ class RunObserver:
         counter = peak_counter(reader)
         self._watch = StageWatch(counter)
         self._phases = PhaseWatch(counter)
-        self._running.clear()
 
     def enter(self, stage: Stage) -> None:
         """Begin a stage."""
         if self._watch is not None:
             self._watch.enter(stage)
-            self._running.append(stage)
 
     def leave(self, stage: Stage) -> None:
         """End a stage."""
-        if self._watch is not None and stage in self._running:
-            self._running.remove(stage)
+        if self._watch is not None and self._watch.running == stage:
             self._watch.point(stage)
             self._watch.leave(stage)
 
@@ -88,7 +84,7 @@ class RunObserver:
             self._phases.switch(phase)
 
     def see(self, stage: str, model: nn.Module, optimizers: Sequence[Any], batch: Any, device: torch.device) -> None:
-        """Note what model, optimizers and batch hold, now that the batch is on the device."""
+        """Note the bytes of model, optimizers and batch; the batch is on the device."""
         reader = accelerator_reader(device)
         if reader is None:
             return
@@ -124,7 +120,7 @@ class RunObserver:
             self.watch_layers(model)
 
     def watch_layers(self, model: nn.Module) -> None:
-        """Note from now on how much more is allocated after each innermost module than before it."""
+        """Start to measure how many bytes each innermost module leaves allocated."""
         for name, module in model.named_modules():
             if next(module.children(), None) is None:
                 shown = plain_name(f"{name}.").removesuffix(".") or type(model).__name__
@@ -171,7 +167,7 @@ class RunObserver:
 
 
 def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
-    """Return the callback that tells the observer of a Trainer's stages; `lightning` is the package in use."""
+    """Return the callback that passes a Trainer's stages to the observer; `lightning` is the package in use."""
     place = Path(observer.spec.directory)
 
     class DryRunObserver(lightning.Callback):  # type: ignore[name-defined, misc]
@@ -275,7 +271,7 @@ def _read_from_run(observer: RunObserver, module: ModuleType) -> None:
 
 
 def _with_checkpoints_there(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of Trainer that takes checkpoints from where they were written, and none that was not."""
+    """Return a Trainer method that loads the run's own checkpoints, and skips those that it did not write."""
     signature, place = inspect.signature(method), Path(observer.spec.directory)
 
     @functools.wraps(method)
@@ -360,7 +356,7 @@ def _loggers(given: Any, place: Path, lightning: ModuleType) -> Any:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls a function with a module once the script has imported it; costs nothing if it never does."""
+    """An import hook: calls a function with a module when the script imports it."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], object]]) -> None:
         self._functions = dict(functions)
@@ -404,7 +400,7 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
 
 @contextmanager
 def values_followed() -> Iterator[None]:
-    """Follow the values of the data within, until the script compiles something: compiled code runs in no mode."""
+    """Follow the values of the data inside, until the script compiles something: compiled code ignores modes."""
     patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))

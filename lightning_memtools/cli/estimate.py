@@ -101,7 +101,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _environment_of(capacity: str | None) -> dict[str, str]:
-    """Return the environment with a device like the GPU that is named, if one is, which nothing fills."""
+    """Return the environment of the process with a device like the named GPU, without a limit of memory."""
     gpu = None if capacity is None else find_gpu(capacity)
     return environment(null_devices() if gpu is None else null_devices(gpu.name, 2**40))
 
@@ -160,7 +160,7 @@ def _estimate(chosen: argparse.Namespace) -> None:
 
 
 def around_the_boundary(rows: list[tuple[str, str]], n: int = 3) -> list[tuple[str, str]]:
-    """Return the rows on both sides of the first GPU that fits, which come sorted by size: at most n on each."""
+    """Return at most n rows on each side of the first GPU that fits; rows are sorted by size."""
     first = next((i for i, (_, fits) in enumerate(rows) if fits == "yes"), len(rows))
     return rows[max(0, first - n) : first + n]
 

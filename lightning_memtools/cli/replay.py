@@ -53,7 +53,7 @@ def model_of(chosen: argparse.Namespace) -> Any:
 
 
 def trusted(chosen: argparse.Namespace, status: Status) -> Callable[[str, str], bool]:
-    """Return the function that decides, with `--trust` or at the terminal, whether a module may be imported.
+    """Return a function that asks whether a module may be imported: `--trust` or the terminal answers.
 
     Args:
         chosen: The command line.

@@ -21,7 +21,7 @@ class UsageError(Exception):
 
 
 def require_folder_of(path: str | None) -> None:
-    """Refuse a file to be written whose folder does not exist, before the work is done whose result it is to hold.
+    """Raise if the folder of an output file does not exist. Call it before the work is done.
 
     Raises:
         UsageError: The folder does not exist.
@@ -31,7 +31,7 @@ def require_folder_of(path: str | None) -> None:
 
 
 def working(text: str) -> Status:
-    """Show on a terminal what the code within does; elsewhere nothing, so that output can be read by programs."""
+    """Show on a terminal what the code inside is doing; elsewhere print nothing, for programs that read the output."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
     return Console(stderr=True).status(f"{text} ...")

@@ -137,8 +137,8 @@ def prefix_finding(path: str, added: str, removed: str, *, n_keys: int) -> Findi
 
     Args:
         path: The checkpoint.
-        added: What all its keys have in front.
-        removed: What all the model's keys have in front.
+        added: The prefix that all its keys have.
+        removed: The prefix that all the model's keys have.
         n_keys: How many there are.
     """
     if added:
@@ -179,7 +179,7 @@ def _other_keys(path: str, missing: Sequence[str], unexpected: Sequence[str]) ->
 
 
 def _tried(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[list[str], list[str], list[tuple[str, str, str]]]:
-    """Load a state_dict into fake stand-ins, which knows every rule and hook of the model's modules."""
+    """Load a state_dict into a fake copy of the model, so that every rule and hook of its modules applies."""
     sizes: list[tuple[str, str, str]] = []
     with fake_mode(), borrowed([model], TensorExchange()):
         try:

@@ -24,6 +24,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.simulation.step_runner import (
     Recipe,
+    StepListener,
     StepRunner,
     forward_of,
     has_step,
@@ -157,8 +158,8 @@ def _examine(
         module.training = mode
 
 
-class _StepsOf(Callback):
-    """Real training and evaluation steps of a model in Lightning's loops, of which an examination is told."""
+class _StepsOf(StepListener, Callback):
+    """Runs real training and evaluation steps in Lightning's loops, and passes their events to an examination."""
 
     def __init__(
         self, model: nn.Module, step: Callable[[nn.Module, Any], Tensor] | None, optimizers: Sequence[Optimizer]
@@ -184,9 +185,6 @@ class _StepsOf(Callback):
 
     # --- called by the runner
 
-    def begin(self, phase: str, step: int | None = None) -> None:
-        """Do nothing."""
-
     def next_batch(self) -> Any:
         """Return the next batch."""
         return self._batches.pop(0)
@@ -203,25 +201,25 @@ class _StepsOf(Callback):
     # --- called by Lightning
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Tell of the loss."""
+        """Pass the loss on."""
         del trainer, pl_module
         self._examination.before_backward(loss)
 
     def on_after_backward(self, *_: Any) -> None:
-        """Tell that gradients are there."""
+        """Pass on that gradients exist."""
         self._examination.after_backward()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        """Tell of the optimizer."""
+        """Pass the optimizer on."""
         del trainer, pl_module
         self._examination.before_optimizer_step(optimizer)
 
     def on_validation_batch_start(self, *_: Any, **_named: Any) -> None:
-        """Tell that an evaluation step begins."""
+        """Pass on that an evaluation step begins."""
         self._examination.evaluation_batch_start()
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **_named: Any) -> None:
-        """Tell of its outputs."""
+        """Pass its outputs on."""
         del trainer, pl_module
         self._examination.evaluation_batch_end(outputs)
 

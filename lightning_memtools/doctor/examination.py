@@ -60,7 +60,7 @@ class Examination:
         self._tell_in_training("before_backward", loss)
 
     def after_backward(self) -> None:
-        """Gradients are there."""
+        """Gradients were computed."""
         self._tell_in_training("after_backward")
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -90,7 +90,7 @@ class Examination:
         self._tell("evaluation_end")
 
     def conclude(self) -> None:
-        """No more training steps are watched. Concluding twice does no harm."""
+        """End the watch over training steps. Idempotent."""
         if not self.is_concluded:
             self.is_concluded = True
             self._tell("conclude")

@@ -30,7 +30,7 @@ _LEAF = 2**64 - 1
 
 
 class GraphMark:
-    """Lives as long as the graph node that holds it; a weak reference to it tells whether the node is alive."""
+    """An object held by a graph node; a weak reference to it shows whether the node is alive."""
 
     __slots__ = ("__weakref__",)
 
@@ -143,7 +143,7 @@ def _reaches(tensor: Tensor, before: int) -> bool:
 
 
 def nodes_below(node: Any, limit: int) -> Iterator[Any]:
-    """Yield a graph's nodes from a node downwards, nearest first and at most so many, without those of leaves."""
+    """Yield at most `most` nodes of a graph below a node, nearest first, without those of leaves."""
     queue, seen = deque([node]), {node}
     while queue and limit:
         one = queue.popleft()

@@ -85,7 +85,7 @@ class SharedMemory:
         yield from ()
 
     def batch_start(self, batch: Any, index: int) -> Iterator[Finding]:
-        """Compare the need, which the first batch tells, with what was free."""
+        """Compare the first batch's need with what was free."""
         case = self._case
         loaders = [
             loader for loader in (case.train_loader, *case.evaluation_loaders) if getattr(loader, "num_workers", 0)
@@ -193,7 +193,7 @@ class DataWaiting:
         yield from ()
 
     def evaluation_end(self) -> Iterator[Finding]:
-        """The time of an evaluation is no wait."""
+        """Do not count an evaluation as waiting."""
         self._ended_at = None
         yield from ()
 

@@ -136,7 +136,7 @@ class LossSpikes:
 def robust_score(value: float, earlier: Sequence[float]) -> float:
     """Return by how many robust standard deviations (1.4826 times the median deviation) a value exceeds the others.
 
-    It is 0 for NaN and infinite values, which are another callback's matter.
+    0 for NaN and infinite values: HaltOnNaN handles those.
     """
     median = statistics.median(earlier)
     spread = 1.4826 * statistics.median(abs(one - median) for one in earlier)

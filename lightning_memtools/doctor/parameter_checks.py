@@ -1,4 +1,4 @@
-"""Checks of parameters: those that no optimizer holds, that get no gradient, or that can never become different."""
+"""Checks of parameters: those that no optimizer holds, that get no gradient, or that stay equal to each other."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class MissingGradients:
         yield from ()
 
     def conclude(self) -> Iterator[Finding]:
-        """Report."""
+        """Report the parameters without gradients."""
         self._read_norms()
         missing = [seen for seen in self._seen.values() if seen.n_steps >= MIN_STEPS and seen.n_missing == seen.n_steps]
         if missing:

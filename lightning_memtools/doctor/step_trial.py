@@ -1,4 +1,4 @@
-"""Trials of the training step on fake tensors: shapes without values, and nothing of the user's is changed."""
+"""Trials of the training step on fake tensors: shapes without values; the user's objects are not changed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def try_step(case: TrainingCase, batch: Any, *, size: int | None = None) -> Tria
     Args:
         case: The training.
         batch: The batch. It is not changed.
-        size: Take only so many samples of it; None for all.
+        size: The number of samples to take; None for all.
     """
     if case.forward is None:
         return TrialFacts()
@@ -192,7 +192,7 @@ def _try(case: TrainingCase, batch: Any, exchange: TensorExchange) -> TrialFacts
 
 
 def _step_of(case: TrainingCase) -> Any:
-    """Return the user's function that a trial runs."""
+    """Return the function of the user's code that a trial runs."""
     return getattr(getattr(case.model, "training_step", case.forward), "__func__", case.forward)
 
 
@@ -228,7 +228,7 @@ class _StepWatch(TorchFunctionMode):
     Args:
         facts: Takes the notes.
         batch: The tensors of the batch.
-        strays: By name, the stand-ins of attributes on another device. All stand-ins are on one device.
+        strays: The stand-ins of attributes on another device, by name. All stand-ins are on one device.
     """
 
     def __init__(self, facts: TrialFacts, batch: Iterable[Tensor], strays: Mapping[str, Tensor]) -> None:
@@ -314,7 +314,7 @@ def _throws_result_away(line: CodeLine) -> bool:
 
 
 def place_of_error(error: BaseException, model: nn.Module) -> str:
-    """Return the innermost module that an error was raised in, and else the user's line."""
+    """Return the innermost module that an error was raised in; without one, the user's line."""
     names = {id(module): name for name, module in model.named_modules() if name}
     found = ""
     entry = error.__traceback__

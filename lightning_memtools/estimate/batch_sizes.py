@@ -110,7 +110,7 @@ def _attempt_or_two(size: int, attempt: Callable[[int], TracedSize], trials: Map
 def _guess(
     trials: dict[int, TracedSize], low: int, high: int, serves: Callable[[AllocationTrace], bool], limit: int
 ) -> int:
-    """Return the largest size in [low, high) that fits by all that is known."""
+    """Return the largest size in [low, high) that is predicted to fit."""
     nearest = sorted(trials, key=lambda size: abs(size - (low if high == _MOST else (low + high) // 2)))[:_NEAREST]
     for one, other in combinations(nearest, 2):
         first, second = sorted((one, other))
@@ -134,7 +134,7 @@ def _holds(serves: Callable[[AllocationTrace], bool], line: Callable[[int], Allo
 
 
 def _last_that(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the last number in [low, high) that holds; low is known to hold, and high is not."""
+    """Return by bisection the last number in [low, high) that holds; low holds, and high does not."""
     if high == _MOST:
         high = low + 1
         while high < _MOST and holds(high):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_memtools._lightning import STEP_NAMES
 from lightning_memtools._torch import UnsupportedOperatorException
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.estimate.batch_sizes import resized
@@ -22,7 +23,6 @@ from lightning_memtools.simulation.cuda_run import trace_on_cuda
 from lightning_memtools.simulation.ddp_buckets import BucketSettings, unwrapped
 from lightning_memtools.simulation.one_rank import RankSettings, StrategyName, configures_itself
 from lightning_memtools.simulation.step_runner import (
-    STEP_NAMES,
     PrecisionName,
     Recipe,
     Stage,
@@ -208,7 +208,7 @@ def _estimate_on_cuda(
 
 
 def _check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucket_mb: float | None) -> None:
-    """Refuse numbers that are out of range.
+    """Raise for numbers that are out of range.
 
     Raises:
         ValueError: A number is out of range.
@@ -223,7 +223,7 @@ def _check_numbers(*, steps: int, accumulate: int, clip: float | None, ddp_bucke
 
 
 def _check_ranks(strategy: object, devices: object, shard: object) -> None:
-    """Refuse strategies that are not known, and settings of ranks that do not go together.
+    """Raise for unknown strategies, and for settings of ranks that contradict each other.
 
     Raises:
         ValueError: These are refused.
@@ -254,7 +254,7 @@ def _check_ranks(strategy: object, devices: object, shard: object) -> None:
 def _check_sharding(
     model: nn.Module, optimizer: object, *, strategy: str, precision: str, clip: float | None, device: str
 ) -> None:
-    """Refuse what cannot be sharded, or what nobody could train so.
+    """Raise for models that cannot be sharded or trained in this way.
 
     Raises:
         TypeError: The model is wrapped already, or the optimizer is one of whole parameters.
@@ -282,7 +282,7 @@ def _check_sharding(
 
 
 def _check_model(model: object, step: object, *, stage: str, device: str) -> None:
-    """Refuse models without a step, and unknown stages and devices.
+    """Raise for models without a step, and for unknown stages and devices.
 
     Raises:
         TypeError: The model is no module, or the step no function.
@@ -310,7 +310,7 @@ def _check_model(model: object, step: object, *, stage: str, device: str) -> Non
 
 
 def _check_precision(precision: object) -> None:
-    """Refuse precisions that are not known.
+    """Raise for an unknown precision.
 
     Raises:
         ValueError: The precision is unknown.
@@ -321,7 +321,7 @@ def _check_precision(precision: object) -> None:
 
 
 def _check_optimizer(optimizer: object) -> None:
-    """Refuse values that neither are nor make an optimizer.
+    """Raise for a value that is not an optimizer and does not make one.
 
     Raises:
         TypeError: The value is one of these.
@@ -334,7 +334,7 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _check_training(model: nn.Module, step: object, optimizer: object, *, accumulate: int, clip: float | None) -> None:
-    """Refuse models that cannot be trained in the given way.
+    """Raise for models that cannot be trained in the given way.
 
     Raises:
         ValueError: There is nothing to train, or not with this optimizer, or not in this way.

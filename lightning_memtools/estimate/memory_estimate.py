@@ -117,7 +117,7 @@ class MemoryEstimate:
 
     @property
     def begin(self) -> int:
-        """The number of events of the trace before the first step, which put the model onto the device."""
+        """The number of events at the start of the trace that put the model on the device, before the first step."""
         return next((event for event, _, phase in self.timeline.marks if phase == "inputs"), 0)
 
     def fits(self, capacity: str) -> bool:
@@ -164,7 +164,7 @@ class MemoryEstimate:
         return largest_batch(self.batch_size, attempt=attempt, serves=serves, limit=limit.usable)
 
     def traced_size(self, capacity: str) -> TracedSize:
-        """Return what the search for the largest batch compares: if the steps fit, their peak, and their requests."""
+        """Return this estimate as a trial of the search for the largest batch."""
         return TracedSize(self.fits(capacity), self.peak_allocated, self._trace)
 
     def fitting_gpus(self) -> list[tuple[str, bool]]:

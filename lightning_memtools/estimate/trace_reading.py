@@ -1,4 +1,4 @@
-"""Makes an estimate of a trace."""
+"""Turns a trace into an estimate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_estimate(
     retrace: Callable[[int], MemoryEstimate],
     notes: tuple[str, ...] = (),
 ) -> MemoryEstimate:
-    """Return the estimate that a trace gives."""
+    """Return the estimate of a traced step."""
     recorder = traced.recorder
     timeline = timeline_of(recorder)
     stats = traced.device.stats()
@@ -86,7 +86,7 @@ def _name(allocation: Allocation) -> str:
 
 
 def _path(module: str, model: str) -> str:
-    """Return a module's name as named_modules gives it; names of no module stay as they are."""
+    """Return a module's name as `named_modules` gives it; other names are returned unchanged."""
     if module == model:
         return "(model)"
     if module in {OUTSIDE, OPTIMIZER, "workspace"}:

@@ -1,4 +1,4 @@
-"""Device values that are read once they have reached the host, so that nobody waits for the device."""
+"""Reads values from the device once their copies have reached the host, so that nothing waits for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warns, once each, of what comes before running out of memory."""
+"""Warns once of each sign that memory is about to run out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EarlyWarnings:
         return [text for name, text in self._findings(point) if self._is_new(name)]
 
     def leave_out(self, retries: int) -> None:
-        """Leave retries out that were no part of the run."""
+        """Do not count retries that happened outside of the run."""
         self._retries += retries
 
     def _findings(self, point: MemoryPoint) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The local variables in the frames of an error: reads them, and lets go of them."""
+"""Reads and clears the local variables in the frames of an error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from lightning_memtools.memory.oom_errors import error_chain
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of the local variables in the frames of an error, and of those of errors that it was raised from.
+    """Clear the local variables in the frames of an error and of the errors that it was raised from.
 
-    Frames that still run keep theirs. The traceback still tells where the error came from.
+    Frames that are
+    still running keep theirs. The traceback still shows where the error was raised.
     """
     for one in error_chain(error):
         traceback.clear_frames(one.__traceback__)

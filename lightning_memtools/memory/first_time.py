@@ -1,4 +1,4 @@
-"""Tells the first time from later ones: for what is warned of once."""
+"""A warn-once flag: tells the first call with a key from later ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class FirstTime:
-    """Remembers what was said."""
+    """Remembers the keys it was called with."""
 
     said: set[object] = field(default_factory=set)
 

@@ -1,4 +1,4 @@
-"""Records what is asked of a device's allocator, on a GPU and on a VirtualDevice alike."""
+"""Records the requests to a device's allocator, on a GPU or on a VirtualDevice."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _pinned() -> int | None:
 
 
 class HostWatch:
-    """Looks at host memory now and then, and says once each what is wrong with it.
+    """Reads host memory now and then, and warns once of each problem.
 
     Args:
         share: The share of the time that looking may take.

@@ -1,4 +1,4 @@
-"""The sizes that a loader tells: samples per batch, samples per epoch."""
+"""The sizes that a loader declares: samples per batch, samples per epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Releases memory between the stages of a run: collects garbage, empties the cache, and tells what stays allocated."""
+"""Releases memory between the stages of a run: collects garbage, empties the cache, reports what stays."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ReleaseThreshold:
             self._share = minimum
 
     def minimum_bytes(self, stats: MemoryStats) -> float:
-        """Return the least that is worth releasing on this device."""
+        """Return the smallest number of bytes that is worth releasing on this device."""
         if self._bytes is not None:
             return self._bytes
         assert self._share is not None

@@ -57,15 +57,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_killed_worker(error: BaseException) -> bool:
-    """Return whether an error says that a data-loader worker died, as if killed by the kernel for want of memory."""
+    """Return whether an error says that a data-loader worker died, as if killed by the kernel for lack of memory."""
     return any(isinstance(one, RuntimeError) and _KILLED_WORKER.search(str(one)) for one in error_chain(error))
 
 
 def worker_out_of_memory(error: BaseException) -> str:
-    """Return the text that tells of a data-loader worker that died as for want of memory: by SIGKILL, or by SIGBUS.
+    """Return the error text that says a loader worker was killed, as it is without memory; "" if none does.
 
-    It is "" where nothing says so. Of a worker that died while a batch of its was on the way, the loader says no more
-    than that a connection was closed.
+    The signal is SIGKILL or SIGBUS. If the worker died while it sent a batch, the loader only says that a connection
+    was closed.
     """
     for one in error_chain(error):
         said = str(one)

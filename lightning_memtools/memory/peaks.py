@@ -1,8 +1,8 @@
 """Peaks by stage: training and the evaluations that interrupt it, on a device that keeps only one resettable peak.
 
-A device has a single peak counter per figure. A reset takes the peak away from everyone who reads it, so one object
-owns it: `PeakCounter`. Others open a `PeakWindow` there. Each reset first adds the device's peak to all windows that
-are running, so no window loses a peak to another's reset, and none gets a peak from outside its own time.
+A device has a single peak counter per figure. A reset loses the peak for every reader, so one object owns the counter:
+`PeakCounter`. Others open a `PeakWindow` there. Each reset first adds the device's peak to all windows that are
+running, so no window loses a peak to another's reset, and none gets a peak from outside its own time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from looking through all objects of a program again and again."""
+"""Keeps Python's garbage collector from visiting all objects of a program again and again."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def quick_collections() -> Iterator[None]:
 
 
 class _Frozen:
-    """Says where a block above has frozen what was there."""
+    """Whether an enclosing block has frozen the existing objects already."""
 
     here = False

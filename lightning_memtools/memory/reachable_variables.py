@@ -39,7 +39,7 @@ class ReachableVariable:
 
     @property
     def is_global(self) -> bool:
-        """True where it is no variable of a closure."""
+        """True unless it is a variable of a closure."""
         return not isinstance(self.holder, CellType)
 
     @property

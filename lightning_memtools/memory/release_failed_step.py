@@ -1,4 +1,4 @@
-"""Gives the memory of a failed step back: its frames, gradients and cached blocks; and names who holds the rest."""
+"""Frees the memory of a failed step (frames, gradients, cached blocks), and names what holds the rest."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class FailedStepRelease:
-    """The memory that came back after a failed step, and what did not. `print` it.
+    """What was freed after a failed step, and what was not. `print` it.
 
     Attributes:
         freed_bytes: The allocated memory that was freed, over all devices.
         allocated_bytes: What is still allocated.
         owned_bytes: The part of that which the models and optimizers that were found own.
-        holders: Who holds the largest of the rest, each with its size.
+        holders: What holds the largest of the rest, each with its size.
     """
 
     freed_bytes: int
@@ -58,7 +58,7 @@ class FailedStepRelease:
 def release_failed_step(error: BaseException, model: nn.Module | None = None) -> FailedStepRelease:
     """Free what a step that ran out of memory still holds, so that the program can go on.
 
-    The local variables in the frames of the error are let go of, gradients become None, what autograd keeps of a failed
+    The local variables in the frames of the error are cleared, gradients become None, what autograd keeps of a failed
     backward pass is freed, garbage is collected, and the cache is emptied. Weights and optimizer states stay. Frames
     that still run, such as the one that caught the error, keep their variables; what they hold is named.
 
@@ -116,7 +116,7 @@ def _running_frames_of(error: BaseException) -> list[FrameType]:
 
 
 def _models_of(error: BaseException) -> list[nn.Module]:
-    """Return the models that local variables of the error's frames are, without parts of other models."""
+    """Return the models among the local variables of the error's frames, without submodules of other models."""
     frames = [frame for one in error_chain(error) for frame, _ in traceback.walk_tb(one.__traceback__)]
     values = [value for frame in frames for value in variables_of(frame).values()]
     found = list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
@@ -127,7 +127,7 @@ def _models_of(error: BaseException) -> list[nn.Module]:
 def _held_on(
     on_device: OnDevice, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], running: Iterable[FrameType]
 ) -> tuple[int, list[str]]:
-    """Return the bytes that models and optimizers own on a device, and who holds the largest of the rest."""
+    """Return the bytes that models and optimizers own on a device, and what holds the largest of the rest."""
     owned = owned_by(nn.ModuleList(models), optimizers, on_device)
     rest = TensorCensus(on_device).take(owned.storages)
     rest.sort(key=lambda one: -one.n_bytes)

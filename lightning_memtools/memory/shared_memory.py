@@ -49,7 +49,7 @@ def free_in_container(cgroup: Path | None = None) -> int | None:
 
 
 def kills_in_container() -> int | None:
-    """Return how many processes of this container the kernel has killed for want of memory; None where unknown."""
+    """Return how many processes of this container the kernel has killed for lack of memory; None where unknown."""
     files = [(place / "memory.events", place / "memory.oom_control") for place in _own_cgroups()]
     counts = [_count_in(path, "oom_kill") for two in files for path in two if path.is_file()]
     return max((count for count in counts if count is not None), default=None)

@@ -63,7 +63,7 @@ def parse_size(text: str | int) -> int:
 
 
 def is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
-    """Return True for a whole number from `least` on; a bool is none."""
+    """Return True for an int that is at least `least`; a bool is not a count."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 

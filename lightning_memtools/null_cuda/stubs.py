@@ -176,7 +176,7 @@ def _torch_libraries(folder: Path) -> Iterable[Path]:
 
 
 def _asked_functions(folder: Path) -> dict[str, str]:
-    """Functions that torch's libraries call in others, with the version that they ask for, or ""."""
+    """Functions that torch's libraries import from others, each with the symbol version that they require, or ""."""
     found: dict[str, str] = {}
     for path in _torch_libraries(folder):
         for line in _run("nm", "-D", "--undefined-only", path).splitlines():

@@ -180,7 +180,7 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
 
 
 def _of_other_lengths(trials: StepTrials) -> str:
-    """Return a remark on the batch's tensors that no smaller batch of a trace cuts."""
+    """Return a remark on tensors of the batch that a smaller traced batch does not make smaller."""
     lengths = {tensor.shape[0] for tensor in tensors_in(trials.failed.facts.batch) if tensor.dim()}
     others = sorted(lengths - {trials.size, 1})
     if not others:
@@ -261,7 +261,7 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
 
 
 def chunked_loss(trials: StepTrials) -> Iterator[Action]:
-    """The loss of a language model in chunks, so that its logits are never all there."""
+    """The loss of a language model in chunks, so that its logits never exist as a whole."""
     plan = trials.failed.run.plan
     found = step_with_chunked_loss(trials.failed.step(), () if plan is None else plan.chains)
     if found is None:
@@ -321,7 +321,7 @@ def larger_gpu(trials: StepTrials) -> Iterator[Action]:
 
 
 def growth(trials: StepTrials) -> Iterator[Action]:
-    """Releasing the memory that has accumulated over the batches."""
+    """Release the memory that has accumulated over the batches."""
     grown = trials.failed.facts.grown
     assert grown is not None
     enough = trials.plain_fits_with(grown.n_bytes)

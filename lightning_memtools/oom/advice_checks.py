@@ -24,7 +24,7 @@ class AdviceCheck:
         run: Tries the change, and yields actions.
         unchecked: The action to show where the check cannot be carried out.
         applies: Returns whether the change makes sense for the failed step.
-        only_if_nothing_fits: True if the check is of use only where no other change of the program is enough.
+        only_if_nothing_fits: True if the check is only useful when no other change is enough.
         improves: True if the check improves on another one. What it finds replaces the actions of the same kind, and
             it is shown as unchecked only where the time was over.
         needs_trace: True if the check cannot be carried out for a step that cannot be traced.
@@ -176,7 +176,7 @@ def _improved(found: list[Action], new: list[Action]) -> list[Action]:
 
 
 def _carried_out(check: AdviceCheck, trials: StepTrials) -> list[Action]:
-    """Return the actions that a check found, and where it could not be carried out to its end why not."""
+    """Return the actions that a check found; if it was not carried out to its end, also why not."""
     why_not = trials.why_not if check.needs_trace else ""
     found: list[Action] = []
     if not why_not:

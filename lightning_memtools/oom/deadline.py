@@ -20,8 +20,7 @@ class OutOfTimeError(Exception):
 class Deadline:
     """A time by which the checks have to end, in processor time of this thread.
 
-    So what is reached does not depend on what else the machine does. On a machine that others use, a report takes
-    longer by the clock.
+    So the result does not depend on the load of the machine, but on a busy machine a report takes longer by the clock.
 
     Args:
         seconds: The time from now.

@@ -83,7 +83,7 @@ class FailedStep:
         facts: The facts captured when memory ran out.
         run: The facts read from the Trainer.
         is_cuda_like: True if the step failed on a GPU with CUDA's allocator, real or simulated.
-        cuda: True to trace CUDA's operators, False for those of the CPU under a simulated device.
+        cuda: True to trace CUDA's operators; False for a CPU's under a simulated device.
         gpu: The name of a GPU with a cuBLAS workspace of the same size; None for GPUs before Hopper and for the CPU.
         config: The allocator's settings.
         history: The recorded history; None where none was recorded.
@@ -140,7 +140,7 @@ class FailedStep:
         return self.is_cuda_like and not (self.precision == "16-mixed" and self.run.clip)
 
     def why_not_traced(self) -> str:
-        """Return the reason why no step can be traced; "" where it can."""
+        """Return the reason why the step cannot be traced; "" if it can."""
         if self.run.untraceable:
             return self.run.untraceable
         if self.stage is None:

@@ -1,4 +1,4 @@
-"""Follows a run, and captures the facts in the moment that memory runs out, before the error unwinds."""
+"""Follows a run, and captures the facts at the moment when memory runs out, before the error unwinds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def observe(device: torch.device, observer: OOMObserver) -> Callable[[], None] |
     """Have an observer called when the device runs out of memory, before the error unwinds.
 
     Returns:
-        A function that ends this; None where the device calls no observers, so that only the exception is left.
+        A function that detaches the observer; None if the device calls no observers.
     """
     virtual = VirtualDevice.current()
     if virtual is not None and device.type == "cpu":
@@ -153,7 +153,7 @@ class FailureCapture:
         self._stop_observing = observe(device, self._observe)
 
     def stop(self) -> None:
-        """Stop observing and recording. Calling it twice does no harm."""
+        """Stop observing and recording. Idempotent."""
         if self._stop_observing is not None:
             self._stop_observing()
         if self.recording is not None:
@@ -204,7 +204,7 @@ class FailureCapture:
         return self._captured[-min(n_observed, len(self._captured))]
 
     def first_facts(self) -> FailureFacts | None:
-        """Return the facts that were captured first in the present step; None where no device told of it."""
+        """Return the facts that were captured first in the present step; None if no device reported a failure."""
         step = self._progress().step
         return next((facts for facts in self._captured if facts.moment.step == step), None)
 
@@ -289,7 +289,7 @@ def _fraction(reader: MemoryReader) -> float:
 
 
 def _with_host(facts: FailureFacts, device: torch.device) -> FailureFacts:
-    """Return the facts of a device that keeps no statistics; of the host at least the size is known."""
+    """Add the size of the host's memory to the facts of a device that keeps no statistics."""
     if device.type != "cpu":
         return facts
     host = psutil.virtual_memory()

@@ -46,7 +46,7 @@ class OOMNotice:
 
 
 class NoticeBoard:
-    """Tells the other ranks which one ran out of memory: all they see is a closed connection.
+    """Lets the other ranks know which one ran out of memory: they only see a closed connection.
 
     There is one notice for a call of the Trainer: a file beside the reports, and an entry in the process group's store.
     The file is for ranks on one machine or with a shared file system, and outlives the process that holds the store.
@@ -114,7 +114,7 @@ class OOMReporter:
     Attributes:
         directory: The directory of the reports, or the reason why the run keeps no files.
         top: The number of modules that are listed.
-        board: Tells the ranks of each other; None with one rank.
+        board: The notices between ranks; None with one rank.
     """
 
     directory: Path | NotWritten
@@ -137,7 +137,7 @@ class OOMReporter:
     def report_recovered(
         self, facts: FailureFacts, capture: FailureCapture, read_run: Callable[[], FailedRun], done: str
     ) -> str:
-        """Report as markdown that memory ran out, and what was done; other ranks are not told, for nothing ends."""
+        """Return a report on memory that ran out and what was done; the run goes on, so other ranks get no notice."""
         return self._page(facts, None, capture, read_run, done=done).markdown()
 
     def _page(
@@ -181,7 +181,7 @@ class OOMReporter:
         return page
 
     def report_worker(self, exception: BaseException, death: str, moment: FailureMoment) -> str:
-        """Report that a loader worker died for want of memory, and return the report as markdown."""
+        """Report that a loader worker died for lack of memory, and return the report as markdown."""
         text = killed_worker_page(death, moment)
         file = self._write(_file_name(moment).replace("oom-", "oom-worker-", 1), text)
         where = f"Report: {file}" if isinstance(file, Path) else f"The report {file.reason}."
@@ -227,7 +227,7 @@ def _check(
     read_run: Callable[[], FailedRun],
     deadline: Deadline,
 ) -> None:
-    """Run the checks of what would have helped, and put what they found onto the page."""
+    """Run the checks of what would have helped, and add their results to the page."""
     try:
         checks = AdviceChecks(failed_step(read_run(), page.facts, capture, snapshot), deadline)
         virtual = capture.virtual

@@ -1,4 +1,4 @@
-"""Optimizers that need less memory than the failed step's: which there are, and how a step with one is traced."""
+"""Optimizers that need less memory than the failed step's, and how a step with one of them is traced."""
 
 from __future__ import annotations
 

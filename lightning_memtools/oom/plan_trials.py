@@ -1,4 +1,4 @@
-"""The failed step traced with checkpoint plans: which lowers its peak, and which makes it fit."""
+"""Traces the failed step with checkpoint plans, to find one that lowers its peak and one that makes it fit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PlanTrials:
 
     @cached_property
     def best(self) -> PlanTrial:
-        """The plan that GradientCheckpointing chooses by itself, or one of its other settings where that lowers more.
+        """The plan that GradientCheckpointing chooses by itself, or that of another setting if it lowers the peak more.
 
         Repeated blocks that are in no Sequential are taken where it finds nothing by itself; BatchNorm and Dropout are
         recomputed where the step does not fit otherwise.
@@ -85,7 +85,7 @@ class PlanTrials:
         return PlanTrial(plan, f"GradientCheckpointing({given})")
 
     def that_fits(self) -> PlanTrial | None:
-        """Return the plan with the least recomputation that was found to fit; None where none was.
+        """Return the plan with the least recomputation that fits; None if none was found.
 
         A memory budget counts what tensors hold, and the allocator asks the device for more. So the plan for all the
         memory that is left may not fit. Smaller budgets are then tried by bisection, down to the least peak of any
@@ -122,7 +122,7 @@ class PlanTrials:
 
     @cached_property
     def _fragmented_peak(self) -> int | None:
-        """The peak of the plan without a budget if only fragmentation keeps it from fitting, else None."""
+        """The peak of the plan without a budget, if only fragmentation keeps it from fitting; else None."""
         if self._trials.failed.run.plan is not None:
             return None
         plan = self.best.plan

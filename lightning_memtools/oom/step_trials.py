@@ -39,7 +39,7 @@ class LargestBatch:
 
 
 class StepTrials:
-    """Traces of one failed step.
+    """Traces a failed step with changes, and compares the peaks.
 
     Args:
         failed: The failed step.
@@ -89,7 +89,7 @@ class StepTrials:
 
     @cached_property
     def plain_fits(self) -> bool:
-        """True if the step as it was fits by its trace, which then lacks what made the step fail."""
+        """True if the trace of the unchanged step fits: it then lacks what made the step fail."""
         return self.failed.usable is not None and self.fits(self.plain)
 
     @property
@@ -233,7 +233,7 @@ class StepTrials:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return in one line why something could not be done."""
+    """Return an error's message in one line."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     if isinstance(error, (OutOfTimeError, NotFoundError)):
         return text

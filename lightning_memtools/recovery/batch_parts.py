@@ -214,7 +214,7 @@ def _is_of_samples(items: Sequence[Any], whole: int) -> bool:
 
 
 def may_be_column(item: Any, whole: int) -> bool:
-    """Return True if an item may have a row for each of `whole` samples."""
+    """Return True if an item may have one row for each of `whole` samples."""
     is_sized = isinstance(item, (list, tuple, np.ndarray)) and len(item) == whole
     return is_sized or any(size == whole for size in _sizes_in(item))
 

@@ -41,7 +41,7 @@ class GradientExchange:
 
     Args:
         strategy: The Trainer's strategy, whose `model` is the wrapper. Without a wrapper there is nothing to exchange.
-        agrees: All ranks tell each other in every step if it is skipped; they wait for each other then.
+        agrees: All ranks agree in every step whether it is skipped, and wait for each other to do so.
     """
 
     def __init__(self, strategy: Any = None, *, agrees: bool = False) -> None:
@@ -77,7 +77,7 @@ class GradientExchange:
                 self._strategy.model = self._wrapper
 
     def why_late(self) -> str:
-        """Return the reason why this rank must not keep the others waiting any longer; "" if it may."""
+        """Return why this rank must not keep the others waiting any longer; "" if it may."""
         waited = 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
         is_late = self._failed_at is not None and waited >= EXCHANGE_LIMIT.total_seconds()
         return f"the other ranks have waited {waited:.0f} s for its gradients" if is_late else ""
@@ -159,7 +159,7 @@ ONE_RANK = GradientExchange()
 
 
 def why_unsent(strategy: Any) -> str:
-    """Return the reason why one rank cannot take back a step under this strategy; "" if it can."""
+    """Return why a single rank cannot take back a step under this strategy; "" if it can."""
     wrapper = strategy.model
     if not isinstance(wrapper, DistributedDataParallel):
         return ""

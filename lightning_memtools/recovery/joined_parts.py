@@ -1,4 +1,4 @@
-"""Joins what the parts of a batch returned and logged to what the whole batch would have given."""
+"""Joins the outputs and logged values of a batch's parts into those of the whole batch."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def logged_by_whole(
         inferred: Returns the size that Lightning infers from the batch. It need not be the number of samples.
         logged: The values that each part logged: `LoggedValue` by name.
         counts: The numbers of samples of the parts.
-        weights: Over how much of each part its loss is a mean; None for the samples.
+        weights: The number of elements, such as tokens, that each part's loss is a mean of; None for the samples.
         losses: The parts' losses; None if there are none.
         adds: The loss of the batch is the sum of those of its parts.
     """

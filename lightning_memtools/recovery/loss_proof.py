@@ -1,4 +1,4 @@
-"""Proves on a few samples that a loss is the mean or the sum over what a batch consists of, so that it can be split."""
+"""Proves on a few samples that a loss is a mean or a sum over its batch, so that the batch can be split."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class StepRecovery:
 
     Args:
         exchange: How the ranks average gradients.
-        tell: Called with the reason why batches cannot be split, if the first training batch shows one.
+        tell: Called if the first training batch shows why batches cannot be split, with the reason.
 
     The other arguments are those of OOMRecovery.
     """
@@ -357,7 +357,7 @@ class StepRecovery:
             )
 
     def _tell_of_first(self, step: BatchStep) -> None:
-        """Tell from the first training batch if batches cannot be split, so that nobody learns it late.
+        """Warn at the first training batch if batches cannot be split.
 
         The loss is tried only once memory has run out: a trial runs the step again, and not all that a step may write
         can be restored. A run that has memory enough must not differ from one without this callback.
@@ -408,7 +408,7 @@ def _n_elements(batch: Any) -> int:
 
 
 def _tell_of_parts(error: Exception, n_parts: int, text: str) -> None:
-    """Note on an error that a batch ran in parts when it was raised, which the whole batch may not raise."""
+    """Add a note to an error that was raised while a batch ran in parts: the whole batch might not raise it."""
     if n_parts == 1:
         return
     error.add_note(f"OOMRecovery ran this batch in {n_parts} parts when this was raised, after: {text}")

@@ -1,4 +1,4 @@
-"""A step on a batch, and what it began with: to take a failed attempt at it back."""
+"""A step on a batch, and the state that it began with, to take a failed attempt back."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class StepStart:
 
     @property
     def is_partly_added(self) -> bool:
-        """True if some gradients of the batch are kept, so that it cannot be left out any more."""
+        """True if some gradients of the batch are kept, so that the batch can no longer be skipped."""
         return bool(self._kept)
 
     def run_part(self, part: Any, weight: float) -> Any:
@@ -149,7 +149,7 @@ class StepStart:
         ]
 
     def take_back(self) -> str:
-        """Restore what the step began with, and return the reason why that cannot be done, else ""."""
+        """Restore the state that the step began with; return why that is impossible, or ""."""
         if reason := self._restore_all_but_gradients():
             return reason
         if self._step.zero_grad is None and (completed := self.completed()):

@@ -25,7 +25,7 @@ class UpdateRecovery:
     """Runs an optimizer's updates; the first one, which makes its states, is run again if memory runs out.
 
     Attributes:
-        told: What was done, as a sentence; "" as long as there was nothing to do.
+        told: What was done, as a sentence; "" if nothing was needed so far.
     """
 
     def __init__(self, device: torch.device, *, n_ranks: int = 1) -> None:
@@ -72,7 +72,7 @@ class UpdateRecovery:
         return self._run_again(optimizer, step, starts[0], kwargs)
 
     def _take_back(self, optimizer: Optimizer, starts: list[UpdateStart | None]) -> str:
-        """Restore what the update changed, and return the reason why it is not run again, else ""."""
+        """Restore what the update changed; return why it is not run again, or ""."""
         start = starts[0]
         # Of other packages' optimizers nothing is known; LBFGS runs the closure several times.
         is_known = len(starts) == 1 and type(optimizer).__module__.startswith("torch.optim.")
@@ -115,9 +115,10 @@ class UpdateRecovery:
 
 
 def _copied_start(optimizer: Optimizer, device: torch.device) -> UpdateStart | None:
-    """Copy weights and states to the host; None where memory seems ample, or the host is short of it too.
+    """Copy weights and states to the host; None if memory seems ample, or if the host is short of it too.
 
-    Nothing else tells what a failed update has written: operations on lists of tensors are not counted as writes.
+    A copy is needed because a failed update leaves no record of its writes: in-place operations on lists of tensors do
+    not count as writes.
     """
     reader = reader_for(device)
     stats = None if reader is None else reader.stats()

@@ -18,7 +18,7 @@ def print_on_console(
 ) -> None:
     """Print texts and tables, each on lines of its own, without markup; what cannot be printed is left out.
 
-    Write files before: this is for the eye, and may show nothing. The stream is stdout unless another one is given.
+    Write files first: the console may show nothing. The stream is stdout unless another one is given.
     """
     stream = sys.stdout if stream is None else stream
     try:
@@ -69,7 +69,7 @@ def progress_printed(
 
 
 def _drop_what_is_left() -> None:
-    """Let what stays in the buffer of a broken pipe go nowhere: Python would end with an error code for it."""
+    """Discard what is left in the buffer of a broken pipe; Python would end with an error code otherwise."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

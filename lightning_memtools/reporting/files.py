@@ -95,7 +95,7 @@ def write_report(directory: Path | NotWritten, name: str, text: str) -> Path | N
 
 
 def write_file(directory: Path | NotWritten, name: str, write: Callable[[Path], object]) -> Path | NotWritten:
-    """Have a file of any kind written to its path, and return the path, or the reason why there is none."""
+    """Write a file of any kind; return its path, or the reason why there is none."""
     if isinstance(directory, NotWritten):
         return directory
     path = directory / name

@@ -82,7 +82,7 @@ class MeanCurves:
         return [name for name in self.names or () if name not in self._means]
 
     def log(self, trainer: Trainer, step: int) -> None:
-        """End a point; it is written once the values of all ranks have reached this one's host. Nobody waits."""
+        """End a point; it is written once the values of all ranks have arrived. No rank waits."""
         names = list(dict.fromkeys([*self._tag_of, *self._means.names]))
         if names:
             means_and_weights = self._means.take(names, trainer.strategy.root_device)
@@ -99,7 +99,7 @@ class MeanCurves:
         self._points.write_arrived()
 
     def finish(self, *, patience_s: float = PATIENCE_S) -> None:
-        """Write the points whose values are on the host, and end the run; rank 0 waits so long for other ranks."""
+        """Write the points whose values are on the host, and end the run; rank 0 waits this long for other ranks."""
         self._means.clear()
         self._arriving.clear()
         points, self._points = self._points, None

@@ -110,7 +110,7 @@ class MemoryRun:
 
     @property
     def shortcoming(self) -> str:
-        """A sentence about figures that the device does not have; empty if it has all of them."""
+        """A sentence about the statistics that the device lacks; empty if it lacks none."""
         if self._reader is None:
             plain_cpu = self.device.startswith("cpu")  # NO_GPU is said once per process, not in each summary
             return "" if plain_cpu else f"{self.device} keeps no memory statistics: host memory is logged."
@@ -137,7 +137,7 @@ class MemoryRun:
         return {"memory": charts}
 
     def leave_out(self, *, alloc_retries: int, ooms: int) -> None:
-        """Leave events out of the counts that were no part of the run."""
+        """Do not count events that happened outside of the run."""
         self._since = replace(
             self._since,
             alloc_retries=(self._since.alloc_retries or 0) + alloc_retries,
@@ -192,7 +192,7 @@ class MemoryRun:
     def owned_by(
         self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, batch: Any = None
     ) -> Owned | None:
-        """Return the memory that has an owner now; None where the device itself knows what its peaks consist of.
+        """Return the memory that has an owner now; None if the device itself knows the composition of its peaks.
 
         Nothing waits for the device: sizes and identities of storages are known to the host.
         """

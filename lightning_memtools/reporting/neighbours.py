@@ -1,10 +1,10 @@
-"""A base class for callbacks that others of the same Trainer ask for something."""
+"""A base class for callbacks that other callbacks of the same Trainer talk to."""
 
 from __future__ import annotations
 
 
 class Neighbour:
-    """A callback that others ask for something; each callback overrides what concerns it.
+    """A callback that other callbacks talk to; each overrides what concerns it.
 
     Attributes:
         takes_part_in_trials: False for a callback that BatchSizeTuner's trials leave out. A callback that is not a
@@ -22,4 +22,4 @@ class Neighbour:
         return ""
 
     def leave_out_of_counts(self, *, alloc_retries: int, ooms: int) -> None:
-        """Leave allocation retries and out-of-memory errors of a trial out of the counts of the run."""
+        """Do not count allocation retries and out-of-memory errors of a trial."""

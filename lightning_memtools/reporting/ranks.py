@@ -53,14 +53,14 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _key_of(name: str, rank: int) -> str | None:
-    """Return a key that the ranks' n-th call with this name has in common, or None where there is no store."""
+    """Return a key that is the same on all ranks for their n-th call with this name; None without a store."""
     with_store(lambda store: store.set(_PROCESS.format(rank), json.dumps([_process_table(), os.getpid()])))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
 
 
 def _process_table() -> str:
-    """Return a text that processes have in common whose numbers mean the same: the machine's, in one container."""
+    """Return a text that is equal for processes of one machine and container, whose process ids are comparable."""
     try:
         return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # no Linux
@@ -80,7 +80,7 @@ def has_died(rank: int) -> bool:
 
 
 class RankPosts:
-    """The latest values of every rank, in the process group's store. Nobody waits for anybody.
+    """The latest values of every rank, in the process group's store. No rank waits for another.
 
     Make it on every rank or on none, and equally often for each name.
 
@@ -106,7 +106,7 @@ class RankPosts:
         self._send()
 
     def end(self) -> None:
-        """Say that this rank leaves no more values."""
+        """Announce that this rank posts no more values."""
         self._has_ended = True
         self._send()
 
@@ -151,7 +151,7 @@ class _WaitingPoint:
 
 
 class RankPoints:
-    """Points of a curve that rank 0 merges and writes once the parts of all ranks have arrived. Nobody waits.
+    """Points of a curve that rank 0 merges and writes once the parts of all ranks have arrived. No rank waits.
 
     A rank may be late, have fewer batches, end early or fail. Its part is then left out, and a warning says so once.
     Make it on every rank or on none, and equally often for each name.
@@ -200,7 +200,7 @@ class RankPoints:
     def finish(self, *, patience_s: float = PATIENCE_S, extra: Any = None) -> list[Any]:
         """End: rank 0 writes all points and waits for late parts, all points together, no longer than `patience_s`.
 
-        It waits for nobody where no point is left to write and no `extra` is given.
+        It does not wait if no point is left and no `extra` is given.
 
         Returns:
             The last `extra` of each rank, in the order of ranks, None where it has not arrived; only this rank's own on
@@ -302,7 +302,7 @@ class RankGather:
         return list(dict.fromkeys(name for theirs in self.objects(names) for name in theirs))
 
     def close(self) -> None:
-        """Leave; the others wait no longer, and every method returns this rank's own values. Closing twice is fine."""
+        """Leave: the others no longer wait, and every method returns this rank's own values. Idempotent."""
         if self._calls is not None:
             key = f"{self._calls.key}/left/{self.rank}"
             with_store(lambda store: store.set(key, "1"))

@@ -38,7 +38,7 @@ def _recurrent(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs:
 
 @cache
 def _workspace_bytes(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], options: tuple[Any, ...]) -> int:
-    """Only oneDNN knows, so it runs the layer once; the training will run it in every step."""
+    """Return the size of oneDNN's workspace. Only oneDNN knows it, so the layer runs once."""
     with without_dispatch_modes():
         tensors = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         made = aten.mkldnn_rnn_layer.default(*tensors, *(list(o) if isinstance(o, tuple) else o for o in options))

@@ -38,7 +38,7 @@ from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.simulation.known_values import FollowedValues, KnownValues, is_too_large, values_known
 from lightning_memtools.simulation.one_rank import Placement, one_rank
 from lightning_memtools.simulation.recording import WORKSPACE, AllocationRecorder
-from lightning_memtools.simulation.step_runner import Recipe, copy_of_batch
+from lightning_memtools.simulation.step_runner import Recipe, StepListener, copy_of_batch
 from lightning_memtools.simulation.tracer import (
     SimulationSettings,
     Subject,
@@ -139,7 +139,7 @@ def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: Simula
 
 
 class _ZeroExchange(TensorExchange):
-    """Makes stand-ins that are zero, as all is that the device computes; large ones are left without pages."""
+    """Makes stand-ins of zeros, like everything that the device computes; large ones take no pages."""
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         made = super()._make(tensor)
@@ -154,8 +154,8 @@ def _clean_up() -> None:
     torch.cuda.empty_cache()
 
 
-class _CudaRun:
-    """Gives batches on the device to the loop, labels requests with the phase, and notes who owns which block then."""
+class _CudaRun(StepListener):
+    """Gives batches to the loop, labels requests with the phase, and notes which block has which owner."""
 
     def __init__(
         self, model: nn.Module, batch: Any, dtype: torch.dtype | None, place: Placement, known: KnownValues

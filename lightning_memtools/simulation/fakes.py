@@ -87,11 +87,11 @@ class TensorExchange:
         return made
 
     def forget_memory(self) -> None:
-        """Hold memory no longer for tensors that may come and share it: stand-ins that got other memory free theirs."""
+        """Stop holding memory for tensors that may still come and share it."""
         self._bases.clear()
 
     def forget(self) -> None:
-        """Hold no stand-in any longer, so that those that the model drops are freed."""
+        """Stop holding the stand-ins, so that those that the model drops are freed."""
         self._bases.clear()
         self._made.clear()
 
@@ -148,8 +148,8 @@ class RealExchange(TensorExchange):
 def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
     """Replace all tensors that the roots hold with stand-ins, and restore everything afterwards.
 
-    The search leaves out closures but those of modules' hooks, objects that only have ``__slots__``, and optimizers
-    (see `copy_optimizer`).
+    The search leaves out closures other than those of modules' hooks, objects that only have ``__slots__``, and
+    optimizers (see `copy_optimizer`).
     """
     noted: list[tuple[Any, Any]] = []
     try:
@@ -162,7 +162,7 @@ def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
 
 @contextmanager
 def attributes_restored(root: Any) -> Iterator[None]:
-    """Afterwards, all that an object and those within it refer to is as before; see `borrowed`. Values may differ."""
+    """Restore all references of an object and of those within it afterwards; see `borrowed`. Values may differ."""
     with borrowed([root], lambda tensor: tensor):
         yield
 

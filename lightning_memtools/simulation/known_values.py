@@ -1,4 +1,4 @@
-"""The values of a step's data, and what follows from them alone, beside tensors that hold no values.
+"""Follows the values of a step's data, and what is computed from them alone, beside tensors without values.
 
 A traced step has sizes and no values: its tensors are fakes, or lie on a CUDA device that computes nothing. But the
 batch is known, and so are a model's buffers. So a tensor whose values are known has a twin in host memory, and each
@@ -16,8 +16,8 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import groupby
@@ -55,9 +55,10 @@ _MOST_INTEGERS = 2**22
 _MOST_FLOATS = 2**18
 _MANY = 1024  # entries, after which those of tensors that are gone are removed
 
+# Functions and operators that make tensors of their arguments alone.
 _FACTORIES = {
-    "aten::arange", "aten::zeros", "aten::ones", "aten::full", "aten::scalar_tensor", "aten::eye", "aten::linspace",
-    "aten::tril_indices", "aten::triu_indices",
+    "arange", "zeros", "ones", "full", "eye", "linspace", "tril_indices", "triu_indices", "scalar_tensor",
+    "tensor", "as_tensor",
 }  # fmt: skip
 # Their results have the shape of a tensor and do not depend on its values. What fills them, by their arguments.
 _LIKE: dict[str, Callable[[Any], Any]] = {
@@ -103,7 +104,7 @@ class KnownValues:
 
     def __init__(self) -> None:
         self.assumed: dict[str, None] = {}
-        self._twins: dict[int, _Twin] = {}
+        self._twins: dict[int | None, _Twin] = {}
 
     def note(self, tensor: Tensor, original: Tensor) -> None:
         """Note that a tensor has the values of another, as far as these can be read."""
@@ -131,11 +132,10 @@ class KnownValues:
 
     def forget(self, tensor: Tensor) -> None:
         """Forget the values of a tensor, and of all that share its memory."""
-        with suppress(NotImplementedError, RuntimeError):
-            self._twins.pop(storage_id(tensor.untyped_storage()), None)
+        self._twins.pop(_key_of(tensor), None)
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator that depends on values; NotImplemented for any other."""
+        """Return the result of an operator whose result depends on values; NotImplemented for any other."""
         if func is LOCAL_SCALAR:
             number = self.read(args[0])
             with without_dispatch_modes():
@@ -145,7 +145,7 @@ class KnownValues:
             indices = args[1]
             if all(one is None or one.dtype not in _FLAGS for one in indices):
                 return NotImplemented
-            out = func(args[0], self._without_masks(indices), *args[2:], **kwargs)
+            out = func(args[0], list(self.without_masks(indices, _is_traced)), *args[2:], **kwargs)
             self.follow(func, args, kwargs, out)
             return out
         if kind.name == "aten::equal":
@@ -158,14 +158,14 @@ class KnownValues:
         return self._of_shape_by_values(func, kind, args, kwargs) if kind.makes_shape else NotImplemented
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Do to known values what an operator did to tensors."""
+        """Apply an operator to the known values, after it ran on the tensors."""
         kind = _kind_of(func)
         if kind.is_view:
             return
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         written = list(_written(kind, args, kwargs))
         values = [] if kind.is_random else list(self._all_of(tensors))
-        if len(values) < len(tensors) or kind.is_random or (not tensors and kind.name not in _FACTORIES):
+        if len(values) < len(tensors) or kind.is_random or (not tensors and kind.name[6:] not in _FACTORIES):
             self._follow_unknown(func, kind, args, kwargs, out)
             return
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
@@ -184,7 +184,7 @@ class KnownValues:
                 self._know(one, real, is_assumed=is_assumed)
 
     def _follow_unknown(self, func: Any, kind: _Kind, args: Any, kwargs: Any, out: Any) -> None:
-        """Note what is known of a result all the same, and forget what an operator has written."""
+        """Handle an operator with unknown inputs: note what is known of its result, forget what it has written."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return  # gradients are finite
         for tensor in _written(kind, args, kwargs):
@@ -215,7 +215,7 @@ class KnownValues:
             self._know(tensor, made, is_assumed=is_assumed)
 
     def assume(self, name: str, args: Any, out: Tensor) -> None:
-        """Assume what a question to finite floats gives, or to a single float, which counts as 1.
+        """Assume the result of a test of floats: they are finite, and a single one is 1.
 
         The indices of largest values are assumed to take turns: predicted classes are classes.
         """
@@ -248,23 +248,20 @@ class KnownValues:
                 self._assume(one or "values that are not known are 1")
         return values
 
-    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return indices with the places of what each mask selects in place of the mask."""
-        found: list[Tensor | None] = []
+    def without_masks(self, indices: Iterable[Any], holds_nothing: Callable[[Tensor], bool]) -> Iterator[Any]:
+        """Yield indices, each mask that holds no values replaced by the indices of what it selects."""
         for one in indices:
-            if one is None or one.dtype not in _FLAGS:
-                found.append(one)
-                continue
-            places = self.places(one)
-            found += places.unbind(1)
-        return found
+            if isinstance(one, Tensor) and one.dtype in _FLAGS and holds_nothing(one):
+                yield from self.places(one).unbind(1)
+            else:
+                yield one
 
     def places(self, mask: Tensor) -> Tensor:
         """Return the indices of what a mask selects, a row each, on the mask's device."""
         known = self.of(mask)
         if known is None:
             self._assume("a mask that is not known selects everything")
-            return torch.empty(mask.numel(), max(mask.dim(), 0), dtype=torch.int64, device=mask.device)
+            return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device=mask.device)
         if self._is_assumed(mask):
             self._assume("a mask selects by what is assumed")
         with without_dispatch_modes():
@@ -284,7 +281,7 @@ class KnownValues:
             return self.places(args[0])
         if kind.name == "aten::masked_select":
             source, mask = torch.broadcast_tensors(args[0], args[1])  # type: ignore[no-untyped-call]
-            return aten.index.Tensor(source, self._without_masks([mask]))
+            return aten.index.Tensor(source, list(self.without_masks([mask], _is_traced)))
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         values = list(self._all_of(tensors))
         like = tensors[0]
@@ -310,16 +307,9 @@ class KnownValues:
             yield value
 
     def _twin(self, tensor: Tensor) -> _Twin | None:
-        if not self._twins:
-            return None
-        try:
-            key = storage_id(tensor.untyped_storage())
-        except (NotImplementedError, RuntimeError):
-            return None
+        key = _key_of(tensor) if self._twins else None
         twin = self._twins.get(key)
-        if twin is None:
-            return None
-        if twin.of.expired():
+        if twin is not None and twin.of.expired():
             del self._twins[key]
             return None
         return twin
@@ -334,10 +324,10 @@ class KnownValues:
         self._know(tensor, values, is_assumed=is_assumed)
 
     def _know(self, tensor: Tensor, values: Tensor, *, is_assumed: bool) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+        key = _key_of(tensor)
+        if key is None:
             return
+        storage = tensor.untyped_storage()
         with without_dispatch_modes(), torch.no_grad():
             twin = values.untyped_storage()
             if (
@@ -353,12 +343,25 @@ class KnownValues:
                 ).copy_(values)
         if len(self._twins) >= _MANY and len(self._twins) % _MANY == 0:
             self._twins = {key: one for key, one in self._twins.items() if not one.of.expired()}
-        self._twins[storage_id(storage)] = _Twin(StorageWeakRef(storage), twin, is_assumed)  # type: ignore[no-untyped-call]
+        self._twins[key] = _Twin(StorageWeakRef(storage), twin, is_assumed)  # type: ignore[no-untyped-call]
 
     def _assume(self, what: str) -> None:
         if in_backward():  # the forward pass has assumed it
             return
         self.assumed.setdefault(f"{line_on_stack() or 'an unknown line'}: {what}")
+
+
+def _is_traced(_tensor: Tensor) -> bool:
+    """Return True: under a FakeTensorMode a real mask selects fakes too."""
+    return True
+
+
+def _key_of(tensor: Tensor) -> int | None:
+    """Return the id of a tensor's storage; None for one without a storage, such as a sparse tensor."""
+    try:
+        return storage_id(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 _VALUES: ContextVar[KnownValues | None] = ContextVar("the known values of a traced step", default=None)
@@ -373,7 +376,7 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
 
 @contextmanager
 def values_known() -> Iterator[KnownValues]:
-    """Within, values of the tensors of a step are followed, and code that asks whether it is traced hears that it runs.
+    """Follow the values of a step's tensors inside, and answer code that asks whether it is being traced with no.
 
     transformers makes attention masks whatever their values are if it finds fakes (`is_tracing`).
     """
@@ -538,23 +541,16 @@ class FollowedValues(TorchFunctionMode):
                 return func(values.read(on_device[0]), *args[1:], **kwargs)
             if name in _INDEXES:
                 given = args[1] if isinstance(args[1], tuple) else (args[1],)
-                args = (args[0], tuple(self._without_masks(given)), *args[2:])
+                args = (args[0], tuple(values.without_masks(given, _holds_nothing)), *args[2:])
             elif name == "masked_select":
                 source, mask = torch.broadcast_tensors(*args[:2])  # type: ignore[no-untyped-call]
-                return source[tuple(self._without_masks((mask,)))]
+                return source[tuple(values.without_masks((mask,), _holds_nothing))]
             elif name in _SHAPED_BY_VALUES and not (name == "where" and len(tensors) > 1):
                 return self._shaped(func, args, kwargs, on_device[0])
         out = func(*args, **kwargs)
         if on_device or any(map(_holds_nothing, tree_leaves(out))):
             self._follow(func, args, kwargs, out)
         return out
-
-    def _without_masks(self, indices: tuple[Any, ...]) -> Iterator[Any]:
-        for one in indices:
-            if isinstance(one, Tensor) and one.dtype in _FLAGS and _holds_nothing(one):
-                yield from self._values.places(one).unbind(1)
-            else:
-                yield one
 
     def _shaped(self, func: Any, args: Any, kwargs: Any, like: Tensor) -> Any:
         """Return the result of a function whose shape depends on values; ones count where they are not known."""
@@ -575,7 +571,7 @@ class FollowedValues(TorchFunctionMode):
             if isinstance(out, Tensor) and _holds_nothing(out) and not is_too_large(out):
                 values.assume(name.strip("_"), args, out)
             return
-        if not tensors and name not in _FACTORY_NAMES:
+        if not tensors and name not in _FACTORIES:
             return
         found = known[0] if name in _MOVES else _computed(func, args, kwargs, known)  # type: ignore[arg-type]
         for one, real in zip(made, (each for each in tree_leaves(found) if isinstance(each, Tensor)), strict=False):
@@ -593,18 +589,6 @@ _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__"}
 _INDEXES = {"__getitem__", "__setitem__", "index_put", "index_put_"}
 _SHAPED_BY_VALUES = {"nonzero", "argwhere", "where", "unique", "unique_consecutive", "bincount", "repeat_interleave"}
 _MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}
-_FACTORY_NAMES = {
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "tensor",
-    "as_tensor",
-    "eye",
-    "linspace",
-    "tril_indices",
-    "triu_indices",
-}
 _RANDOM = re.compile("rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|empty|geometric|cauchy")
 _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.backward, Tensor.requires_grad_})
 

@@ -54,7 +54,7 @@ class AllocationRecorder(DeviceListener):
         allocated: Bytes allocated after each event.
         reserved: Bytes reserved after each event.
         marks: The first event of each phase: (event, step, phase).
-        library_workspaces: What libraries would take for a moment: the length of the allocator's trace then, and bytes.
+        library_workspaces: Momentary workspaces of libraries: (length of the allocator's trace at that time, bytes).
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
@@ -122,7 +122,7 @@ class AllocationRecorder(DeviceListener):
         self._note()
 
     def on_library_workspace(self, n_bytes: int) -> None:
-        """Record what a library would take now."""
+        """Record the workspace that a library would take now."""
         if self._allocator.trace is not None:
             self.library_workspaces.append((len(self._allocator.trace), n_bytes))
 

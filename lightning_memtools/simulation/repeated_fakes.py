@@ -57,7 +57,7 @@ _IMAGES = 4  # the dimensions of images
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
-    """Within a FakeTensorMode and around nothing else: makes results that are new tensors of shapes known already.
+    """Makes the results of operators whose shapes are known already. Enter it directly within a FakeTensorMode.
 
     Operators that change their first argument return it. Those that change others or depend on values go to the
     FakeTensorMode as ever.

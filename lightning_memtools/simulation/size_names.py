@@ -1,8 +1,7 @@
 """Names the sizes of an operator's arguments, to tell its results at other sizes.
 
-Batch norm of (64, 256, 56, 56) and of (16, 128, 28, 28) return the same but for the sizes. So what was found out for
-one of them is said in names of sizes, and holds for the other, for all operators whose results have no size that an
-argument does not have.
+Batch norm of (64, 256, 56, 56) and of (16, 128, 28, 28) return the same but for the sizes. So a result is stored with
+names in place of sizes, and serves both, for all operators whose results have no size that an argument does not have.
 """
 
 from __future__ import annotations

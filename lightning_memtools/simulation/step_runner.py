@@ -15,21 +15,20 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import StepLoop, twin_of
+from lightning_memtools._lightning import STEP_NAMES, StepLoop, twin_of
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.simulation.known_values import note_values
 
 Stage = Literal["train", "val", "test", "predict"]
-STEP_NAMES = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 _TRUE_PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -64,17 +63,19 @@ class Recipe:
         return _TRUE_PRECISIONS.get(self.precision or "")
 
 
-class StepListener(Protocol):
-    """Gives the batches of a run and is told how it goes; `tracer.Tracer` implements it."""
+class StepListener:
+    """Gives the batches of a run and is told how it goes. This one has no batches of its own."""
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """Called when a phase begins: inputs, forward, backward, clip, optimizer or outputs."""
 
     def next_batch(self) -> Any:
         """Return the next batch, in host memory."""
+        return None
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """Return the batch on the device; `move` is Lightning's way to get it there."""
+        return move(batch)
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Called once with the optimizers, before the first step."""
@@ -141,7 +142,7 @@ class StepRunner:
                 device=device,
                 accumulate=recipe.accumulate,
                 clip=recipe.clip,
-                on_phase=self._begin,
+                on_phase=listener.begin,
                 run_step=self._run_step,
                 callbacks=callbacks,
                 place=listener.place,
@@ -200,9 +201,6 @@ class StepRunner:
             self._listener.begin("inputs", self._n_batches // per_step)
             self._n_batches += 1
             yield self._listener.next_batch()
-
-    def _begin(self, phase: str) -> None:
-        self._listener.begin(phase)
 
     def _run_step(self, own: Callable[[], Any]) -> Any:
         self._listener.begin("forward")
@@ -286,23 +284,6 @@ def runner_like(
     return StepRunner(module, recipe, listener, trainer=trainer, optimizers=optimizers)
 
 
-class NoListener:
-    """Listens to nothing, and has no batches of its own."""
-
-    def begin(self, phase: str, step: int | None = None) -> None:
-        """Do nothing."""
-
-    def next_batch(self) -> Any:
-        """Return no batch."""
-
-    def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Return the batch on the device."""
-        return move(batch)
-
-    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Do nothing."""
-
-
 def forward_of(
     module: nn.Module, trainer: Any = None, *, optimizers: Sequence[Optimizer] = (), batch_idx: int = 0
 ) -> Callable[[nn.Module, Any], Any]:
@@ -323,7 +304,7 @@ def forward_of(
             for one in optimizers
         ]
         make = partial(StepRunner, recipe=Recipe()) if trainer is None else partial(runner_like, trainer)
-        runner = make(module=model, listener=NoListener(), optimizers=copies)
+        runner = make(module=model, listener=StepListener(), optimizers=copies)
         out = runner.run_forward(batch, batch_idx)
         if not runner.is_automatic:
             return None
@@ -410,7 +391,7 @@ def _precision_like(trainer: Any, device: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what Lightning says of a Trainer that nobody asked for."""
+    """Silence Lightning's messages about this internal Trainer."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric")]
     levels = [one.level for one in loggers]
     try:

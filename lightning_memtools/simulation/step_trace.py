@@ -26,7 +26,7 @@ from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.memory.virtual.operators import is_gradient_sum
 from lightning_memtools.simulation.fakes import TensorExchange, attributes_restored, copy_optimizer
 from lightning_memtools.simulation.simulated import simulated
-from lightning_memtools.simulation.step_runner import StepRunner, runner_like
+from lightning_memtools.simulation.step_runner import StepListener, StepRunner, runner_like
 
 Device = Literal["cpu", "cuda-like", "cuda"]
 Forward = Callable[[nn.Module, Any], Any]
@@ -63,7 +63,7 @@ class TracedStep:
 
 
 class NoLossError(Exception):
-    """A step gave no loss: the training skips it."""
+    """The step returned no loss: the training skips it."""
 
 
 class StepDiffersError(Exception):
@@ -148,7 +148,7 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
 
-class StepTrace:
+class StepTrace(StepListener):
     """A step whose model holds fake tensors on a virtual device, ready to run.
 
     A LightningModule's step runs in Lightning's own loop (`StepRunner`). Any other module has no loop of a Trainer:
@@ -189,7 +189,7 @@ class StepTrace:
 
     @contextmanager
     def aside(self) -> Iterator[list[int]]:
-        """Leave the code within out of the step's figures; afterwards the list holds its own peak in bytes."""
+        """Do not count the code inside; afterwards the list holds its own peak in bytes."""
         self.peak_since()
         peak, before, counted = self._peak, self.allocated(), (self.counted.total, self.counted.flops)
         found: list[int] = []
@@ -280,7 +280,7 @@ class StepTrace:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Within, errors are those of a step that ran before, if it did."""
+        """Turn errors inside into StepDiffersError if the step ran before."""
         try:
             yield
         except Exception as error:
@@ -326,9 +326,6 @@ class StepTrace:
         if next(tensors_in(batch), None) is not None:
             self.device.count_batch(batch)
         return move(batch)
-
-    def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Do nothing: they are known."""
 
     def renew_batch(self) -> None:
         """Put a new copy of the batch on the device in place of the last one, which a step may have changed."""

@@ -93,7 +93,7 @@ class Traced:
     notes: tuple[str, ...] = ()
 
 
-class Tracer:
+class Tracer(StepListener):
     """Gives fake batches to the loop, records its phases, and simulates DDP's work at the start of a forward pass."""
 
     def __init__(
@@ -194,7 +194,7 @@ def notes_of(known: KnownValues) -> tuple[str, ...]:
 
 
 def count_parameters(model: nn.Module, result: Traced) -> None:
-    """Write what a model on the device holds into the result."""
+    """Write the counts and bytes of the model's parameters into the result."""
     # `parameters()` yields a shared parameter once.
     parameters = list(model.parameters())
     result.n_parameters = sum(parameter.numel() for parameter in parameters)

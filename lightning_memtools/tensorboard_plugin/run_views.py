@@ -63,7 +63,7 @@ def run_view(
 
 
 def _curves_that_belong_together(run: LoggedRun) -> Iterator[tuple[str, dict[str, Curve]]]:
-    """Yield curves that have the same meaning and the same steps, so that each of their points can stay whole."""
+    """Yield groups of related curves with the same steps, which are thinned together."""
     groups: dict[tuple[str, bytes], dict[str, Curve]] = defaultdict(dict)
     for tag, curve in sorted(run.curves.items()):
         if "/batch_" not in tag:  # those count batches, not training steps

@@ -1,4 +1,4 @@
-"""Found sizes put into effect: attributes, data loaders, optimizers, schedulers, and the allocator's cache."""
+"""Applies the sizes that were found: to attributes, data loaders, optimizers, schedulers, and the allocator's cache."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def renew_schedulers(trainer: Trainer) -> bool:
 
 
 def _attach(scheduler: Any, source: Optimizer, target: Optimizer) -> None:
-    """Have a scheduler, with those that it is made of, set the learning rates of another optimizer."""
+    """Attach a scheduler, and the schedulers that it is composed of, to another optimizer."""
     for group, into in zip(source.param_groups, target.param_groups, strict=True):
         into.update({key: value for key, value in group.items() if key != "params"})
     waiting = [scheduler]
@@ -152,7 +152,7 @@ class CacheReleaser(EitherCallback):
             self._was_validating = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Release the cache for training, now that the last validation batch is freed."""
+        """Empty the cache before training goes on: the last validation batch is freed only now."""
         if self._was_validating:
             self._was_validating = False
             self._release_for("train")

@@ -185,7 +185,7 @@ class SizeTuning:
             self.optimizer_setup.repeat(trainer)
 
     def _sizes_before(self, trainer: Trainer, attributes: BatchSizeAttributes) -> dict[Stage, int | None]:
-        """Return the present sizes: those of attributes, and for passed loaders those of an earlier search."""
+        """Return the current sizes: those of attributes, and for passed loaders those of an earlier search."""
         is_hook = {stage: source_of(loop_of(trainer, stage)).is_module() for stage in STAGES}
         return {stage: attributes.read(stage) if is_hook[stage] else self.found.get(stage) for stage in STAGES}
 
@@ -204,7 +204,7 @@ class SizeTuning:
 
 
 def _learning_rates(trainer: Trainer) -> list[float]:
-    """Return the highest rate of each group of parameters: a schedule may begin far below it."""
+    """Return the highest learning rate of each parameter group: a schedule may begin far below it."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     return [max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group) for group in groups]
 

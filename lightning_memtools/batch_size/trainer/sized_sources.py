@@ -97,7 +97,7 @@ class BatchSizeAttributes:
                 write(value)
 
     def _holders(self, name: str) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
-        """Yields for each place with this name a function that reads it and one that writes it."""
+        """Yield a getter and a setter for each place that has this name."""
         for owner in self._owners.values():
             hparams = getattr(owner, "hparams", None)
             if isinstance(hparams, Mapping) and name in hparams:
@@ -165,7 +165,7 @@ class SizedLoaders:
 
 
 def hint_to_leave_out(stage: Stage) -> str:
-    """Return the end of an error message: how to tune without a stage whose loader keeps its size."""
+    """Return the hint at the end of an error message: how to leave out a stage whose loader keeps its size."""
     return ' Or tune training alone: BatchSizeTuner(stages=("train",)).' if stage == "val" else ""
 
 

@@ -143,7 +143,7 @@ class StageSearch:
         return chosen
 
     def _notes_on_limits(self, stage: Stage, limits: SizeLimits, trials: Sequence[SizeTrial]) -> list[str]:
-        """Return what else than memory and `max_val` ended the search."""
+        """Return notes on limits other than memory and `max_val` that ended the search."""
         size = self.found[stage].size
         reasons = limits.reasons_against(size + self._settings.multiple_of)
         notes = [f"The size for {stage} is limited by {' and '.join(reasons)}."] if reasons else []
@@ -178,7 +178,7 @@ class StageSearch:
 
 
 def _notes_on_varying_data(stage: Stage, runner: TrialRunner) -> list[str]:
-    """Return what was seen where samples or batches vary in size without telling, and what would make it certain."""
+    """Return notes on data whose sizes vary without being declared, and on how to make the result certain."""
     found = [sizes for (one, _), sizes in runner.sample_sizes.items() if one == stage and sizes is not None]
     measured = [sizes for sizes in found if sizes.vary and sizes.are_measured]
     exact = "Give the data set an attribute lengths, or a method worst_case(n), to have the largest batch for certain."

@@ -34,7 +34,7 @@ class TrialOver(BaseException):
 
 
 class TrialProbe(EitherCallback):
-    """Measures the memory of a trial, and ends it when enough was measured. It comes after all other callbacks.
+    """Measures the memory of a trial, and ends it when enough was measured. Must be the last callback.
 
     Args:
         reader: Reads the device's memory; None where it cannot be read.

@@ -58,7 +58,7 @@ _EVAL_BATCHES = 2
 
 
 class TrialRunner:
-    """Runs batch sizes; after each, everything is as it was when the runner was made.
+    """Runs trials of batch sizes, and restores everything after each.
 
     Within fit a trial consists of what a fit does: the sanity check, training, validation, and training again, without
     emptying the allocator in between. So a stage that leaves too little memory to another is noticed.
@@ -223,7 +223,7 @@ class TrialRunner:
             hook()
 
     def _set_accumulation(self) -> None:
-        """Within fit, write the training size and its accumulation; two micro-batches take as much as more of them."""
+        """Within fit, set the training size and at most 2 micro-batches: more of them take no more memory."""
         if not self._is_fitting:
             return
         size = self._sizes.get("train")
@@ -317,7 +317,7 @@ class TrialRunner:
         trainer.fit_loop.run()
 
     def _learn_length_of_stream(self, limits: SizeLimits, stage: Stage, probe: TrialProbe, size: int) -> int:
-        """Return the size that the batches really had; a stream that yields fewer samples has no more of them."""
+        """Return the size that the batches really had: a stream that yields smaller batches has no larger ones."""
         loaders = prepared_loaders(loop_of(self.trainer, stage))
         only_streams = loaders and all(isinstance(getattr(one, "dataset", None), IterableDataset) for one in loaders)
         observed = probe.observed_size.get(stage)

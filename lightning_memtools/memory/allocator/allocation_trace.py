@@ -128,7 +128,7 @@ class AllocationTrace:
         )
 
     def extrapolated(self, other: AllocationTrace, where: Fraction) -> AllocationTrace:
-        """Return the trace on the line from this one, at 0, to one with the same events, at 1; sizes are linear.
+        """Return the trace whose sizes lie on the line through this trace, at 0, and another of the same events, at 1.
 
         Args:
             other: The trace at 1.

@@ -73,11 +73,11 @@ class DeviceSegments:
         return self.capacity - self.used_by_others - self.whole.reserved
 
     def device_has(self, n_bytes: int) -> bool:
-        """Return whether the device has room for so many more bytes."""
+        """Return whether the device has room for this many more bytes."""
         return self.capacity is None or self.used_by_others + self.whole.reserved + n_bytes <= self.capacity
 
     def within_allowance(self, n_bytes: int) -> bool:
-        """Return whether the memory fraction lets the allocator reserve so many more bytes."""
+        """Return whether the memory fraction lets the allocator reserve this many more bytes."""
         return self.allowed is None or self.whole.reserved + n_bytes <= self.allowed
 
     def take_segment(self, free_blocks: FreeBlocks, size: int) -> Block | None:
@@ -316,7 +316,7 @@ def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int
 
 
 def collect_garbage(reserve: DeviceSegments, pools: Iterable[FreeBlocks], lookups: int, threshold: float) -> None:
-    """Release large cached segments that were not used for long, when the share in use passes the threshold.
+    """Release large cached segments that have been unused for long, once more than the threshold is in use.
 
     Segments at least as old as the average are released, in rounds, until it is enough; a block's age is the number of
     lookups since it was freed (garbage_collect_cached_blocks).

@@ -1,1 +1,1 @@
-"""CUDA's kernels where a CPU would take another path."""
+"""CUDA's kernels, for operators that a CPU computes in another way."""

@@ -39,7 +39,7 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
 
 
 def cast_by_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Return attention's inputs in autocast's lower precision, among whose operators it is, where autocast is on."""
+    """Return attention's inputs in autocast's lower precision if autocast is on."""
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     return tuple(cast(one, torch.get_autocast_dtype("cpu")) for one in tensors)

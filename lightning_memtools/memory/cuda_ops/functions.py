@@ -42,7 +42,7 @@ class _ModeInBackwardToo(TorchFunctionMode):
         self._patches.undo()
 
     def _replace_functions(self, patches: Patches) -> None:
-        """Replace what a mode cannot see."""
+        """Replace the functions that a mode cannot see."""
 
 
 class CudaFunctions(_ModeInBackwardToo):

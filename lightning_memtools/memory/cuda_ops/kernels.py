@@ -78,7 +78,7 @@ SIZED[aten.bincount.default] = _bincount
 
 
 def _clone(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a sparse tensor with as many values: FakeTensorMode's has none.
+    """Return a sparse tensor with as many values; FakeTensorMode's clone has none.
 
     Autograd keeps a new sparse gradient itself, if nothing else refers to it. For fake tensors it cannot tell, and
     clones it.
@@ -99,7 +99,7 @@ SIZED[aten.clone.default] = _clone
 
 
 def _nothing(_: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Leave an operator in place on lists out, half of the time of a fake optimizer's step: it makes no tensor.
+    """Skip an in-place operator on lists, which makes no tensor: this halves the time of a fake optimizer's step.
 
     Counts of steps are fake tensors that have values, by which optimizers divide.
     """

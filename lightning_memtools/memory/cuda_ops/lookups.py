@@ -39,7 +39,7 @@ def embedding_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, 
 
 @instead_of(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def embedding_bag(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each index has the number of its bag, each bag its size, and for the maximum its places."""
+    """Allocates the bag of each index, the size of each bag and, for the maximum, the indices of the largest."""
     del func, ledger
     names = ("weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights",
              "include_last_offset", "padding_idx")  # fmt: skip

@@ -99,7 +99,7 @@ class _CudnnRnn(torch.autograd.Function):
 
 
 def _turned(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
-    """Return the tensor with its first two dimensions the other way round, if the batch is (or is to be) the first."""
+    """Return the tensor with its first two dimensions swapped if the batch comes first."""
     return tensor.transpose(0, 1) if batch_first else tensor
 
 
@@ -121,13 +121,13 @@ def _is_flattened(weight: torch.Tensor) -> bool:
 
 
 def _n_biases(layer: nn.RNNBase) -> int:
-    """Return the elements of biases that cuDNN's buffer has beside a layer's weights: it has them, wanted or not."""
+    """Return the number of bias elements in cuDNN's weight buffer, which has room for them also without biases."""
     n_rows: int = layer.all_weights[0][0].shape[0]
     return 0 if layer.bias else 2 * n_rows * layer.num_layers * (1 + layer.bidirectional)
 
 
 def _views_of_one(like: Sequence[torch.Tensor], n_biases: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return tensors of the same shapes in one new buffer, with room for so many elements of biases."""
+    """Return tensors of the same shapes in one new buffer, with room for `n_biases` more elements."""
     sizes = [one.numel() for one in like]
     buffer = like[0].new_empty(sum(sizes) + n_biases, dtype=dtype)
     parts = torch.split(buffer[: sum(sizes)], sizes)

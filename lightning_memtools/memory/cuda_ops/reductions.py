@@ -116,7 +116,7 @@ def _walked(tensor: torch.Tensor, dims: Sequence[int]) -> tuple[list[int], list[
 
 
 def _compared(one: int, other: int, results: list[int], inputs: list[int], shape: list[int]) -> int:
-    """Return 1 if the two dimensions have to change places, -1 if they must not, 0 if it does not matter."""
+    """Return 1 if the two dimensions have to be swapped, -1 if they must not be, 0 if it does not matter."""
     if (results[one] == 0) != (results[other] == 0):
         return 1 if results[other] == 0 else -1
     for strides in (results, inputs):

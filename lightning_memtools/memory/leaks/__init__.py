@@ -1,1 +1,1 @@
-"""Leaks: the tensors that stay on the device, since when, and what holds them. Imports torch only."""
+"""Leaks: which tensors stay on the device, since when, and what holds them. Imports torch only."""

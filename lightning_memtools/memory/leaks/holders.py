@@ -68,7 +68,7 @@ _SETS = (set, frozenset)
 
 
 def is_a(one: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Do what isinstance does without asking the object: proxies and lazy objects would run code of their own."""
+    """Like isinstance, but without asking the object: a proxy or lazy object would run its own code."""
     return issubclass(type(one), kinds)
 
 

@@ -1,4 +1,4 @@
-"""The findings of the leak detector, and the one warning that tells of them."""
+"""The findings of the leak detector, and the warning that reports them."""
 
 from __future__ import annotations
 

@@ -177,7 +177,9 @@ class AccountingMode(OperatorMode):
         return depth
 
     def enter_tensor(self, tensor: torch.Tensor, category: Category | None) -> None:
-        """Enter a tensor that no operator made here. If it is known already, it gets the category, unless that is None.
+        """Enter a tensor that was not made by an operator in this mode.
+
+        If it is known already, it gets the category, unless that is None.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -209,7 +211,7 @@ class AccountingMode(OperatorMode):
         self._ledger.forget(entry)
 
     def enter_new(self, tensor: torch.Tensor) -> None:
-        """Enter a tensor that was made by a function which is no operator.
+        """Enter a tensor that was made by a function that is not an operator.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -456,7 +458,7 @@ class AccountingMode(OperatorMode):
 
 
 def _laid_out_as(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the strides of another of its shape: on them depends what has to be copied later."""
+    """Return a tensor with the strides of another of its shape; later copies depend on them."""
     if one.shape != other.shape or one.stride() == other.stride():
         return one
     return one.new_empty_strided(one.shape, other.stride()).copy_(one)

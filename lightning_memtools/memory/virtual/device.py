@@ -498,7 +498,7 @@ def _size_of(option: str, size: str | int) -> int:
 
 
 def _fall_silent_in_fork() -> None:
-    """Switch accounting off in a forked process, whose memory is not the device's: a worker only sends batches."""
+    """Switch accounting off in a forked process, such as a loader's worker: its memory is host memory."""
     while _active:
         _active[0].reset_in_fork()
     _here.mode = None

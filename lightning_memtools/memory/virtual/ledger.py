@@ -141,7 +141,7 @@ class VirtualLedger:
             self.listener.on_library_workspace(n_bytes)
 
     def exceeds_free(self, n_bytes: int) -> bool:
-        """Return whether so much does not fit beside what tensors hold, even if nothing were cached or in pieces."""
+        """Return whether this many bytes would not fit even if all memory without tensors were one free block."""
         capacity = self.allocator.capacity
         if capacity is None:
             return n_bytes >= ONE_EXABYTE

@@ -22,7 +22,7 @@ _ABSENT = object()
 
 
 class Patches:
-    """Replaces attributes, and restores them in the opposite order; restoring twice does no harm.
+    """Replaces attributes, and restores them in reverse order. Restoring is idempotent.
 
     Other code may have kept a new function, and may set it again later. So each asks `undone` whether it still counts.
     """

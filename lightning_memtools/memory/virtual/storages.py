@@ -49,7 +49,7 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of the storage of a tensor that has one (see `parts`)."""
+    """Return the id of a tensor's storage; the tensor must have one (see `parts`)."""
     return storage_id(tensor.untyped_storage())
 
 

@@ -225,7 +225,7 @@ class DeviceHooks:
         self._hooks += watch_optimizers(find, self._seen)
 
     def end(self) -> None:
-        """Restore torch; calling this twice does no harm."""
+        """Restore torch. Idempotent."""
         self._autocast.close()
         self._patches.undo()
         self._compilation.end()
