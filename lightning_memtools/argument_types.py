@@ -39,7 +39,9 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     for name, accepted in _checked_arguments(function).items():
         if name in given and not any(_is_of(given[name], annotation) for annotation in accepted):
             kinds = dict.fromkeys(_WORDS.get(kind) or _with_article(kind.__name__) for kind in map(_kind, accepted))
-            raise ValueError(f"{name}={given[name]!r} is not accepted: give {' or '.join(kinds)}.")
+            value = given[name]
+            got = repr(value) if value is None or isinstance(value, str | Real) else type(value).__name__
+            raise TypeError(f"{name} must be {' or '.join(kinds)}, got {got}.")
 
 
 @functools.cache

@@ -171,12 +171,13 @@ def tune_batch_size(
 
     Raises:
         RuntimeError: Not even the smallest size fits, or the device keeps no memory statistics.
+        TypeError: An argument has a wrong type.
     """
     check_types(tune_batch_size, {"worst_case": worst_case})
     if not hasattr(trainer, "fit_loop"):
-        raise ValueError(f"trainer={trainer!r} is not accepted: give a Trainer of Lightning.")
+        raise TypeError(f"trainer must be a Trainer of Lightning, got {type(trainer).__name__}.")
     if not is_lightning_module(model):
-        raise ValueError(f"model={model!r} is not accepted: give a LightningModule.")
+        raise TypeError(f"model must be a LightningModule, got {type(model).__name__}.")
     tuner = BatchSizeTuner(**arguments)
     tuner.worst_case = worst_case
     tuner.ends_before_training = True

@@ -99,7 +99,7 @@ class EmptyCache(EitherCallback):
                 'stages=["val", "test"]. The end of fit always counts.'
             )
         if not isinstance(always, bool):
-            raise ValueError(f"always={always!r} is neither True nor False.")  # noqa: TRY004, as of every bad argument
+            raise TypeError(f"always must be True or False, got {always!r}.")
         if not is_count(warn_after):
             raise ValueError(f"warn_after={warn_after!r} is not a count of epochs. Give a whole number of 1 or more.")
         ReleaseThreshold(min_reclaimable)  # raises for what is none

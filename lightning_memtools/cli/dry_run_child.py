@@ -60,7 +60,7 @@ def _run_one_of(spec: DryRunSpec) -> None:
     """Make `torch.multiprocessing.spawn` run this rank alone, in this process."""
 
     class Ended:
-        """What `mp.spawn(join=False)` returns: a context whose processes have already ended."""
+        """The result of `mp.spawn(join=False)`: a context whose processes have already ended."""
 
         processes: ClassVar[list[Any]] = []
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import STEP_NAMES
 from lightning_memtools._torch import UnsupportedOperatorException
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.estimate.batch_sizes import resized
@@ -28,6 +27,7 @@ from lightning_memtools.simulation.step_runner import (
     Stage,
     has_step,
     is_lightning_module,
+    step_name,
 )
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 
@@ -289,14 +289,14 @@ def _check_model(model: object, step: object, *, stage: str, device: str) -> Non
         ValueError: The stage or the device is unknown, or the model lacks the stage's step.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: pass a LightningModule, or another torch.nn.Module.")
-    if stage not in STEP_NAMES:
-        raise ValueError(f"Unknown stage {stage!r}. Accepted are {', '.join(map(repr, STEP_NAMES))}.")
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+    if stage not in get_args(Stage):
+        raise ValueError(f"Unknown stage {stage!r}. Accepted are {', '.join(map(repr, get_args(Stage)))}.")
     if device not in {"cuda", "cpu"}:
         raise ValueError(f"Unknown device {device!r}. Accepted are 'cuda' and 'cpu': whose operators are estimated.")
     if step is not None:
         if not callable(step):
-            raise TypeError(f"step is {step!r}: pass a function, step=lambda model, batch: loss.")
+            raise TypeError(f"step must be a function, step=lambda model, batch: loss; got {type(step).__name__}.")
         return
     inner = unwrapped(model)
     if not is_lightning_module(inner):
@@ -304,7 +304,7 @@ def _check_model(model: object, step: object, *, stage: str, device: str) -> Non
             f"{type(inner).__name__} is no LightningModule, so estimate_memory does not know its step. Pass "
             "step=lambda model, batch: loss, such as step=lambda model, batch: mse_loss(model(batch[0]), batch[1])."
         )
-    name = STEP_NAMES[stage]
+    name = step_name(stage)
     if not has_step(inner, name):
         raise ValueError(f"{type(inner).__name__} has no {name}, which stage={stage!r} runs. Define it, or pass step.")
 

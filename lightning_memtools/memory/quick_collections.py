@@ -37,6 +37,6 @@ def quick_collections() -> Iterator[None]:
 
 
 class _Frozen:
-    """Whether an enclosing block has frozen the existing objects already."""
+    """True while an enclosing block has frozen the existing objects."""
 
     here = False

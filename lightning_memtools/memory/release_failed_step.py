@@ -33,7 +33,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class FailedStepRelease:
-    """What was freed after a failed step, and what was not. `print` it.
+    """The memory that was freed after a failed step, and the rest. `print` it.
 
     Attributes:
         freed_bytes: The allocated memory that was freed, over all devices.

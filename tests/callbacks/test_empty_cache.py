@@ -162,9 +162,8 @@ def test_everything_is_released_at_every_boundary_on_request(arguments, tmp_path
 
 @pytest.mark.parametrize("always", ["yes", 1, None])
 def test_always_is_true_or_false(always):
-    with pytest.raises(ValueError, match="is not accepted: give True or False") as error:
+    with pytest.raises(TypeError, match=f"always .* got {always!r}"):
         EmptyCache(always=always)
-    assert f"always={always!r}" in str(error.value)
 
 
 def test_a_subclass_with_arguments_of_its_own_is_refused_bad_ones_too():
@@ -172,7 +171,7 @@ def test_a_subclass_with_arguments_of_its_own_is_refused_bad_ones_too():
         def __init__(self, often):
             super().__init__(always=often)
 
-    with pytest.raises(ValueError, match="always='yes' is neither True nor False"):
+    with pytest.raises(TypeError, match=r"always .* got 'yes'"):
         Own("yes")
 
 

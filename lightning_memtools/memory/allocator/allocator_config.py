@@ -80,7 +80,7 @@ class AllocatorConfig:
             ValueError: A key or a value is not accepted; the message quotes it and lists the accepted keys.
         """
         if not isinstance(text, str):
-            raise ValueError(f"allocator={text!r} is not a text with settings. {_accepted()}")  # noqa: TRY004, as of every bad setting
+            raise TypeError(f"allocator must be a text with settings, got {type(text).__name__}. {_accepted()}")
         settings: dict[str, Any] = {}
         for key, value in _pairs(text):
             if _ONLY.get(key) == value:
