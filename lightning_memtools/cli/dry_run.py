@@ -61,8 +61,8 @@ class DryRunStage:
         stage: train, val, test or predict; "script" for a program without a Trainer.
         peak_allocated: The highest that tensors took.
         peak_reserved: The highest that PyTorch's allocator held.
-        by_category: Parameters, buffers, gradients, optimizer state and inputs at the end of a step; "activations" is
-            the rest of the peak: activations and temporary tensors.
+        by_category: Parameters, buffers, gradients, optimizer state and inputs at the moment of the peak; "activations"
+            is the rest: activations and temporary tensors. Empty where the history of allocations was too long to keep.
         phase: forward, backward or optimizer: where training's peak was.
     """
 

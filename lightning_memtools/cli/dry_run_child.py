@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,8 +26,14 @@ from lightning_memtools.cli.dry_run import (
     DryRunSpec,
     DryRunStage,
 )
-from lightning_memtools.cli.dry_run_loops import WHOLE_SCRIPT, LoopWatch
-from lightning_memtools.cli.dry_run_trainers import RunObserver, cut_trainers_when_imported, values_followed
+from lightning_memtools.cli.dry_run_loops import LoopWatch
+from lightning_memtools.cli.dry_run_trainers import (
+    WHOLE_SCRIPT,
+    RunObserver,
+    cut_trainers_when_imported,
+    keep_peaks,
+    values_followed,
+)
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
 from lightning_memtools.memory.oom_errors import is_out_of_memory
@@ -157,8 +163,10 @@ def _run(spec: DryRunSpec) -> None:
     cut_trainers_when_imported(observer)
     observer.files.guard_torch()
     loops = LoopWatch(observer)
+    keep_peaks(observer)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     record_cuda_history(_HISTORY_ENTRIES)
+    observer.owners.enter(WHOLE_SCRIPT)
     # Registered before the script registers its own functions, so it runs after them.
     atexit.register(_end_here)
     variables: dict[str, Any] = {}
@@ -189,14 +197,26 @@ def _run(spec: DryRunSpec) -> None:
 
 def _add_whole_script(observer: RunObserver) -> None:
     """Add a stage with the peaks of a script in which no Trainer ran."""
-    stats = torch.cuda.memory_stats(observer.spec.rank)
-    peak = stats.get("allocated_bytes.all.peak", 0)
+    observer.before_reset()
+    peaks = observer.script_peaks
     observer.stages[WHOLE_SCRIPT] = DryRunStage(
-        stage=WHOLE_SCRIPT,
-        peak_allocated=peak,
-        peak_reserved=stats.get("reserved_bytes.all.peak", 0),
-        by_category=observer.composition(WHOLE_SCRIPT, peak),
+        stage=WHOLE_SCRIPT, peak_allocated=peaks["allocated_bytes"], peak_reserved=peaks["reserved_bytes"]
     )
+
+
+def _with_composition(observer: RunObserver, snapshot: dict[str, Any]) -> list[DryRunStage]:
+    """Return the stages with what their peaks consist of, unless the history of allocations was too long to keep."""
+    entries = snapshot["device_traces"][observer.spec.rank]
+    if len(entries) >= _HISTORY_ENTRIES:
+        return list(observer.stages.values())
+    owners = observer.owners.compositions(entries)
+
+    def composed(stage: DryRunStage) -> DryRunStage:
+        known = {name: size for name, size in owners.get(stage.stage, {}).items() if size}
+        rest = max(0, stage.peak_allocated - sum(known.values()))
+        return replace(stage, by_category=known | {"activations": rest} if known else {})
+
+    return [composed(stage) for stage in observer.stages.values()]
 
 
 def _result_of(observer: RunObserver, snapshot: dict[str, Any], status: int, error: str | None) -> DryRunResult:
@@ -210,7 +230,7 @@ def _result_of(observer: RunObserver, snapshot: dict[str, Any], status: int, err
         status=status,
         error=error,
         report=str(reports[-1]) if reports else None,
-        stages=list(observer.stages.values()),
+        stages=_with_composition(observer, snapshot),
         convolution_workspaces=growth_with_workspaces(
             snapshot,
             spec.rank,

@@ -6,15 +6,12 @@ import gc
 import weakref
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memtools._torch import has_compiled
 from lightning_memtools.cli.dry_run_trainers import RunObserver
-
-WHOLE_SCRIPT = "script"
 
 
 class LoopWatch:
@@ -53,8 +50,7 @@ class LoopWatch:
             self._note()
 
     def _note(self) -> None:
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._observer.see(WHOLE_SCRIPT, nn.ModuleList(self._models), list(self._optimizers), None, device)
+        self._observer.see(nn.ModuleList(self._models), list(self._optimizers), None)
 
 
 def _whole_models() -> Iterator[nn.Module]:

@@ -19,13 +19,14 @@ from torch import nn
 
 from lightning_memtools.cli.dry_run import DryRunSpec, DryRunStage
 from lightning_memtools.cli.dry_run_files import RunFiles
+from lightning_memtools.cli.dry_run_owners import OwnerNotes
 from lightning_memtools.memory.nested_tensors import plain_name
-from lightning_memtools.memory.owned import on_device_of, owned_by
-from lightning_memtools.memory.peaks import Phase, PhaseWatch, Stage, StageWatch, peak_counter
+from lightning_memtools.memory.peaks import PeakCounter, Phase, PhaseWatch, Stage, StageWatch, peak_counter
 from lightning_memtools.memory.readers import accelerator_reader
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.simulation.known_values import FollowedValues, values_known
 
+WHOLE_SCRIPT = "script"
 # Their checkpoints are put together by all ranks, and one rank of a dry run has nobody to talk to.
 _SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
@@ -46,7 +47,10 @@ class RunObserver:
         self._batches = 0
         self._watch: StageWatch | None = None
         self._phases: PhaseWatch | None = None
-        self._owned: dict[str, dict[str, int]] = {}
+        self._counter: PeakCounter | None = None
+        # The peaks of the whole script, before the last reset.
+        self.script_peaks = {"allocated_bytes": 0, "reserved_bytes": 0}
+        self.owners = OwnerNotes()
         self._hooks: list[Any] = []
         self._open: list[tuple[str, int]] = []
 
@@ -63,7 +67,7 @@ class RunObserver:
                 f"The Trainer used {device}, not a CUDA device: set accelerator='auto' or 'gpu' to see a GPU's memory."
             )
             return
-        counter = peak_counter(reader)
+        self._counter = counter = peak_counter(reader)
         self._watch = StageWatch(counter)
         self._phases = PhaseWatch(counter)
 
@@ -71,32 +75,33 @@ class RunObserver:
         """Begin a stage."""
         if self._watch is not None:
             self._watch.enter(stage)
+            self.owners.enter(stage)
 
     def leave(self, stage: Stage) -> None:
         """End a stage."""
         if self._watch is not None and self._watch.running == stage:
             self._watch.point(stage)
             self._watch.leave(stage)
+            self.owners.enter(self._watch.running)
 
     def phase(self, phase: Phase | None) -> None:
         """Begin a phase of a training step; None after the last."""
         if self._phases is not None:
             self._phases.switch(phase)
 
-    def see(self, stage: str, model: nn.Module, optimizers: Sequence[Any], batch: Any, device: torch.device) -> None:
-        """Note the bytes of model, optimizers and batch; the batch is on the device."""
-        reader = accelerator_reader(device)
-        if reader is None:
-            return
-        owned = owned_by(model, optimizers, on_device_of(reader, device), inputs=batch)
-        known = self._owned.setdefault(stage, {})
-        for name, size in owned.by_category.items():
-            known[name] = max(size, known.get(name, 0))
+    def see(self, model: nn.Module, optimizers: Sequence[Any], batch: Any) -> None:
+        """Note which blocks model, optimizers and batch own; the batch is on the device."""
+        running = self._watch.running if self._watch is not None else WHOLE_SCRIPT
+        self.owners.note(running, model, optimizers, batch)
 
-    def composition(self, stage: str, peak_allocated: int) -> dict[str, int]:
-        """Return what a stage's peak consists of; empty where nothing was seen."""
-        known = {name: size for name, size in self._owned.get(stage, {}).items() if size}
-        return {**known, "activations": max(0, peak_allocated - sum(known.values()))} if known else {}
+    def before_reset(self) -> None:
+        """Called before the script resets the device's peaks: take them in."""
+        if self._counter is not None:
+            self._counter.fold()
+        stats = torch.cuda.memory_stats(self.spec.rank)
+        self.script_peaks = {
+            name: max(stats.get(f"{name}.all.peak", 0), known) for name, known in self.script_peaks.items()
+        }
 
     @property
     def layers(self) -> dict[str, int]:
@@ -158,12 +163,12 @@ class RunObserver:
                 stage=stage,
                 peak_allocated=peak.allocated,
                 peak_reserved=peak.reserved or 0,
-                by_category=self.composition(stage, peak.allocated),
                 phase=max(phases, key=lambda one: phases[one]) if stage == "train" and phases else None,
             )
         if self._phases is not None:
             self._phases.close()
-        self._watch = self._phases = None
+        self._watch = self._phases = self._counter = None
+        self.owners.enter(None)
 
 
 def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
@@ -185,18 +190,18 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             observer.phase("forward")
             observer.begin_batch(pl_module)
-            observer.see("train", pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
+            observer.see(pl_module, trainer.optimizers, batch)
 
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
             observer.phase("backward")
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             observer.phase("optimizer")
-            observer.see("train", pl_module, trainer.optimizers, None, trainer.strategy.root_device)
+            observer.see(pl_module, trainer.optimizers, None)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             observer.phase(None)
-            observer.see("train", pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
+            observer.see(pl_module, trainer.optimizers, batch)
             self.has_trained = True
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -212,8 +217,7 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
             observer.enter(trainer.state.stage.dataloader_prefix)
 
         def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
-            stage = trainer.state.stage.dataloader_prefix
-            observer.see(stage, pl_module, trainer.optimizers, batch, trainer.strategy.root_device)
+            observer.see(pl_module, trainer.optimizers, batch)
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             observer.leave(trainer.state.stage.dataloader_prefix)
@@ -421,3 +425,25 @@ def values_followed() -> Iterator[None]:
 
 def _when_imported(functions: Mapping[str, Callable[[ModuleType], object]]) -> None:
     sys.meta_path.insert(0, _WhenImported(functions))
+
+
+def keep_peaks(observer: RunObserver) -> None:
+    """Let the script reset the device's peaks without losing them for the result."""
+    is_resetting = False
+
+    def make(reset: Callable[..., None]) -> Callable[..., None]:
+        def reset_peak_memory_stats(*args: Any, **kwargs: Any) -> None:
+            nonlocal is_resetting
+            if not is_resetting:  # the observer resets them too
+                is_resetting = True
+                try:
+                    observer.before_reset()
+                finally:
+                    is_resetting = False
+            reset(*args, **kwargs)
+
+        return reset_peak_memory_stats
+
+    patches = Patches()
+    for module in (torch.cuda, torch.cuda.memory, torch.accelerator, torch.accelerator.memory):
+        patches.replace(module, "reset_peak_memory_stats", make)

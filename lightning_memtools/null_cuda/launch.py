@@ -124,6 +124,8 @@ def environment(
         "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
         # The interface of cuDNN 7 is small enough to stand in for; what torch allocates is the same.
         "TORCH_CUDNN_V8_API_DISABLED": "1",
+        # On Hopper and Blackwell torch prefers cuDNN's attention, which has no stand-in. The next kernel is flash.
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices.count))),
         "NULL_CUDA_DEVICES": str(devices.count),
         _NAME: devices.name,
