@@ -663,9 +663,11 @@ def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
         "new_group": group,
         "all_gather_object": all_gather_object,
         "broadcast_object_list": nothing,
+        "monitored_barrier": nothing,
     }
     replaced: list[tuple[Any, str, Any]] = [
         *((module, *one) for module in (distributed, distributed.distributed_c10d) for one in exchanges.items()),
+        (distributed.ProcessGroup, "monitored_barrier", nothing),  # which Lightning calls around prepare_data
         # DDP compares the shapes of all ranks' parameters, and there are none but this rank's.
         (nn.parallel.distributed, "_verify_param_shape_across_processes", nothing),
         (wrapper, "__init__", make_with_hook),

@@ -88,9 +88,12 @@ class DryRunResult:
             that its heuristics ask for. It is in no other figure and not counted in whether the run fits: where memory
             is short, torch gives cached blocks back, or takes another engine.
         layers: The modules whose outputs and saved tensors keep most, in bytes, largest first.
-        smallest_fitting: The names of the GPUs at the boundary: the largest known one that does not fit (or None) and
-            the smallest that does (or None).
+        smallest_fitting: An estimate by the requests of this run, though another GPU may run other kernels: the names
+            of the largest known GPU that does not fit (or None) and of the smallest that does (or None).
         notes: What the reader should know of this run.
+        assumed: The lines that read a value that nobody computed, each with what was assumed for it. The run fits if
+            these assumptions hold.
+        optimizer_steps: The number of optimizer steps that ran; None where the script has no optimizer.
         rank: The rank that was run.
         devices: How many ranks there are.
         directory: Where the run's files are.
@@ -106,14 +109,33 @@ class DryRunResult:
     layers: list[tuple[str, int]] = field(default_factory=list)
     smallest_fitting: tuple[str | None, str | None] = (None, None)
     notes: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    optimizer_steps: int | None = None
     rank: int = 0
     devices: int = 1
     directory: str = ""
 
     @property
     def fits(self) -> bool:
-        """Return whether the run came to its end within the capacity."""
-        return self.status == FITS
+        """Return whether the run came to its end within the capacity, and trained if it has an optimizer."""
+        return self.status == FITS and self.optimizer_steps != 0
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run fits, in a sentence, with what that depends on."""
+        if self.status == OUT_OF_MEMORY:
+            return f"It runs out of memory. {self.error}"
+        if self.status == FAILED:
+            return f"The script ended with an error of its own. {self.error}"
+        if self.optimizer_steps == 0:
+            return "No optimizer step ran, so that it is not known whether training fits."
+        if not any(one.peak_allocated for one in self.stages):
+            return "There was nothing to measure."
+        if not self.assumed:
+            return "It fits."
+        return "It fits if what these lines assume of values that nobody computed is true:\n" + "\n".join(
+            f"- {one}" for one in self.assumed
+        )
 
     def table(self) -> Table:
         """Return one row for each stage, and one for the workspaces of convolutions, which no stage counts."""
@@ -132,10 +154,8 @@ class DryRunResult:
         return Table(("stage", "peak allocated", "peak reserved", "at the peak"), rows)
 
     def __str__(self) -> str:
-        verdict = {FITS: "fits", OUT_OF_MEMORY: "ran out of memory", FAILED: "ended with an error of its own"}
-        why = f": {self.error}" if self.error else "."
-        where = f"{self.device}, {format_size(self.capacity)}"
-        return f"The run {verdict[self.status]} ({where}){why}\n\n{markdown_table(self.table())}"
+        where = f"Dry run on {self.device}, {format_size(self.capacity)}"
+        return f"{where}. {self.verdict}\n\n{markdown_table(self.table())}"
 
     _repr_html_ = shown_as(__str__)
 
@@ -331,7 +351,7 @@ def run(chosen: argparse.Namespace) -> int:
         print(json.dumps(asdict(result), indent=1))  # noqa: T201
     else:
         _show(result)
-    return result.status
+    return result.status if result.fits or result.status else FAILED
 
 
 def _show(result: DryRunResult) -> None:
@@ -345,23 +365,20 @@ def _show(result: DryRunResult) -> None:
     ranks = f", rank {result.rank} of {result.devices}" if result.devices > 1 else ""
     where = f"{result.device}, {format_size(result.capacity)}{ranks}"
     say(f"\nDry run on {where}: PyTorch's own CUDA code, no GPU, nothing computed.")
-    verdict = {
-        FITS: "It fits.",
-        OUT_OF_MEMORY: "It runs out of memory.",
-        FAILED: "The script ended with an error of its own.",
-    }
-    if result.fits and not any(one.peak_allocated for one in result.stages):
-        verdict[FITS] = "There was nothing to measure."
-    say(verdict[result.status] + (f" {result.error}" if result.error else ""))
+    say(result.verdict)
     if result.stages:
         console.print(console_table(result.table()))
     if result.layers:
         say("Layers that keep most: " + ", ".join(f"{name} {format_size(size)}" for name, size in result.layers[:5]))
     too_small, enough = result.smallest_fitting
     if enough is not None:
-        say(f"The smallest known GPU that it fits: {enough}" + (f" ({too_small} is too small)." if too_small else "."))
+        smaller = f"; {too_small} is too small" if too_small else ""
+        say(
+            f"Estimate of the smallest known GPU that it fits, by these requests: {enough}{smaller}. "
+            f"Other GPUs run other kernels: check with --gpu '{enough}'."
+        )
     elif too_small is not None:
-        say(f"It fits no GPU of the table; the largest is {too_small}.")
+        say(f"By these requests it fits no GPU of the table; the largest is {too_small}.")
     if result.report:
         say(f"Out-of-memory report: {result.report}")
     for note in result.notes:

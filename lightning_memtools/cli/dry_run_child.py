@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_memtools._torch import cuda_memory_snapshot, pretended_ranks, record_cuda_history
 from lightning_memtools.cli.dry_run import (
@@ -41,6 +43,7 @@ from lightning_memtools.memory.sizes import GpuShape, context_bytes, known_gpus
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS
 from lightning_memtools.null_cuda.recorded_convolutions import convolutions_in, growth_with_workspaces
 from lightning_memtools.null_cuda.stubs import DryRunError
+from lightning_memtools.simulation.known_values import KnownValues
 
 _LAYERS = 20
 _HISTORY_ENTRIES = 2_000_000
@@ -150,13 +153,13 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
 def main(path: str) -> None:
     """Run the task in a spec file, write the result beside it, and end the process."""
     spec = DryRunSpec(**json.loads(Path(path).read_text(encoding="utf-8")))
-    with _as_one_rank(spec), values_followed():
-        _run(spec)
+    with _as_one_rank(spec), values_followed() as known:
+        _run(spec, known)
 
 
-def _run(spec: DryRunSpec) -> None:
+def _run(spec: DryRunSpec, known: KnownValues) -> None:
     observer = RunObserver(spec)
-    observer.note("Values that are read back from the device are zeros; code that branches on them takes that branch.")
+    observer.note("Tensors that are copied from the device hold zeros, unless their values follow from the data alone.")
     if spec.devices > 1:
         observer.note("What NCCL allocates for itself is not counted.")
     _run_one_of(spec)
@@ -170,6 +173,7 @@ def _run(spec: DryRunSpec) -> None:
     # Registered before the script registers its own functions, so it runs after them.
     atexit.register(_end_here)
     variables: dict[str, Any] = {}
+    steps: int | None = None
     try:
         variables = _run_program(spec)
         status, message = FITS, None
@@ -184,6 +188,8 @@ def _run(spec: DryRunSpec) -> None:
             "of these figures: give the script that trains itself, with --devices for its ranks."
         )
     snapshot = cuda_memory_snapshot()
+    if loops.n_steps or any(issubclass(type(one), Optimizer) for one in gc.get_objects()):
+        steps = loops.n_steps
     del variables
     if not observer.stages:
         _add_whole_script(observer)
@@ -191,7 +197,9 @@ def _run(spec: DryRunSpec) -> None:
             observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
     if spec.snapshot is not None:
         Path(spec.snapshot).write_bytes(pickle.dumps(snapshot))
-    result = _result_of(observer, snapshot, status, message)
+    result = replace(
+        _result_of(observer, snapshot, status, message), optimizer_steps=steps, assumed=list(known.assumed)
+    )
     Path(spec.directory, "dry_run.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
 
 

@@ -19,15 +19,20 @@ class LoopWatch:
 
     Args:
         observer: Is told what is found.
+
+    Attributes:
+        n_steps: The number of optimizer steps so far, those of Trainers included.
     """
 
     def __init__(self, observer: RunObserver) -> None:
         self._observer = observer
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.n_steps = 0
         register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer))
 
     def _end_step(self, optimizer: Optimizer) -> None:
+        self.n_steps += 1
         if self._observer.is_watching:
             return
         if optimizer not in self._optimizers:

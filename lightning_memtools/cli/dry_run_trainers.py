@@ -24,7 +24,7 @@ from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.peaks import PeakCounter, Phase, PhaseWatch, Stage, StageWatch, peak_counter
 from lightning_memtools.memory.readers import accelerator_reader
 from lightning_memtools.memory.virtual.patches import Patches
-from lightning_memtools.simulation.known_values import FollowedValues, values_known
+from lightning_memtools.simulation.known_values import FollowedValues, KnownValues, values_known
 
 WHOLE_SCRIPT = "script"
 # Their checkpoints are put together by all ranks, and one rank of a dry run has nobody to talk to.
@@ -403,7 +403,7 @@ def cut_trainers_when_imported(observer: RunObserver) -> None:
 
 
 @contextmanager
-def values_followed() -> Iterator[None]:
+def values_followed() -> Iterator[KnownValues]:
     """Follow the values of the data inside, until the script compiles something: compiled code ignores modes."""
     patches = Patches()
     with values_known() as known, ExitStack() as following:
@@ -418,7 +418,7 @@ def values_followed() -> Iterator[None]:
 
         patches.replace(torch, "compile", make)
         try:
-            yield
+            yield known
         finally:
             patches.undo()
 

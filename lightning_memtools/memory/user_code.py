@@ -122,3 +122,15 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
             found = file, frame.f_lineno, code.co_name
         frame = frame.f_back
     return None if found is None else CodeLine(*found)
+
+
+def calling_package() -> str:
+    """Return the package of the innermost line that is neither ours nor torch's; "" for code that is not installed."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_THIS_PACKAGE, _TORCH, "<")):
+            parts = Path(file).parts
+            return next((parts[parts.index(name) + 1] for name in _INSTALLED if name in parts), "")
+        frame = frame.f_back
+    return ""

@@ -71,10 +71,10 @@ def null_devices(
         context_bytes: Bytes that the CUDA context takes.
 
     Raises:
-        ValueError: The GPU is not known, the capacity is not a size, or the count is not between 1 and 64.
+        ValueError: The GPU is not known, the capacity is not a size, or the count is not between 1 and 120.
     """
-    if not 1 <= count <= 64:  # noqa: PLR2004, MAX_DEVICES of sources/null_device.h
-        raise ValueError(f"devices={count}: between 1 and 64 devices can be pretended.")
+    if not 1 <= count <= 120:  # noqa: PLR2004, MAX_DEVICES of sources/null_device.h
+        raise ValueError(f"devices={count}: PyTorch knows between 1 and 120 devices of a machine.")
     named = find_gpu(capacity) if gpu is None and isinstance(capacity, str) else None
     model = named or find_gpu(gpu or _DEFAULT_GPU)
     if model is None:

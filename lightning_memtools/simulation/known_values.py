@@ -45,7 +45,7 @@ from lightning_memtools._torch import (
     tree_map_only,
     without_dispatch_modes,
 )
-from lightning_memtools.memory.user_code import line_on_stack
+from lightning_memtools.memory.user_code import calling_package, line_on_stack
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.null_cuda.launch import computes_nothing
 
@@ -74,6 +74,7 @@ _OF_FINITE = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": Fal
 _INDEX_OF = {"argmax", "argmin"}
 _OVERWRITING = {"aten::zero_", "aten::fill_", "aten::copy_"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
@@ -345,10 +346,54 @@ class KnownValues:
             self._twins = {key: one for key, one in self._twins.items() if not one.of.expired()}
         self._twins[key] = _Twin(StorageWeakRef(storage), twin, is_assumed)  # type: ignore[no-untyped-call]
 
+    def number(self, tensor: Tensor) -> Any:
+        """Return a tensor's only value. A floating-point one that nobody computed is listed once it is compared."""
+        if self.of(tensor) is not None or not tensor.is_floating_point():
+            return self.read(tensor).item()
+        return _AssumedFloat(1.0, lambda: self._assume("a number that is not known is 1.0"))
+
     def _assume(self, what: str) -> None:
-        if in_backward():  # the forward pass has assumed it
+        # The forward pass has assumed it before backward does; Lightning reads for its progress bar and for callbacks.
+        if in_backward() or calling_package() in _LIGHTNING:
             return
         self.assumed.setdefault(f"{line_on_stack() or 'an unknown line'}: {what}")
+
+
+class _AssumedFloat(float):
+    """A number that nobody computed. Printing and summing it is harmless; a comparison is noted."""
+
+    def __new__(cls, value: float, note: Callable[[], None]) -> Self:
+        made = super().__new__(cls, value)
+        made.note = note
+        return made
+
+    note: Callable[[], None]
+    __hash__ = float.__hash__
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (super().__float__(),)  # a copy or a pickle is a plain number
+
+
+def _noting(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(number: _AssumedFloat, *others: Any) -> Any:
+        number.note()
+        return operation(number, *others)
+
+    return run
+
+
+def _carrying(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(number: _AssumedFloat, *others: Any) -> Any:
+        found = operation(number, *others)
+        return _AssumedFloat(found, number.note) if isinstance(found, float) else found
+
+    return run
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil"):
+    setattr(_AssumedFloat, f"__{_name}__", _noting(getattr(float, f"__{_name}__")))
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
+    setattr(_AssumedFloat, f"__{_name}__", _carrying(getattr(float, f"__{_name}__")))
 
 
 def _is_traced(_tensor: Tensor) -> bool:
@@ -537,6 +582,8 @@ class FollowedValues(TorchFunctionMode):
         values, tensors = self._values, [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         on_device = [one for one in tensors if _holds_nothing(one)]
         if on_device:
+            if name == "item":
+                return values.number(on_device[0])
             if name in _READS and len(tensors) == 1:
                 return func(values.read(on_device[0]), *args[1:], **kwargs)
             if name in _INDEXES:
@@ -585,7 +632,7 @@ class FollowedValues(TorchFunctionMode):
                     one.copy_(real)
 
 
-_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__"}
+_READS = {"tolist", "__bool__", "__int__", "__float__", "__index__"}
 _INDEXES = {"__getitem__", "__setitem__", "index_put", "index_put_"}
 _SHAPED_BY_VALUES = {"nonzero", "argwhere", "where", "unique", "unique_consecutive", "bincount", "repeat_interleave"}
 _MOVES = {"to", "cuda", "cpu", "detach", "clone", "contiguous"}

@@ -89,8 +89,9 @@ def test_ranks_shard_a_model_with_fsdp_2(script):
     assert result.status == 0, result.error
     train = next(one for one in result.stages if one.stage == "train")
     shard = 8 * 1024 * 1024 * 4 // 4
-    assert (train.by_category["parameters"], train.by_category["gradients"]) == (shard, shard)
+    assert train.by_category["parameters"] == shard
     assert train.by_category["optimizer"] == 2 * shard
+    assert 0 < train.by_category["gradients"] <= shard  # at the peak, in backward, not all layers have theirs
     assert "What NCCL allocates for itself is not counted." in result.notes
 
 
@@ -171,8 +172,9 @@ def test_ranks_shard_a_model_with_fsdp_1(script):
     assert result.status == 0, result.error
     (train,) = result.stages
     shard = 8 * 1024 * 1024 * 4 // 4
-    assert (train.by_category["parameters"], train.by_category["gradients"]) == (shard, shard)
+    assert train.by_category["parameters"] == shard
     assert train.by_category["optimizer"] == 2 * shard
+    assert 0 < train.by_category["gradients"] <= shard  # at the peak, in backward, not all layers have theirs
     assert {name for name, _ in result.layers} == {f"net.{i}" for i in range(8)}
 
 
@@ -251,3 +253,46 @@ def test_the_measured_run_of_a_7b_model_keeps_its_limits():
     assert estimated["host_bytes_peak"] < 4 * 2**30
     too_small = found["Llama 2 7B, FSDP 2, 4 ranks of RTX 3060"]
     assert (too_small["status"], too_small["has_report"]) == (3, True)
+
+
+PREPARES = """
+    import lightning as L
+    import torch
+    from torch.utils.data import DataLoader
+
+    class Data(L.LightningDataModule):
+        def prepare_data(self):
+            print("prepared")
+        def train_dataloader(self):
+            return DataLoader(torch.zeros(16, 1024), batch_size=4)
+
+    class Model(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(1024, 1024)
+        def training_step(self, batch, _):
+            return self.net(batch).sum()
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters())
+
+    L.Trainer(devices={devices}, strategy="ddp").fit(Model(), Data())
+"""
+FABRIC = """
+    import lightning as L
+    import torch
+
+    fabric = L.Fabric(devices={devices}, strategy="ddp")
+    fabric.launch()
+    with fabric.rank_zero_first():
+        print("prepared")
+    model = fabric.setup(torch.nn.Linear(1024, 1024))
+    fabric.backward(model(torch.zeros(4, 1024, device=fabric.device)).sum())
+"""
+
+
+@pytest.mark.parametrize("code", [PREPARES, FABRIC])
+@pytest.mark.parametrize("devices", [8, 100])
+def test_a_barrier_around_what_one_rank_prepares_does_not_wait(code, devices, script):
+    done = command("--devices", str(devices), str(script(code.format(devices=devices))))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "prepared" in done.stdout

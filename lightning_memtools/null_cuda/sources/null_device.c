@@ -30,7 +30,7 @@ static unsigned long long number(const char *name, unsigned long long otherwise)
   return text && *text ? strtoull(text, NULL, 0) : otherwise;
 }
 
-__attribute__((constructor)) static void begin(void) {
+__attribute__((constructor)) void null_begin(void) {
   const char *name = getenv("NULL_CUDA_NAME");
   int capability = (int)number("NULL_CUDA_CAPABILITY", 86);
   null_device_count = (int)number("NULL_CUDA_DEVICES", 1);

@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 #define MIB ((size_t)1 << 20)
-#define MAX_DEVICES 64
+#define MAX_DEVICES 120  // of C10_COMPILE_TIME_MAX_GPUS in torch
 
 typedef struct {
   char name[256];
