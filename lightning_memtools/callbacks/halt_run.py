@@ -161,7 +161,6 @@ def training_run(trainer: Trainer, pl_module: LightningModule) -> TrainingRun:
     return TrainingRun(
         module=pl_module,
         optimizers=trainer.optimizers,
-        schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
         scaler=gradient_scaler(trainer),
         world_size=trainer.world_size,
         conditions=lambda: _conditions_of(trainer, pl_module),
@@ -171,12 +170,10 @@ def training_run(trainer: Trainer, pl_module: LightningModule) -> TrainingRun:
 
 def _conditions_of(trainer: Trainer, pl_module: LightningModule) -> StepConditions:
     scaler = gradient_scaler(trainer)
-    automatic = pl_module.automatic_optimization
     with trainer.precision_plugin.train_step_context():
         precision = precision_now(pl_module.device.type)
     return StepConditions(
-        automatic=automatic,
-        divided_by=trainer.accumulate_grad_batches if automatic else 1,
+        divided_by=trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1,
         scale=None if scaler is None else scaler.get_scale(),
         trainer=plain_facts(trainer),
         **precision,

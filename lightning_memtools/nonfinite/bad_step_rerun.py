@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
@@ -44,7 +43,6 @@ class TrainingRun:
     Attributes:
         module: The LightningModule that is trained.
         optimizers: Its optimizers.
-        schedulers: Its learning rate schedulers.
         scaler: The gradient scaler; None without one.
         world_size: The number of ranks.
         conditions: Returns the conditions under which the run's steps run.
@@ -53,7 +51,6 @@ class TrainingRun:
 
     module: Any
     optimizers: Sequence[Optimizer]
-    schedulers: Sequence[Any]
     scaler: Any
     world_size: int
     conditions: Callable[[], StepConditions]
@@ -114,8 +111,7 @@ class BadStepRerun:
     ) -> None:
         self._run, self._bad_step, self._evidence = run, bad_step, evidence
         self._micro = bad_step.step.micro
-        unscales_itself = takes_scaled_gradients(bad_step.step.optimizer)
-        self._conditions = replace(run.conditions(), unscales_itself=unscales_itself)
+        self._conditions = run.conditions()
         self._known = KnownOfStep(
             grown=what_grew(history, evidence),
             learning_rates=evidence.learning_rates,
@@ -236,7 +232,6 @@ class BadStepRerun:
             self._micro,
             self._conditions,
             optimizers=self._run.optimizers,
-            schedulers=self._run.schedulers,
             parameters=self._bad_step.step.parameters,
             trainer=self._run.trainer,
             host=nullcontext if device is None else device.host,

@@ -19,9 +19,9 @@ from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFin
 from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_up_to_nan
 from lightning_memtools.nonfinite.micro_batches import FetchedBatch, MicroBatch
 from lightning_memtools.nonfinite.step_outcome import TRAINER_FACTS, StepConditions, mismatches
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
-from lightning_memtools.nonfinite.trainer_stand_in import configured_optimizers, is_lightning_module
+from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun, configured
 from lightning_memtools.reporting.notebooks import shown_as
+from lightning_memtools.simulation.step_runner import is_lightning_module
 from lightning_memtools.state.batch_start import restore_frozen, simple_items
 from lightning_memtools.state.capsule.capsule_file import CapsuleError, read_capsule
 from lightning_memtools.state.capsule.environment import (
@@ -182,7 +182,9 @@ def _replay(path: Path, model: Any, batch: Callable[[int], Any] | None, trusts: 
             raise CapsuleError(f"{path} lacks the batch of the step, which was no longer held when it was written.")
         if (start := micro[0].start) is not None:
             restore_frozen(module, start.frozen)
-        optimizers, schedulers = configured_optimizers(module) if is_lightning_module(module) else ([], [])
+        if not is_lightning_module(module):
+            raise CapsuleError(f"{type(module).__name__} is no LightningModule, so that it has no step to replay.")
+        optimizers, schedulers = configured(module, conditions)
         doubts += _load_optimizers(optimizers, saved["optimizers"], find)
         wanted = set(saved["parameters"])
         parameters = [p for name, p in module.named_parameters() if plain_name(name) in wanted]

@@ -33,10 +33,8 @@ class StepConditions:
     """The conditions under which a step ran. Plain values.
 
     Attributes:
-        automatic: Whether Lightning runs backward after training_step; else the module runs it itself.
         divided_by: The number that the loss is divided by for an accumulation.
         scale: The number that the gradient scaler multiplies the loss by; None without one.
-        unscales_itself: Whether the optimizer takes the gradients still scaled.
         device_type: The type of the module's device.
         autocast: The type that autocast computes in during training_step, such as ``"bfloat16"``; None without it.
         autocast_cache: Whether autocast keeps the weights it converted.
@@ -44,10 +42,8 @@ class StepConditions:
         trainer: Attributes of the Trainer: name to plain value.
     """
 
-    automatic: bool = True
     divided_by: int = 1
     scale: float | None = None
-    unscales_itself: bool = False
     device_type: str = "cpu"
     autocast: str | None = None
     autocast_cache: bool = True

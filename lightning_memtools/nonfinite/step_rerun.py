@@ -12,34 +12,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor, distributed
 from torch.nn import Module
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_memtools._torch import COLLECTIVE_NAMESPACES, DispatchMode, buffers_of
 from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
 from lightning_memtools.nonfinite.bad_step import undivided_loss
 from lightning_memtools.nonfinite.micro_batches import FetchedAgain, MicroBatch
 from lightning_memtools.nonfinite.step_outcome import StepConditions, StepOutcome
-from lightning_memtools.nonfinite.trainer_stand_in import (
-    SilentLogger,
-    TrainerStandIn,
-    accepted_arguments,
-    attach,
-    is_lightning_module,
-)
+from lightning_memtools.simulation.step_runner import replay_loop
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 
 class CannotRerunError(Exception):
     """Raised when a step cannot be run again; the message says why."""
-
-
-_REPLAY_HAS_NO = (
-    "which a replay does not have. Run the step with a Trainer, or give replay() a model that does not ask for it."
-)
-
-
-class _StepIsOver(BaseException):
-    """Leaves a manual training_step where the bad update would follow. No `except Exception` catches it."""
 
 
 class _NoCollectives(DispatchMode):  # type: ignore[no-untyped-call]
@@ -54,15 +39,15 @@ class _NoCollectives(DispatchMode):  # type: ignore[no-untyped-call]
 class StepRerun:
     """Runs a step as often as asked, each time from the same state; on exit everything is as it was on entry.
 
-    Within it, the module has a stand-in for the Trainer that logs nothing and makes no update. What the step prints or
-    warns of is not shown.
+    It runs in Lightning's own loop, with a Trainer that logs nothing and makes no update. What the step prints or warns
+    of is not shown.
 
     Args:
         module: The LightningModule, with the weights and buffers that the step began with.
         micro: The step's micro-batches.
         conditions: The conditions under which the step ran.
         optimizers: The module's optimizers.
-        schedulers: Its schedulers.
+        schedulers: Lightning's configurations of its schedulers; those of the Trainer if there is one.
         parameters: The parameters whose gradients belong to the step; all when left out.
         trainer: The Trainer, if there is one.
         host: Returns a context in which copies of the state are host memory.
@@ -154,17 +139,16 @@ class StepRerun:
             parameter.grad = None
         try:
             alone = _NoCollectives() if distributed.is_available() and distributed.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
+            with _quiet(), torch.enable_grad():
+                loop = self._loop()
             with _quiet(), torch.enable_grad(), alone, within or nullcontext():
-                self._attach()
                 for position, micro in enumerate(self.micro):
-                    batch = (batches or {}).get(position, micro.batch)
-                    if self._run_batch(micro, batch):
+                    if self._run_batch(loop, micro, (batches or {}).get(position, micro.batch)):
                         break
         except CannotRerunError:
             raise
         except Exception as error:
             raise CannotRerunError(f"the step could not be run again: {type(error).__name__}: {error}") from error
-        self._unscale()
         gradients = {
             self.names[id(p)]: p.grad
             for p in self.module.parameters()
@@ -172,75 +156,48 @@ class StepRerun:
         }
         return StepOutcome(self._losses, self._graph, gradients)
 
-    def _attach(self) -> None:
-        if not is_lightning_module(self.module):
-            return
-        trainer = TrainerStandIn(
+    def _loop(self) -> Any:
+        conditions = self.conditions
+        return replay_loop(
+            self.module,
+            original=self._trainer,
+            facts=conditions.trainer,
             optimizers=self._optimizers,
             schedulers=self._schedulers,
-            backward=self._backward,
-            step=self._step,
-            facts=self.conditions.trainer,
-            module=self.module,
-            original=self._trainer,
-            logger=SilentLogger(),
-            missing=_REPLAY_HAS_NO,
+            accumulate=conditions.divided_by,
+            scale=conditions.scale,
+            forward=conditions.forward,
+            on_loss=self._note_loss,
+            before_update=self._before_update,
         )
-        attach(self.module, trainer)
 
-    def _run_batch(self, micro: MicroBatch, batch: Any) -> bool:
+    def _run_batch(self, loop: Any, micro: MicroBatch, batch: Any) -> bool:
         """Run one batch; return whether the step ends within it."""
-        module: Any = self.module
         if micro.start is not None:
-            micro.start.restore(module)
+            micro.start.restore(self.module)
         self._now, self._n_steps = micro, 0
-        _call(module, "on_train_batch_start", batch if micro.fetched is None else None, micro.index)
-        taken = batch if micro.fetched is None else FetchedAgain(batch, micro.fetched)
-        try:
-            with self.conditions.forward():
-                out = module.training_step(*accepted_arguments(module.training_step, taken, micro.index))
-        except _StepIsOver:
-            return True
-        if not self.conditions.automatic:
-            return False
-        loss = out.get("loss") if isinstance(out, Mapping) else out
-        if loss is None:
-            return False
-        self._backward(loss / self.conditions.divided_by)
-        return False
+        iterator = None if micro.fetched is None else FetchedAgain(batch, micro.fetched)
+        return bool(loop.run(batch, micro.index, iterator=iterator, is_last=micro is self.micro[-1]))
 
-    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        module: Any = self.module
-        scale = self._scale_on(loss)
-        scaled = loss if scale is None else loss * scale
-        self._losses.append(undivided_loss(scaled, self.conditions.divided_by, scale))
-        self._graph = loss
-        _call(module, "on_before_backward", scaled)
-        if hasattr(module, "backward"):
-            module.backward(scaled, *args, **kwargs)
-        else:
-            scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        _call(module, "on_after_backward")
-
-    def _scale_on(self, loss: Tensor) -> Tensor | None:
+    def _note_loss(self, loss: Tensor) -> None:
         scale = self.conditions.scale
-        return None if scale is None else torch.full((), scale, dtype=torch.float32, device=loss.device)
+        factor = None if scale is None else torch.full((), scale, dtype=torch.float32, device=loss.device)
+        self._losses.append(undivided_loss(loss, self.conditions.divided_by, factor))
+        self._graph = loss
 
-    def _step(self, _optimizer: Optimizer) -> None:
-        """Stand in for an optimizer's step in manual optimization; earlier ones of this batch were made before."""
+    def _before_update(self) -> bool:
+        """Return whether the step ends before an update; earlier ones of its batch were made before it began."""
         micro = self._now
         assert micro is not None
         self._n_steps += 1
         if self._n_steps > micro.steps_before:
-            if micro is self.micro[-1]:
-                raise _StepIsOver
-            return
+            return micro is self.micro[-1]
         if self._n_steps == micro.steps_before and micro.resumed is not None:
             # The part before this ran with other weights than it had; from here on everything is as it was.
             self._losses.clear()
             micro.resumed.restore(self.module)
-            assert self._snapshot is not None
             self._put_buffers_back()
+        return False
 
     def _put_buffers_back(self) -> None:
         with torch.no_grad():
@@ -248,18 +205,6 @@ class StepRerun:
                 buffer.copy_(kept)
                 owner, _, key = name.rpartition(".")
                 buffers_of(self.module.get_submodule(owner))[key] = buffer  # the step may have put a new tensor there
-
-    def _unscale(self) -> None:
-        scale = self.conditions.scale
-        if scale is None or self.conditions.unscales_itself:
-            return
-        moved = [
-            p for p in self.module.parameters() if p.grad is not None and (not self._wanted or id(p) in self._wanted)
-        ]
-        if moved:
-            scaler = torch.amp.GradScaler(self.conditions.device_type, init_scale=scale)
-            scaler.scale(moved[0].new_zeros(()))  # initialises it
-            scaler.unscale_(SGD(moved))
 
 
 @contextmanager
@@ -269,6 +214,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _call(module: Any, hook: str, *arguments: Any) -> None:
-    if hasattr(module, hook):
-        getattr(module, hook)(*accepted_arguments(getattr(module, hook), *arguments))
+def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimizer], Sequence[Any]]:
+    """Return the optimizers that a LightningModule configures, and Lightning's configurations of its schedulers."""
+    with _quiet(), torch.enable_grad():
+        loop = replay_loop(module, original=None, facts=conditions.trainer, optimizers=None)
+        loop.detach()
+    return loop.optimizers, loop.schedulers
