@@ -1122,8 +1122,8 @@ class _SilentCallback:
     def __init__(self, callback: Any) -> None:
         self._callback = callback
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # so that isinstance finds it
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # so that isinstance finds it
         return type(self._callback)
 
     def __getattr__(self, name: str) -> Any:

@@ -17,8 +17,8 @@ from lightning_memtools._lightning import (
     training_step,
 )
 from lightning_memtools.callbacks.halt_run import HaltRun
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from lightning_memtools.nonfinite.halt_session import HaltOptions, HaltSession
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
 from lightning_memtools.nonfinite.step_guard import gradients_under
 from lightning_memtools.reporting.neighbours import Neighbour
 

@@ -25,8 +25,10 @@ from lightning_memtools._lightning import (
     write_checkpoint,
 )
 from lightning_memtools.memory.nested_tensors import bytes_in
+from lightning_memtools.nonfinite.bad_step import StepConditions, plain_facts, precision_now
 from lightning_memtools.nonfinite.bad_step_rerun import TrainingRun
 from lightning_memtools.nonfinite.evaluation_guard import EvaluationGuard
+from lightning_memtools.nonfinite.halt_report import HaltStage
 from lightning_memtools.nonfinite.halt_session import (
     RERUN_TIMEOUT_S,
     HaltActions,
@@ -34,14 +36,12 @@ from lightning_memtools.nonfinite.halt_session import (
     HaltSession,
 )
 from lightning_memtools.nonfinite.micro_batches import move_to_host
-from lightning_memtools.nonfinite.nonfinite_error import HaltStage
 from lightning_memtools.nonfinite.step_guard import StepGuard, gradients_under
-from lightning_memtools.nonfinite.step_outcome import StepConditions, plain_facts, precision_now
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_on_rank_zero
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
-from lightning_memtools.state.batch_start import BatchStartRecorder
+from lightning_memtools.state.starts import BatchStartRecorder
 
 # Of what parameters, gradients and an Adam optimizer take together (4 times the parameters), the share that older
 # batches of an accumulation may hold: half of the 0.5% that all callbacks together may add to the peak.

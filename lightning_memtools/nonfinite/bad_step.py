@@ -1,19 +1,172 @@
-"""One optimizer step until it is decided, what is known of a bad one afterwards, and the history of the last steps."""
+"""A step until it is decided, what is known of a bad one, and how the outcome of a rerun can differ from it."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from hashlib import sha256
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memtools.nonfinite.finite_checks import BadTensor, GradientTraces
-from lightning_memtools.nonfinite.micro_batches import BadInput, MicroBatch
-from lightning_memtools.state.update_start import UpdateStart
+from lightning_memtools._torch import is_in_memory
+from lightning_memtools.nonfinite.finite_checks import BadTensor, GradientTraces, find_bad, floats_of
+from lightning_memtools.nonfinite.micro_batches import BadInput, MicroBatch, in_batch
+from lightning_memtools.reporting.phrases import first_of
+from lightning_memtools.state.starts import UpdateStart, simple_items
+
+# The attributes that a step may ask its Trainer for, and that plain values can answer.
+TRAINER_FACTS = (
+    "current_epoch", "global_step", "global_rank", "local_rank", "node_rank", "world_size", "num_devices", "num_nodes",
+    "max_epochs", "max_steps", "min_epochs", "min_steps", "num_training_batches", "estimated_stepping_batches",
+    "accumulate_grad_batches", "gradient_clip_val", "is_global_zero", "is_last_batch", "fast_dev_run",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConditions:
+    """The conditions under which a step ran. Plain values.
+
+    Attributes:
+        divided_by: The number that the loss is divided by for an accumulation.
+        scale: The number that the gradient scaler multiplies the loss by; None without one.
+        device_type: The type of the module's device.
+        autocast: The type that autocast computes in during training_step, such as ``"bfloat16"``; None without it.
+        autocast_cache: Whether autocast keeps the weights it converted.
+        default_dtype: The type of new tensors during training_step, such as ``"float32"``.
+        trainer: Attributes of the Trainer: name to plain value.
+    """
+
+    divided_by: int = 1
+    scale: float | None = None
+    device_type: str = "cpu"
+    autocast: str | None = None
+    autocast_cache: bool = True
+    default_dtype: str = "float32"
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Set autocast and the default type as they are in training_step."""
+        default = torch.get_default_dtype()
+        casting: Any = nullcontext()
+        if self.autocast is not None:
+            dtype = getattr(torch, self.autocast)
+            casting = torch.autocast(self.device_type, dtype=dtype, cache_enabled=self.autocast_cache)
+        torch.set_default_dtype(getattr(torch, self.default_dtype))
+        try:
+            with casting:
+                yield
+        finally:
+            torch.set_default_dtype(default)
+
+
+def plain_facts(trainer: object) -> dict[str, Any]:
+    """Return what a Trainer reports about itself, as far as it is plain values: name to value."""
+    facts = {}
+    for name in TRAINER_FACTS:
+        with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
+            facts[name] = getattr(trainer, name)
+    return simple_items(facts)
+
+
+def precision_now(device_type: str) -> dict[str, Any]:
+    """Return the conditions that the code around this call has set: autocast and the default type."""
+    casts = torch.is_autocast_enabled(device_type)
+    return {
+        "device_type": device_type,
+        "autocast": str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if casts else None,
+        "autocast_cache": torch.is_autocast_cache_enabled(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+    }
+
+
+def doubts_about(micro: Sequence[MicroBatch], unrestored: Sequence[str]) -> list[str]:
+    """Return what is known to be missing for an exact rerun of the step, one sentence each."""
+    doubts = []
+    gone = [str(each.index) for each in micro if each.batch is None]
+    if gone:
+        doubts.append(f"Batch {', '.join(gone)} of the accumulation was no longer held: the rerun leaves it out.")
+    for each in micro:
+        if each.batch is None:
+            continue
+        doubts += [
+            f"{in_batch(name, each.index)} was changed in place by the step: a rerun begins with the changed values."
+            for name in each.written_in_place()
+        ]
+    if unrestored:
+        doubts.append(f"{', '.join(unrestored)} could not be restored to its values before the step.")
+    return doubts
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bits, its dtype and shape."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return digest_of(tensor.indices()) + digest_of(tensor.values())
+    if not is_in_memory(tensor):
+        floats = floats_of(tensor)
+        # A kind of tensor whose values cannot be read differs from others by its kind alone.
+        return sha256(f"{type(tensor)} {tensor.dtype}".encode()).hexdigest() if floats is None else digest_of(floats)
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + bits).hexdigest()
+
+
+def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digest of each gradient."""
+    return {name: digest_of(gradient) for name, gradient in gradients.items()}
+
+
+def is_same_number(one: float, other: float) -> bool:
+    """Return whether two losses are the same in every bit; any NaN equals any other."""
+    return (math.isnan(one) and math.isnan(other)) or struct.pack("d", one) == struct.pack("d", other)
+
+
+def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepOutcome) -> list[str]:
+    """Return how a rerun differs from the step, one sentence each; empty if all bits are the same."""
+    now = [float(loss) for loss in again.losses]
+    found = []
+    if len(now) != len(losses):
+        found.append(f"It gave {len(now)} losses, the step {len(losses)}.")
+    for position, (before, after) in enumerate(zip(losses, now, strict=False)):
+        if not is_same_number(before, after):
+            found.append(f"Loss {position} is {after!r}, in the step it was {before!r}.")
+    different = [name for name, digest in digests_of(again.gradients).items() if digests.get(name, digest) != digest]
+    different += [name for name in digests if name not in again.gradients]
+    if different:
+        found.append(f"Of {len(digests)} gradients {len(different)} differ: {first_of(different)}.")
+    return found
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """The losses and gradients of a step.
+
+    Attributes:
+        losses: The loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors.
+        graph: The last loss, with its graph.
+        gradients: Name of the parameter to its gradient, unscaled.
+    """
+
+    losses: list[Tensor]
+    graph: Tensor | None
+    gradients: dict[str, Tensor]
+
+    @property
+    def is_finite(self) -> bool:
+        """True if all losses and gradients are finite."""
+        return all(math.isfinite(float(loss)) for loss in self.losses) and not find_bad(self.gradients.items())
+
 
 UPDATE_OVERFLOWED = "the update itself overflowed"
 """Says in `BadStep.update` that neither a setting nor a hook is to blame, but the size of the update."""

@@ -13,15 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
-from lightning_memtools.nonfinite.cause.explain import explain
-from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
-from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
-from lightning_memtools.nonfinite.diagnosis import what_grew
-from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_up_to_nan
-from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
-from lightning_memtools.nonfinite.halt_report import CapsuleNote
-from lightning_memtools.nonfinite.step_outcome import (
+from lightning_memtools.nonfinite.bad_step import (
+    BadStep,
+    Evidence,
+    PastStep,
     StepConditions,
     StepOutcome,
     digests_of,
@@ -29,7 +24,18 @@ from lightning_memtools.nonfinite.step_outcome import (
     is_same_number,
     mismatches,
 )
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
+from lightning_memtools.nonfinite.diagnosis import Explanation, KnownOfStep, NonFiniteCause, what_grew
+from lightning_memtools.nonfinite.explain import explain
+from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
+from lightning_memtools.nonfinite.halt_report import CapsuleNote
+from lightning_memtools.nonfinite.step_rerun import (
+    CannotRerunError,
+    EarlierValues,
+    StepRerun,
+    says_nothing,
+    values_up_to_nan,
+)
+from lightning_memtools.nonfinite.unrestored_state import OutsideState
 from lightning_memtools.state.capsule.capsule_file import write_capsule
 from lightning_memtools.state.capsule.environment import machine_now, origin_now, switches_now
 from lightning_memtools.state.capsule.plain_values import to_plain

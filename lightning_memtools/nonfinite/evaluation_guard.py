@@ -13,9 +13,8 @@ from lightning_memtools.memory.nested_tensors import named_tensors
 from lightning_memtools.nonfinite.bad_step import PastStep
 from lightning_memtools.nonfinite.diagnosis import bad_state
 from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
-from lightning_memtools.nonfinite.halt_report import BadOutput, evaluation_error
+from lightning_memtools.nonfinite.halt_report import BadOutput, HaltStage, evaluation_error
 from lightning_memtools.nonfinite.halt_session import HaltActions
-from lightning_memtools.nonfinite.nonfinite_error import HaltStage
 from lightning_memtools.reporting.loss_names import likely_losses
 from lightning_memtools.reporting.ranks import RankGather
 

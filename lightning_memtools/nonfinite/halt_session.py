@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.nonfinite.bad_step import BadStep, Evidence
 from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun, RankFindings, TrainingRun, findings_to_report
-from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
 from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state, bad_state, diagnose, examine
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.halt_report import CapsuleNote, HaltReport, overflow_error
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.halt_report import CapsuleNote, HaltReport, NonFiniteError, overflow_error
 from lightning_memtools.nonfinite.step_guard import StepGuard
+from lightning_memtools.nonfinite.unrestored_state import OutsideState
 from lightning_memtools.reporting.ranks import RankGather
 
 # One rank runs a step several times and reads every operation's outputs, while the others wait.

@@ -15,8 +15,8 @@ from lightning_memtools._torch import is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of
-from lightning_memtools.state.batch_start import BatchStart, changed_in_place, versions_of
 from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.state.starts import BatchStart, changed_in_place, versions_of
 
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 

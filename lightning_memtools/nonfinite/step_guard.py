@@ -39,9 +39,8 @@ from lightning_memtools.nonfinite.update_veto import (
 )
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
-from lightning_memtools.state.batch_start import BatchStart, restore_frozen
 from lightning_memtools.state.buffer_keeper import BufferKeeper
-from lightning_memtools.state.update_start import UpdateStart
+from lightning_memtools.state.starts import BatchStart, UpdateStart, restore_frozen
 
 Gradients = Literal["whole", "replicated", "sharded"]
 

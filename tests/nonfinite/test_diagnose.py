@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_memtools.nonfinite.bad_step import Evidence, PastStep, growth
-from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.diagnosis import diagnose
+from lightning_memtools.nonfinite.diagnosis import NonFiniteCause, diagnose
 from lightning_memtools.nonfinite.finite_checks import BadTensor
 from lightning_memtools.nonfinite.micro_batches import BadInput
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memtools.nonfinite import step_guard
 from lightning_memtools.nonfinite.bad_step import BadStep
-from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.diagnosis import diagnose, examine
+from lightning_memtools.nonfinite.diagnosis import NonFiniteCause, diagnose, examine
 from lightning_memtools.nonfinite.step_guard import StepGuard
 from lightning_memtools.nonfinite.update_veto import UpdateVeto
 from tests.nonfinite.observe import differences

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_memtools import CapsuleError, replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, tensors_in
-from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from tests.lightning_models import trainer
 
 # Lightning warns of such steps.

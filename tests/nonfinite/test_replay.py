@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools import replay
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from lightning_memtools.state.capsule.environment import switches_now
 from tests.nonfinite.replay_models import BAD, RUNS, Everything, Recorder, halted
 

@@ -16,18 +16,17 @@ from torch.utils.data import DataLoader
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.memory.fingerprints import fingerprint
-from lightning_memtools.nonfinite.cause.interventions import cleaned
-from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace, StorageKeys
-from lightning_memtools.nonfinite.cause.tensor_facts import NAN, kinds_of, values_of
-from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
-from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import digest_of
+from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.evaluation_guard import OutputWatch
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.interventions import cleaned
 from lightning_memtools.nonfinite.micro_batches import MicroBatch, bad_inputs, move_to_host
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
-from lightning_memtools.nonfinite.step_outcome import digest_of
-from lightning_memtools.state.batch_start import versions_of
+from lightning_memtools.nonfinite.operation_trace import NAN, OperationTrace, StorageKeys, kinds_of, values_of
+from lightning_memtools.nonfinite.unrestored_state import OutsideState
 from lightning_memtools.state.capsule.plain_values import from_plain, to_plain
+from lightning_memtools.state.starts import versions_of
 from lightning_memtools.state.state_snapshot import StateSnapshot
 from tests.lightning_models import Regression, loader, trainer
 from tests.nonfinite.observe import differences, state_bits

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
-from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.unrestored_state import OutsideState
 from tests.lightning_models import Regression, loader, trainer
 
 BAD = 2

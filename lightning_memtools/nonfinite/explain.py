@@ -15,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from lightning_memtools._torch import is_in_memory, saved_reduction
 from lightning_memtools.memory.nested_tensors import plain_name, tensors_in_attributes
 from lightning_memtools.memory.oom_errors import is_out_of_memory
-from lightning_memtools.nonfinite.cause.bad_value_roots import (
+from lightning_memtools.nonfinite.bad_step import StepOutcome
+from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
     PriorTensor,
     PriorTensors,
@@ -23,17 +24,7 @@ from lightning_memtools.nonfinite.cause.bad_value_roots import (
     describe_root,
     find_bad_value_root,
 )
-from lightning_memtools.nonfinite.cause.interventions import (
-    cleaned,
-    mended,
-    n_samples_of,
-    try_rates,
-    wide,
-    widened_batch,
-    with_other_samples,
-)
-from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace, StorageKeys
-from lightning_memtools.nonfinite.causes import (
+from lightning_memtools.nonfinite.diagnosis import (
     ADVICE,
     Explanation,
     KnownOfStep,
@@ -44,8 +35,17 @@ from lightning_memtools.nonfinite.causes import (
     rates_as_text,
 )
 from lightning_memtools.nonfinite.finite_checks import find_bad
+from lightning_memtools.nonfinite.interventions import (
+    cleaned,
+    mended,
+    n_samples_of,
+    try_rates,
+    wide,
+    widened_batch,
+    with_other_samples,
+)
 from lightning_memtools.nonfinite.micro_batches import bad_inputs, list_samples
-from lightning_memtools.nonfinite.step_outcome import StepOutcome
+from lightning_memtools.nonfinite.operation_trace import OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 from lightning_memtools.reporting.phrases import first_of
 
