@@ -119,6 +119,34 @@ class CapsuleNote:
     lacks: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RankFindings:
+    """The findings of a rank from running the step again. Plain values: they are sent to the other ranks.
+
+    Attributes:
+        rank: The rank.
+        explanation: The operation and the cause; None where that was not found.
+        note: The reason why there is no explanation.
+        again: Says whether the step was the same when it was run again, or why it may not be; empty if it was not run.
+        is_bad: Whether the step was bad when this rank ran it alone.
+        written: The parameters that its forward pass wrote when it was run again, and that were not restored.
+    """
+
+    rank: int
+    explanation: Explanation | None
+    note: str = ""
+    again: str = ""
+    is_bad: bool = False
+    written: tuple[str, ...] = ()
+
+
+def findings_to_report(everyone: Sequence[RankFindings], rank: int | None) -> RankFindings:
+    """Return the findings of this rank; where no rank is known, of the first whose own step is bad when run again."""
+    if rank is not None:
+        return next((each for each in everyone if each.rank == rank), everyone[0])
+    return next((each for each in everyone if each.is_bad), everyone[0])
+
+
 @dataclass(slots=True, kw_only=True)
 class HaltReport:
     """Everything that is known when a training step ends the run.
@@ -191,14 +219,15 @@ class HaltReport:
             what = f"gradient norm is {culprit.norm}"
         return f"{what} at step {culprit.step} ({self._place()})."
 
-    def add_findings(self, rank: int, explanation: Explanation | None, note: str) -> None:
+    def add_findings(self, findings: RankFindings) -> None:
         """Add what running the step again has shown; it replaces the diagnosis that was inferred from the evidence."""
-        self.explanation, self.explanation_note = explanation, note
+        explanation = self.explanation = findings.explanation
+        self.explanation_note, self.again, self.written = findings.note, findings.again, findings.written
         if explanation is None:
             return
         found_rank = self.diagnosis.rank
         if explanation.cause is not NonFiniteCause.NOT_REPRODUCIBLE and found_rank is None:
-            found_rank = rank
+            found_rank = findings.rank
         self.diagnosis = Diagnosis(explanation.cause, f"{explanation.because}.", explanation.advice, found_rank)
 
     def about(self) -> dict[str, Any]:
