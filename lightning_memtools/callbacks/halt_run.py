@@ -40,7 +40,6 @@ from lightning_memtools.nonfinite.halt_report import (
     overflow_error,
 )
 from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard, gradients_under
-from lightning_memtools.nonfinite.unrestored_state import OutsideState
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_on_rank_zero
 from lightning_memtools.reporting.loggers import log_scalars, log_text
@@ -89,7 +88,6 @@ class HaltRun:
         )
         self._module = module
         self._bad_at_start = guard.bad_before = frozenset(each.name for each in self._bad_now())
-        self._outside = OutsideState(module) if self._options.explain else None
         self._has_warned, self._n_logged = False, 0
         self._undo = [
             guard.close,
@@ -237,7 +235,7 @@ class HaltRun:
             try:
                 rerun = BadStepRerun(
                     self._module, self._trainer, self._conditions(), bad_step, evidence, tuple(guard.history),
-                    restored=guard.written_and_restored(), outside=self._outside,
+                    restored=guard.written_and_restored(),
                 )  # fmt: skip
                 mine = rerun.findings(
                     explains=options.explain and not bad_step.update,

@@ -34,7 +34,6 @@ from lightning_memtools.nonfinite.step_rerun import (
     says_nothing,
     values_up_to_nan,
 )
-from lightning_memtools.nonfinite.unrestored_state import OutsideState
 from lightning_memtools.state.capsule.capsule_file import write_capsule
 from lightning_memtools.state.capsule.environment import machine_now, origin_now, switches_now
 from lightning_memtools.state.capsule.plain_values import to_plain
@@ -54,7 +53,6 @@ class BadStepRerun:
         evidence: What is known of it.
         history: The last steps.
         restored: The parameters and attributes that forward passes write, and that were restored.
-        outside: The state besides, as it was when training began; None where it is not known.
     """
 
     def __init__(  # noqa: PLR0917, all that a step needs
@@ -67,7 +65,6 @@ class BadStepRerun:
         history: Sequence[PastStep],
         *,
         restored: Collection[str] = (),
-        outside: OutsideState | None = None,
     ) -> None:
         self._module, self._trainer, self._conditions = module, trainer, conditions
         self._bad_step, self._evidence = bad_step, evidence
@@ -83,7 +80,7 @@ class BadStepRerun:
         self._digests, self._digests_of = self._own_digests(), "step"
         self._explanation: Explanation | None = None
         self._has_run = self._is_bad = False
-        self._restored, self._outside = restored, outside
+        self._restored = restored
         self._written: tuple[str, ...] = ()
         self._says_nothing = False
         self._values: EarlierValues | None = None
@@ -99,8 +96,6 @@ class BadStepRerun:
         if all(micro.batch is None for micro in self._micro):
             return RankFindings(rank, None, "not sought: the batch was no longer held")
         try:
-            # The first rerun changes more of it.
-            changed = [] if self._outside is None else self._outside.changed(self._restored)
             with self._step_rerun() as rerun:
                 before = _norms_by_name(self._module)
                 plain = rerun.run()
@@ -112,8 +107,7 @@ class BadStepRerun:
                     return RankFindings(
                         rank, None, "not asked for (explain=False)", self._again(), self._is_bad, self._written
                     )
-                known = replace(self._known, doubts=self._doubts, changed=changed)
-                self._explanation = explain(rerun, plain, known)
+                self._explanation = explain(rerun, plain, replace(self._known, doubts=self._doubts))
         except CannotRerunError as error:
             if not self._has_run:
                 self._doubts.append(f"It could not be run again in the training process: {error}.")

@@ -44,7 +44,6 @@ class KnownOfStep:
         plain_sgd: Whether an update is the learning rate times the gradient.
         scaler: Says what the gradient scaler did, where that is the reason.
         doubts: The reasons why a rerun may differ from the step, one sentence each.
-        changed: The names of state that a rerun cannot put back, and that is not as it was when training began.
     """
 
     grown: str = ""
@@ -52,7 +51,6 @@ class KnownOfStep:
     plain_sgd: bool = False
     scaler: str = ""
     doubts: Sequence[str] = ()
-    changed: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +111,11 @@ ADVICE = {
     "update applied": "look at the state or setting that is named; go on from an earlier checkpoint. With "
     "HaltOnNaN(undo_updates=True) such an update is undone, for a copy of weights and optimizer state in each step.",
     "update": "look at the code or setting that is named; the gradients were finite when backward ended.",
-    "not reproducible, changed": "look at these first: the value that made the step bad may have come from one of "
-    "them. Make it a buffer or part of the batch, so that it is saved and restored.",
-    "not reproducible": "nothing that the step reads is known to have changed: suspect kernels that are not "
-    "deterministic, values written through .data, or the hardware (memory, overclocking, a failing GPU: run its "
-    "diagnostics); go on from the last good checkpoint, on another device if it happens again.",
+    "not reproducible": "look first at what the step reads besides weights, buffers and the batch (iterators, files, "
+    "caches, the clock, objects and globals that it writes), and make it a buffer or part of the batch, so that it is "
+    "saved and restored. If there is nothing, suspect kernels that are not deterministic, values written through "
+    ".data, or the hardware (memory, overclocking, a failing GPU: run its diagnostics), and go on from the last good "
+    "checkpoint, on another device if it happens again.",
 }
 
 

@@ -47,7 +47,6 @@ from lightning_memtools.nonfinite.interventions import (
 from lightning_memtools.nonfinite.micro_batches import bad_inputs, list_samples
 from lightning_memtools.nonfinite.operation_trace import OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
-from lightning_memtools.reporting.phrases import first_of
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Explanation:
@@ -120,16 +119,12 @@ def _not_reproducible(rerun: StepRerun, background: KnownOfStep) -> Explanation:
         )
     if not rerun.run().is_finite:
         raise CannotRerunError("run again it was finite once and bad once: the step itself is not deterministic")
-    because = "the same weights, batch and random numbers gave a finite loss and finite gradients, twice"
-    changed = background.changed
-    if changed:
-        because += f"; the rerun began with these as the step had left them: {first_of(changed, 5)}"
     return Explanation(
         cause=NonFiniteCause.NOT_REPRODUCIBLE,
         what="No operation gives NaN or Inf when the step is run again.",
-        because=because,
+        because="the same weights, batch and random numbers gave a finite loss and finite gradients, twice",
         confirmed="",
-        advice=ADVICE["not reproducible, changed" if changed else "not reproducible"],
+        advice=ADVICE["not reproducible"],
     )
 
 
