@@ -611,16 +611,6 @@ def replace_update(optimizer: Any, run: Callable[..., Any]) -> Callable[[], None
     return update.undo
 
 
-def watch_fetches(module: LightningModule, run: Callable[..., Any]) -> Callable[[], None]:
-    """Let `run(step, iterator)` run a training_step that takes `dataloader_iter`; returns what undoes this.
-
-    No hook sees the batches that such a step fetches. Other modules are left alone.
-    """
-    if "dataloader_iter" not in inspect.signature(module.training_step).parameters:
-        return lambda: None
-    return replace_step(module, "training_step", run)
-
-
 class _NothingLogged(dict[str, Any]):
     """Takes the place of results in prediction, which has none."""
 
@@ -1026,7 +1016,6 @@ class ReplayLoop:
         self._scale = scale
         self._plugin = _precision_of_replay(f"{twin_of(module)}.plugins", device.type, scale, forward)
         self._batch: Any = None
-        self._iterator: Any = None
         vars(module).update({"print": _print_nothing, "_on_before_batch_transfer": _same_batch})
         if optimizers is not None:
             vars(module)["configure_optimizers"] = lambda: list(optimizers) or None
@@ -1044,9 +1033,8 @@ class ReplayLoop:
             trainer.callbacks += [_SilentCallback(one) for one in callbacks_of(original)]
             trainer.loggers = trainer.loggers if original.loggers else []
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        update, step = strategy.optimizer_step, strategy.training_step
+        update = strategy.optimizer_step
         strategy.optimizer_step = lambda *args, **kwargs: self._without_update(update, *args, **kwargs)
-        strategy.training_step = lambda *args: step(*(args if self._iterator is None else (self._iterator,)))
 
     @property
     def optimizers(self) -> list[Any]:
@@ -1058,16 +1046,15 @@ class ReplayLoop:
         self._module.trainer = self._trainer_before
         del vars(self._module)["print"], vars(self._module)["_on_before_batch_transfer"]
 
-    def run(self, batch: Any, index: int, *, iterator: Any, is_last: bool) -> bool:
+    def run(self, batch: Any, index: int, *, is_last: bool) -> bool:
         """Run a batch; return whether the step ended within it.
 
         Args:
             batch: The batch.
             index: Its index in the epoch.
-            iterator: What training_step takes in the place of a batch, where it fetches batches itself; else None.
             is_last: Whether it is the last batch of the step.
         """
-        self._batch, self._iterator = batch, iterator
+        self._batch = batch
         self._loop.trainer.fit_loop._should_accumulate = lambda: not is_last
         try:
             self._loop.advance(index)

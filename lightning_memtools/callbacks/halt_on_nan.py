@@ -131,6 +131,7 @@ class HaltOnNaN(EitherCallback, Neighbour):
         # Lightning's own rule for when gradients are zeroed. In manual optimization the module decides, and a step
         # begins where the last one ended.
         first = pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0
+        batch = batch if self._opened().sees_batches else None
         self._guard().begin(batch, batch_idx, training_step(trainer), first=first)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:

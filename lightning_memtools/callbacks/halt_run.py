@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,6 @@ from lightning_memtools._lightning import (
     saves_on_exception,
     training_step,
     values_logged_in_evaluation,
-    watch_fetches,
     watch_updates,
     wraps_updates,
     write_checkpoint,
@@ -62,6 +62,7 @@ class HaltRun:
     Attributes:
         evaluation: Checks its evaluation runs.
         guard: Guards the steps of its training; None as long as there is none.
+        sees_batches: Whether hooks see a step's batches: not where training_step takes them from `dataloader_iter`.
     """
 
     def __init__(self, trainer: Trainer, options: HaltOptions) -> None:
@@ -73,6 +74,7 @@ class HaltRun:
         self._undo: list[Callable[[], None]] = []
         self.evaluation = EvaluationGuard(options.check_outputs, self._ranks)
         self.guard: StepGuard | None = None
+        self.sees_batches = True
 
     def start_training(self, module: LightningModule) -> None:
         """Start to guard steps and checkpoints."""
@@ -87,11 +89,11 @@ class HaltRun:
             wraps_updates=wraps_updates(trainer),
         )
         self._module = module
+        self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = guard.bad_before = frozenset(each.name for each in self._bad_now())
         self._has_warned, self._n_logged = False, 0
         self._undo = [
             guard.close,
-            watch_fetches(module, guard.fetch),
             watch_updates(trainer, lambda optimizer: self.conclude(guard.before_update(optimizer))),
             guard_saving(trainer, self._before_saving),
         ]

@@ -37,7 +37,7 @@ from lightning_memtools.nonfinite.step_rerun import (
 from lightning_memtools.state.capsule.capsule_file import write_capsule
 from lightning_memtools.state.capsule.environment import machine_now, origin_now, switches_now
 from lightning_memtools.state.capsule.plain_values import to_plain
-from lightning_memtools.state.capsule.saved_module import saved_module, saved_random, saved_start, saved_weights
+from lightning_memtools.state.capsule.saved_module import saved_module, saved_start, saved_weights
 
 
 class BadStepRerun:
@@ -164,7 +164,6 @@ class BadStepRerun:
                     "start": saved_start(each.start),
                     "steps_before": each.steps_before,
                     "resumed": saved_start(each.resumed) if each.steps_before else None,
-                    "fetched": [[one.index, one.loader_index, saved_random(one.random)] for one in each.fetched or ()],
                 }
                 for each in held
             ],

@@ -17,7 +17,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
 from lightning_memtools.nonfinite.bad_step import TRAINER_FACTS, StepConditions, mismatches
 from lightning_memtools.nonfinite.diagnosis import Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.explain import explain
-from lightning_memtools.nonfinite.micro_batches import FetchedBatch, MicroBatch
+from lightning_memtools.nonfinite.micro_batches import MicroBatch
 from lightning_memtools.nonfinite.step_rerun import (
     CannotRerunError,
     EarlierValues,
@@ -37,7 +37,7 @@ from lightning_memtools.state.capsule.environment import (
     switched,
 )
 from lightning_memtools.state.capsule.plain_values import LeftOut, dtype_named, from_plain
-from lightning_memtools.state.capsule.saved_module import Find, random_from, rebuilt, start_from
+from lightning_memtools.state.capsule.saved_module import Find, rebuilt, start_from
 from lightning_memtools.state.random_state import RandomState
 from lightning_memtools.state.starts import restore_frozen, simple_items
 
@@ -271,14 +271,12 @@ def _micro(
             f"{batch.name} was left out of the capsule: it holds tensors, containers, dataclasses and named tuples.\n"
             "Next: pass a function that returns the batch of an index: replay(path, batch=my_function)."
         )
-    places = [FetchedBatch(index, loader, random_from(random, find)) for index, loader, random in saved["fetched"]]
     return MicroBatch(
         saved["index"],
-        batch if places else map_tensors(batch, lambda tensor: tensor.to(device)),  # such a step moves them itself
+        map_tensors(batch, lambda tensor: tensor.to(device)),
         start=start_from(saved["start"], module, find),
         steps_before=saved["steps_before"],
         resumed=start_from(saved["resumed"], module, find),
-        fetched=places or None,
     )
 
 

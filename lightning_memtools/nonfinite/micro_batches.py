@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +15,7 @@ from lightning_memtools._torch import is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.finite_checks import floats_of
-from lightning_memtools.state.random_state import RandomState
-from lightning_memtools.state.starts import BatchStart, changed_in_place, versions_of
+from lightning_memtools.state.starts import BatchStart, changed_in_place
 
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
@@ -34,7 +33,6 @@ class MicroBatch:
         steps_before: In manual optimization: the number of updates in this batch before this step began.
         resumed: The state after the last of those updates; None if there were none.
         changed: After it was moved to the host: the names of its tensors that had been written in place by then.
-        fetched: Where training_step takes its batches from `dataloader_iter` itself, so that `batch` is a list of them.
     """
 
     index: int
@@ -45,7 +43,6 @@ class MicroBatch:
     steps_before: int = 0
     resumed: BatchStart | None = None
     changed: tuple[str, ...] | None = None
-    fetched: list[FetchedBatch] | None = None
 
     def keep_if_bad(self) -> None:
         """Note whether its loss is bad, as far as that is known without waiting for a device."""
@@ -55,58 +52,7 @@ class MicroBatch:
         """Return the names of the batch's tensors that were written since it was taken, as far as that is known."""
         if self.changed is not None:
             return self.changed
-        if self.fetched is not None:
-            return tuple(changed_in_place(self.batch, tuple(n for each in self.fetched for n in each.versions)))
         return tuple(changed_in_place(self.batch, self.start.versions)) if isinstance(self.start, BatchStart) else ()
-
-    def note_fetched(self, batch: Any, index: int, loader_index: int) -> None:
-        """Note a batch that training_step has just taken from its iterator."""
-        if self.fetched is None:
-            self.index, self.batch, self.fetched = index, [], []
-        # Fetching may draw random numbers, and a rerun does not fetch.
-        self.fetched.append(FetchedBatch(index, loader_index, RandomState.now(), versions_of(batch)))
-        if isinstance(self.batch, list):  # else it was released
-            self.batch.append(batch)
-
-
-@dataclass(frozen=True, slots=True)
-class FetchedBatch:
-    """The place of a batch that training_step took from its iterator.
-
-    Attributes:
-        index: The batch index within the epoch.
-        loader_index: The index of the data loader.
-        random: The states of the random number generators when it had been fetched.
-        versions: As in `BatchStart`.
-    """
-
-    index: int
-    loader_index: int
-    random: RandomState
-    versions: tuple[int, ...] = ()
-
-
-class FetchedAgain(Iterator[Any]):
-    """Gives training_step the batches that it took from its iterator; stands for Lightning's iterator in a rerun.
-
-    Args:
-        batches: The batches.
-        fetched: Their places.
-    """
-
-    done = False
-
-    def __init__(self, batches: Sequence[Any], fetched: Sequence[FetchedBatch]) -> None:
-        self._left = list(zip(batches, fetched, strict=True))
-        self.fetched, self.length = 0, None
-
-    def __next__(self) -> tuple[Any, int, int]:
-        if not self._left:
-            raise StopIteration
-        batch, place = self._left.pop(0)
-        self.fetched += 1
-        place.random.restore()
-        return batch, place.index, place.loader_index
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from lightning_memtools.nonfinite.finite_checks import (
     measure,
     measure_and_read,
 )
-from lightning_memtools.nonfinite.micro_batches import FetchedAgain, MicroBatch, move_to_host, release_batches
+from lightning_memtools.nonfinite.micro_batches import MicroBatch, move_to_host, release_batches
 from lightning_memtools.nonfinite.update_veto import (
     UpdateVeto,
     WeightBounds,
@@ -184,12 +184,6 @@ class StepGuard:
         else:
             self._step.micro.append(micro)
         self._release_old_batches()
-
-    def fetch(self, step: Callable[[Any], Any], iterator: Iterator[Any]) -> Any:
-        """Run a training_step that fetches its batches itself, and note them."""
-        if self._now is None or isinstance(iterator, FetchedAgain):
-            return step(iterator)
-        return step(_Fetching(iterator, self._now[1]))
 
     def end_batch(self) -> None:
         """Note that the batch is over, so that it is held only as long as its step needs it."""
@@ -364,7 +358,6 @@ class StepGuard:
                 start=micro.start,
                 steps_before=self._n_steps_in_batch,
                 resumed=self._start(micro.batch),
-                fetched=micro.fetched,
             )
         step = self._step = self._latest = GuardedStep(number, self._mark_loop(), [micro])
         flag = None if self._veto is None else self._veto.flag
@@ -552,21 +545,6 @@ def gradients_under(strategy: type, *, world_size: int) -> Gradients:
         return "whole" if family == "SingleDevice" else "replicated"
     # The result of deciding together in each step is right under any strategy, also under one that is not known.
     return "sharded" if family in {"FSDP", "ModelParallel"} or world_size > 1 else "whole"
-
-
-class _Fetching(Iterator[Any]):
-    """Lightning's iterator over batches; notes each that is taken."""
-
-    def __init__(self, iterator: Iterator[Any], micro: MicroBatch) -> None:
-        self._iterator, self._micro = iterator, micro
-
-    def __next__(self) -> Any:
-        fetched = next(self._iterator)
-        self._micro.note_fetched(*fetched)
-        return fetched
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
 
 
 def _nothing() -> None:

@@ -27,7 +27,7 @@ from lightning_memtools.memory.nested_tensors import map_tensors, plain_name, te
 from lightning_memtools.nonfinite.bad_step import StepConditions, StepOutcome, undivided_loss
 from lightning_memtools.nonfinite.diagnosis import public_name
 from lightning_memtools.nonfinite.finite_checks import floats_of
-from lightning_memtools.nonfinite.micro_batches import FetchedAgain, MicroBatch
+from lightning_memtools.nonfinite.micro_batches import MicroBatch
 from lightning_memtools.simulation.step_runner import replay_loop
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
@@ -101,7 +101,7 @@ class StepRerun:
         if device.type != "cpu":
             torch.accelerator.synchronize()  # the copies were queued
         for micro in self.micro:
-            if micro.changed is not None and micro.fetched is None:
+            if micro.changed is not None:
                 micro.batch = map_tensors(micro.batch, lambda tensor: tensor.to(device))
 
     def __enter__(self) -> Self:
@@ -185,8 +185,7 @@ class StepRerun:
         if micro.start is not None:
             micro.start.restore(self.module)
         self._now, self._n_steps = micro, 0
-        iterator = None if micro.fetched is None else FetchedAgain(batch, micro.fetched)
-        return bool(loop.run(batch, micro.index, iterator=iterator, is_last=micro is self.micro[-1]))
+        return bool(loop.run(batch, micro.index, is_last=micro is self.micro[-1]))
 
     def _note_loss(self, loss: Tensor) -> None:
         scale = self.conditions.scale
