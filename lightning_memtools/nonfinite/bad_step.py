@@ -32,25 +32,16 @@ TRAINER_FACTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConditions:
-    """The conditions under which a step ran. Plain values.
+    """The conditions under which a step ran. Plain values."""
 
-    Attributes:
-        divided_by: The number that the loss is divided by for an accumulation.
-        scale: The number that the gradient scaler multiplies the loss by; None without one.
-        device_type: The type of the module's device.
-        autocast: The type that autocast computes in during training_step, such as ``"bfloat16"``; None without it.
-        autocast_cache: Whether autocast keeps the weights it converted.
-        default_dtype: The type of new tensors during training_step, such as ``"float32"``.
-        trainer: Attributes of the Trainer: name to plain value.
-    """
-
-    divided_by: int = 1
-    scale: float | None = None
-    device_type: str = "cpu"
+    divided_by: int = 1  # the number that the loss is divided by for an accumulation
+    scale: float | None = None  # the number that the gradient scaler multiplies the loss by; None without one
+    device_type: str = "cpu"  # the type of the module's device
+    # the type that autocast computes in during training_step, such as ``"bfloat16"``; None without it
     autocast: str | None = None
-    autocast_cache: bool = True
-    default_dtype: str = "float32"
-    trainer: Mapping[str, Any] = field(default_factory=dict)
+    autocast_cache: bool = True  # whether autocast keeps the weights it converted
+    default_dtype: str = "float32"  # the type of new tensors during training_step, such as ``"float32"``
+    trainer: Mapping[str, Any] = field(default_factory=dict)  # attributes of the Trainer: name to plain value
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -150,17 +141,12 @@ def mismatches(losses: Sequence[float], digests: Mapping[str, str], again: StepO
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The losses and gradients of a step.
+    """The losses and gradients of a step."""
 
-    Attributes:
-        losses: The loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors.
-        graph: The last loss, with its graph.
-        gradients: Name of the parameter to its gradient, unscaled.
-    """
-
+    # the loss of each micro-batch (in manual optimization: of each backward pass), as 0-dim tensors
     losses: list[Tensor]
-    graph: Tensor | None
-    gradients: dict[str, Tensor]
+    graph: Tensor | None  # the last loss, with its graph
+    gradients: dict[str, Tensor]  # name of the parameter to its gradient, unscaled
 
     @property
     def is_finite(self) -> bool:
@@ -174,28 +160,19 @@ UPDATE_OVERFLOWED = "the update itself overflowed"
 
 @dataclass(slots=True, eq=False)
 class GuardedStep:
-    """One optimizer step, from its first micro-batch to the update.
+    """One optimizer step, from its first micro-batch to the update."""
 
-    Attributes:
-        number: The training step, counted as the x axis of the logs counts.
-        restore_loop: Puts the caller's counters back to the start of this step; None while that is not known yet.
-        micro: Its micro-batches, oldest first.
-        optimizer: The optimizer that makes the update, once that is known.
-        parameters: The parameters with a gradient.
-        start: What its update began with; only where the step is decided late.
-        written: The parameters and attributes that its forward passes wrote, and that cannot be restored.
-        copies: The same with copies, to undo the update; None where none are kept.
-        traces: The gradients, for as long as they exist; only where the step is decided late.
-    """
-
-    number: int
+    number: int  # the training step, counted as the x axis of the logs counts
+    # puts the caller's counters back to the start of this step; None while that is not known yet
     restore_loop: Callable[[], None] | None
-    micro: list[MicroBatch] = field(default_factory=list)
-    optimizer: Optimizer | None = None
-    parameters: Sequence[Tensor] = ()
-    start: UpdateStart | None = None
+    micro: list[MicroBatch] = field(default_factory=list)  # its micro-batches, oldest first
+    optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
+    parameters: Sequence[Tensor] = ()  # the parameters with a gradient
+    start: UpdateStart | None = None  # what its update began with; only where the step is decided late
+    # the parameters and attributes that its forward passes wrote, and that cannot be restored
     written: tuple[str, ...] = ()
-    copies: UpdateStart | None = None
+    copies: UpdateStart | None = None  # the same with copies, to undo the update; None where none are kept
+    # the gradients, for as long as they exist; only where the step is decided late
     traces: GradientTraces | None = None
 
     def losses(self) -> list[Tensor]:
@@ -205,29 +182,18 @@ class GuardedStep:
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """A step whose update must not be made.
+    """A step whose update must not be made."""
 
-    Attributes:
-        step: The step, with those of its batches that are still held.
-        losses: Its losses on this rank, in the order of `step.losses()`.
-        norm: The norm over all its gradients.
-        gradients: The bad gradients.
-        late: Whether the update was held back on the device and the host learned of it afterwards.
-        scaler: Says what the gradient scaler did, where that is the reason; else empty.
-        later: The steps that were held back after it, because the host did not know of it yet.
-        update: Says what made the update bad although losses and gradients were finite; else empty.
-        applied: Whether the update was made before it was found to be bad.
-    """
-
-    step: GuardedStep
-    losses: tuple[float, ...]
-    norm: float
-    gradients: tuple[BadTensor, ...]
-    late: bool
-    scaler: str = ""
+    step: GuardedStep  # the step, with those of its batches that are still held
+    losses: tuple[float, ...]  # its losses on this rank, in the order of `step.losses()`
+    norm: float  # the norm over all its gradients
+    gradients: tuple[BadTensor, ...]  # the bad gradients
+    late: bool  # whether the update was held back on the device and the host learned of it afterwards
+    scaler: str = ""  # says what the gradient scaler did, where that is the reason; else empty
+    # the steps that were held back after it, because the host did not know of it yet
     later: tuple[GuardedStep, ...] = ()
-    update: str = ""
-    applied: bool = False
+    update: str = ""  # says what made the update bad although losses and gradients were finite; else empty
+    applied: bool = False  # whether the update was made before it was found to be bad
 
     @property
     def is_lost(self) -> bool:
@@ -237,64 +203,36 @@ class BadStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The facts that one rank knows about a bad step. Plain values: they are sent to the other ranks.
-
-    Attributes:
-        rank: The rank.
-        step: The training step.
-        batches: The batch indices of its micro-batches.
-        losses: (batch index, loss) for each loss of the step.
-        norm: The norm over all gradients.
-        gradients: The bad gradients.
-        parameters: Parameters that were bad before the step, and buffers that held NaN.
-        inputs: Tensors of the batches that hold NaN or Inf.
-        unseen: The indices of the batches that were no longer held.
-        learning_rates: The learning rates of the parameter groups.
-        weight_norm: The L2 norm of the parameters that have a gradient.
-        plain_sgd: Whether an update is the learning rate times the gradient.
-        float16: Whether float16 values take part.
-        scaler: Says what the gradient scaler did, where that is the reason.
-        late: Whether the step was decided late.
-        unrestored: The names of buffers, parameters and attributes that could not be restored.
-        carried: Whether the gradients were made NaN to tell the other ranks of this rank's bad loss.
-        update: Says what made the update bad although losses and gradients were finite; else empty.
-        is_lost: Whether that update was made, and could not be undone.
-    """
+    """The facts that one rank knows about a bad step. Plain values: they are sent to the other ranks."""
 
     rank: int
     step: int
-    batches: tuple[int, ...]
-    losses: tuple[tuple[int, float], ...]
-    norm: float
-    gradients: tuple[BadTensor, ...]
-    parameters: tuple[BadTensor, ...]
-    inputs: tuple[BadInput, ...]
-    unseen: tuple[int, ...]
-    learning_rates: tuple[float, ...]
-    weight_norm: float
-    plain_sgd: bool
-    float16: bool
-    scaler: str = ""
-    late: bool = False
-    unrestored: tuple[str, ...] = ()
-    carried: bool = False
-    update: str = ""
-    is_lost: bool = False
+    batches: tuple[int, ...]  # the batch indices of its micro-batches
+    losses: tuple[tuple[int, float], ...]  # (batch index, loss) for each loss of the step
+    norm: float  # the norm over all gradients
+    gradients: tuple[BadTensor, ...]  # the bad gradients
+    parameters: tuple[BadTensor, ...]  # parameters that were bad before the step, and buffers that held NaN
+    inputs: tuple[BadInput, ...]  # tensors of the batches that hold NaN or Inf
+    unseen: tuple[int, ...]  # the indices of the batches that were no longer held
+    learning_rates: tuple[float, ...]  # the learning rates of the parameter groups
+    weight_norm: float  # the L2 norm of the parameters that have a gradient
+    plain_sgd: bool  # whether an update is the learning rate times the gradient
+    float16: bool  # whether float16 values take part
+    scaler: str = ""  # says what the gradient scaler did, where that is the reason
+    late: bool = False  # whether the step was decided late
+    unrestored: tuple[str, ...] = ()  # the names of buffers, parameters and attributes that could not be restored
+    carried: bool = False  # whether the gradients were made NaN to tell the other ranks of this rank's bad loss
+    update: str = ""  # says what made the update bad although losses and gradients were finite; else empty
+    is_lost: bool = False  # whether that update was made, and could not be undone
 
 
 @dataclass(frozen=True, slots=True)
 class PastStep:
-    """A step in the history.
-
-    Attributes:
-        step: The training step.
-        loss: The mean of the step's losses on this rank; NaN if it had none.
-        norm: The L2 norm of all gradients, before clipping.
-    """
+    """A step in the history."""
 
     step: int
-    loss: float
-    norm: float
+    loss: float  # the mean of the step's losses on this rank; NaN if it had none
+    norm: float  # the L2 norm of all gradients, before clipping
 
 
 def growth(values: Sequence[float]) -> float | None:

@@ -29,17 +29,11 @@ class ValueOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PriorTensor:
-    """A tensor that existed before the step.
+    """A tensor that existed before the step."""
 
-    Attributes:
-        origin: The kind of tensor.
-        name: Its name.
-        may_be_infinite: Whether infinities in it are intended, as in masks and bounds.
-    """
-
-    origin: ValueOrigin
+    origin: ValueOrigin  # the kind of tensor
     name: str
-    may_be_infinite: bool
+    may_be_infinite: bool  # whether infinities in it are intended, as in masks and bounds
 
 
 UNKNOWN = PriorTensor(ValueOrigin.ELSEWHERE, "a tensor from elsewhere", may_be_infinite=True)
@@ -69,15 +63,10 @@ class PriorTensors:
 
 @dataclass(frozen=True, slots=True)
 class BadValueRoot:
-    """The root of a bad value.
+    """The root of a bad value."""
 
-    Attributes:
-        event: The operation that made it; if it existed before the step, the first operation that used it.
-        leaf: The tensor that held it before the step; None where an operation made it.
-    """
-
-    event: BadOperation
-    leaf: PriorTensor | None = None
+    event: BadOperation  # the operation that made it; if it existed before the step, the first operation that used it
+    leaf: PriorTensor | None = None  # the tensor that held it before the step; None where an operation made it
 
     @property
     def is_benign(self) -> bool:

@@ -36,21 +36,13 @@ class NonFiniteCause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownOfStep:
-    """The facts that are known of a bad step without running it again.
+    """The facts that are known of a bad step without running it again."""
 
-    Attributes:
-        grown: Says what had grown before it; empty if nothing had.
-        learning_rates: The learning rates of the update.
-        plain_sgd: Whether an update is the learning rate times the gradient.
-        scaler: Says what the gradient scaler did, where that is the reason.
-        doubts: The reasons why a rerun may differ from the step, one sentence each.
-    """
-
-    grown: str = ""
-    learning_rates: Sequence[float] = ()
-    plain_sgd: bool = False
-    scaler: str = ""
-    doubts: Sequence[str] = ()
+    grown: str = ""  # says what had grown before it; empty if nothing had
+    learning_rates: Sequence[float] = ()  # the learning rates of the update
+    plain_sgd: bool = False  # whether an update is the learning rate times the gradient
+    scaler: str = ""  # says what the gradient scaler did, where that is the reason
+    doubts: Sequence[str] = ()  # the reasons why a rerun may differ from the step, one sentence each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,21 +118,16 @@ def rates_as_text(rates: Sequence[float]) -> str:
 
 _ABOVE_0 = "keep the input of {name} above 0"
 
-
 _WITHIN_1 = "keep the input of {name} within -1 and 1: clamp it to -1 + eps and 1 - eps."
-
 
 _MASKED = "a row of the input of {name} is -inf throughout: let each row's mask leave at least one position."
 
-
 _NO_TARGETS = "every target is ignored or has weight 0, so that {name} is a mean over no elements: skip such batches."
-
 
 _DEGENERATE = (
     "the derivative of {name} is infinite where two of its values are equal: compute the loss without the vectors, or "
     "add noise to its input."
 )
-
 
 _ADVICE = {
     "log": f"{_ABOVE_0}: torch.log(x.clamp(min=eps)), or compute in log space (log_softmax, logsigmoid).",
@@ -167,7 +154,6 @@ _ADVICE = {
     "std": "{name} is taken over too few values: it needs at least two, or correction=0.",
     "native_batch_norm": "look at the variance: a batch of one value per channel has none.",
 }
-
 
 _IN_BACKWARD = {
     "std": "the derivative of {name} is not defined where all values are the same: add noise or an eps, or skip such "
@@ -315,19 +301,12 @@ def _norm(tensors: list[Tensor]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A class of cause, the evidence for it, and what to do.
-
-    Attributes:
-        cause: The class.
-        because: The evidence, as a sentence.
-        advice: The next step, as a sentence.
-        rank: The rank whose loss or batch was bad; None where only the gradients were.
-    """
+    """A class of cause, the evidence for it, and what to do."""
 
     cause: NonFiniteCause
-    because: str
-    advice: str
-    rank: int | None
+    because: str  # the evidence, as a sentence
+    advice: str  # the next step, as a sentence
+    rank: int | None  # the rank whose loss or batch was bad; None where only the gradients were
 
 
 # In healthy training, gradient norms and losses fall or stay; noise stays well below this.

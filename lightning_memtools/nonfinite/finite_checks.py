@@ -175,22 +175,14 @@ def _norm_of_few(tensors: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BadTensor:
-    """A tensor that holds NaN or Inf.
+    """A tensor that holds NaN or Inf."""
 
-    Attributes:
-        name: The parameter's or buffer's name.
-        n_nan: The number of elements that are NaN; of a sharded tensor, in this rank's shard. None where only the norm
-            is known.
-        n_inf: The number of elements that are Inf, likewise.
-        n_elements: The number of all elements.
-        norm: The L2 norm: NaN if an element is NaN, else inf.
-    """
-
-    name: str
+    name: str  # the parameter's or buffer's name
+    # the number of elements that are NaN; of a sharded tensor, in this rank's shard. None where only the norm is known
     n_nan: int | None
-    n_inf: int | None
-    n_elements: int
-    norm: float = math.nan
+    n_inf: int | None  # the number of elements that are Inf, likewise
+    n_elements: int  # the number of all elements
+    norm: float = math.nan  # the L2 norm: NaN if an element is NaN, else inf
 
     @property
     def share(self) -> float | None:

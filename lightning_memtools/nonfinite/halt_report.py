@@ -82,19 +82,12 @@ def _rebuild(message: str, fields: dict[str, Any]) -> NonFiniteError:
 
 @dataclass(frozen=True, slots=True)
 class BadOutput:
-    """An output or metric of an evaluation run that is NaN or Inf.
+    """An output or metric of an evaluation run that is NaN or Inf."""
 
-    Attributes:
-        name: The place in the outputs, such as ``outputs["loss"]``, or the metric's name.
-        batch: The first batch where it was bad, counted over all loaders of the run; None for a metric.
-        value: The metric's value; None for an output.
-        place: The batch within its data loader, where there are several; else empty.
-    """
-
-    name: str
-    batch: int | None
-    value: float | None
-    place: str = ""
+    name: str  # the place in the outputs, such as ``outputs["loss"]``, or the metric's name
+    batch: int | None  # the first batch where it was bad, counted over all loaders of the run; None for a metric
+    value: float | None  # the metric's value; None for an output
+    place: str = ""  # the batch within its data loader, where there are several; else empty
 
     def __str__(self) -> str:
         if self.batch is None:
@@ -104,39 +97,25 @@ class BadOutput:
 
 @dataclass(frozen=True, slots=True)
 class CapsuleNote:
-    """The facts about a capsule for the messages. Plain values: they are sent to the other ranks.
+    """The facts about a capsule for the messages. Plain values: they are sent to the other ranks."""
 
-    Attributes:
-        path: The capsule; None if there is none.
-        note: The reason why there is none, or what the capsule leaves out.
-        needs: Says what has to be done before it can be replayed; empty if nothing.
-        lacks: Names what of the step's batch it does not hold; empty if nothing.
-    """
-
-    path: Path | None = None
-    note: str = ""
-    needs: str = ""
-    lacks: str = ""
+    path: Path | None = None  # the capsule; None if there is none
+    note: str = ""  # the reason why there is none, or what the capsule leaves out
+    needs: str = ""  # says what has to be done before it can be replayed; empty if nothing
+    lacks: str = ""  # names what of the step's batch it does not hold; empty if nothing
 
 
 @dataclass(frozen=True, slots=True)
 class RankFindings:
-    """The findings of a rank from running the step again. Plain values: they are sent to the other ranks.
-
-    Attributes:
-        rank: The rank.
-        explanation: The operation and the cause; None where that was not found.
-        note: The reason why there is no explanation.
-        again: Says whether the step was the same when it was run again, or why it may not be; empty if it was not run.
-        is_bad: Whether the step was bad when this rank ran it alone.
-        written: The parameters that its forward pass wrote when it was run again, and that were not restored.
-    """
+    """The findings of a rank from running the step again. Plain values: they are sent to the other ranks."""
 
     rank: int
-    explanation: Explanation | None
-    note: str = ""
+    explanation: Explanation | None  # the operation and the cause; None where that was not found
+    note: str = ""  # the reason why there is no explanation
+    # says whether the step was the same when it was run again, or why it may not be; empty if it was not run
     again: str = ""
-    is_bad: bool = False
+    is_bad: bool = False  # whether the step was bad when this rank ran it alone
+    # the parameters that its forward pass wrote when it was run again, and that were not restored
     written: tuple[str, ...] = ()
 
 
@@ -149,40 +128,23 @@ def findings_to_report(everyone: Sequence[RankFindings], rank: int | None) -> Ra
 
 @dataclass(slots=True, kw_only=True)
 class HaltReport:
-    """Everything that is known when a training step ends the run.
+    """Everything that is known when a training step ends the run."""
 
-    Attributes:
-        everyone: The evidence of each rank.
-        diagnosis: The cause that the evidence points to.
-        history: The last steps of this rank; the bad one is the last.
-        skipped: The bad steps that were skipped before, each with its batches.
-        n_missing: The number of ranks that did not answer.
-        report_path: The report's file.
-        report_note: The reason why there is no report.
-        checkpoint_path: The checkpoint of the last good state.
-        checkpoint_note: The reason why there is no such checkpoint.
-        explanation: The operation that made the first bad value; None where that was not found.
-        explanation_note: The reason why it was not found.
-        again: Says whether the step was the same when it was run again.
-        capsule: The step as a file, to run it again.
-        metrics: The metrics of evaluation runs before it that were not finite, as text.
-        written: Parameters that the step was seen to write when it was run again, and that were not restored.
-    """
-
-    everyone: Sequence[Evidence]
-    diagnosis: Diagnosis
-    history: Sequence[PastStep]
-    skipped: Sequence[tuple[int, tuple[int, ...]]] = ()
-    n_missing: int = 0
+    everyone: Sequence[Evidence]  # the evidence of each rank
+    diagnosis: Diagnosis  # the cause that the evidence points to
+    history: Sequence[PastStep]  # the last steps of this rank; the bad one is the last
+    skipped: Sequence[tuple[int, tuple[int, ...]]] = ()  # the bad steps that were skipped before, each with its batches
+    n_missing: int = 0  # the number of ranks that did not answer
     report_path: Path | None = None
-    report_note: str = ""
-    checkpoint_path: Path | None = None
-    checkpoint_note: str = ""
-    explanation: Explanation | None = None
-    explanation_note: str = ""
-    again: str = ""
-    capsule: CapsuleNote = field(default_factory=CapsuleNote)
-    metrics: Sequence[str] = ()
+    report_note: str = ""  # the reason why there is no report
+    checkpoint_path: Path | None = None  # the checkpoint of the last good state
+    checkpoint_note: str = ""  # the reason why there is no such checkpoint
+    explanation: Explanation | None = None  # the operation that made the first bad value; None where that was not found
+    explanation_note: str = ""  # the reason why it was not found
+    again: str = ""  # says whether the step was the same when it was run again
+    capsule: CapsuleNote = field(default_factory=CapsuleNote)  # the step as a file, to run it again
+    metrics: Sequence[str] = ()  # the metrics of evaluation runs before it that were not finite, as text
+    # parameters that the step was seen to write when it was run again, and that were not restored
     written: Sequence[str] = ()
 
     @property

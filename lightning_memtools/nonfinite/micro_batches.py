@@ -22,26 +22,17 @@ MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """A batch of the present step.
+    """A batch of the present step."""
 
-    Attributes:
-        index: The batch index within the epoch.
-        batch: The batch as training_step got it; None after it was released, a copy on the host after it was moved.
-        losses: The losses that were sent backward for it, as 0-dim tensors, as training_step returned them.
-        keep: Whether its loss is known to be bad, so that it is not released.
-        start: The state that it began with; None where that is not recorded.
-        steps_before: In manual optimization: the number of updates in this batch before this step began.
-        resumed: The state after the last of those updates; None if there were none.
-        changed: After it was moved to the host: the names of its tensors that had been written in place by then.
-    """
-
-    index: int
-    batch: Any
+    index: int  # the batch index within the epoch
+    batch: Any  # the batch as training_step got it; None after it was released, a copy on the host after it was moved
+    # the losses that were sent backward for it, as 0-dim tensors, as training_step returned them
     losses: list[Tensor] = field(default_factory=list)
-    keep: bool = False
-    start: BatchStart | None = None
-    steps_before: int = 0
-    resumed: BatchStart | None = None
+    keep: bool = False  # whether its loss is known to be bad, so that it is not released
+    start: BatchStart | None = None  # the state that it began with; None where that is not recorded
+    steps_before: int = 0  # in manual optimization: the number of updates in this batch before this step began
+    resumed: BatchStart | None = None  # the state after the last of those updates; None if there were none
+    # after it was moved to the host: the names of its tensors that had been written in place by then
     changed: tuple[str, ...] | None = None
 
     def keep_if_bad(self) -> None:
@@ -57,25 +48,15 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class BadInput:
-    """A tensor of a batch that holds NaN or Inf.
+    """A tensor of a batch that holds NaN or Inf."""
 
-    Attributes:
-        name: Its place in the batch, such as ``batch["x"]``.
-        batch_idx: The index of the batch.
-        n_nan: The number of elements that are NaN.
-        n_inf: The number of elements that are Inf or -Inf.
-        n_elements: The number of all elements.
-        samples: The first positions along dimension 0 that are affected, one more than are listed.
-        is_mask: Whether it holds 0 and -inf only, as attention masks do.
-    """
-
-    name: str
-    batch_idx: int
-    n_nan: int
-    n_inf: int
-    n_elements: int
-    samples: tuple[int, ...]
-    is_mask: bool
+    name: str  # its place in the batch, such as ``batch["x"]``
+    batch_idx: int  # the index of the batch
+    n_nan: int  # the number of elements that are NaN
+    n_inf: int  # the number of elements that are Inf or -Inf
+    n_elements: int  # the number of all elements
+    samples: tuple[int, ...]  # the first positions along dimension 0 that are affected, one more than are listed
+    is_mask: bool  # whether it holds 0 and -inf only, as attention masks do
 
     def __str__(self) -> str:
         kinds = " and ".join(f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n)

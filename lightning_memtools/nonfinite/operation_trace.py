@@ -40,28 +40,17 @@ NAN, POSITIVE, NEGATIVE = "nan", "inf", "-inf"
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """Facts about a tensor among the inputs or outputs of an operation.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its type, such as ``"float32"``.
-        n_elements: The number of elements.
-        n_zeros: The number of elements that are 0.
-        n_bad: The number of elements that are NaN or Inf.
-        largest: The largest magnitude among the finite ones; 0 where there are none.
-        smallest: The smallest value among the finite ones.
-        n_negative: The number of elements below 0.
-        samples: Of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0.
-    """
+    """Facts about a tensor among the inputs or outputs of an operation."""
 
     shape: tuple[int, ...]
-    dtype: str
-    n_elements: int
-    n_zeros: int
-    n_bad: int
-    largest: float
-    smallest: float
-    n_negative: int
+    dtype: str  # its type, such as ``"float32"``
+    n_elements: int  # the number of elements
+    n_zeros: int  # the number of elements that are 0
+    n_bad: int  # the number of elements that are NaN or Inf
+    largest: float  # the largest magnitude among the finite ones; 0 where there are none
+    smallest: float  # the smallest value among the finite ones
+    n_negative: int  # the number of elements below 0
+    # of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0
     samples: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -120,49 +109,30 @@ _NOT_IN_BACKWARD = frozenset({step_rerun.__file__, torch.autograd.graph.__file__
 
 @dataclass(frozen=True, slots=True)
 class BadUse:
-    """A tensor with NaN or Inf among the inputs or outputs of an operation.
+    """A tensor with NaN or Inf among the inputs or outputs of an operation."""
 
-    Attributes:
-        key: The key of its memory; see `StorageKeys`.
-        kinds: Those of NaN, Inf and -Inf that it holds.
-    """
-
-    key: int
-    kinds: BadKinds
+    key: int  # the key of its memory; see `StorageKeys`
+    kinds: BadKinds  # those of NaN, Inf and -Inf that it holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadOperation:
-    """An operation whose outputs hold NaN or Inf.
+    """An operation whose outputs hold NaN or Inf."""
 
-    Attributes:
-        number: Its place in the order of operations.
-        operation: The name that PyTorch dispatches it by, such as ``"aten.log"``.
-        of_forward: In backward: the forward operation that it belongs to, such as ``"aten.sqrt"``.
-        backward: Whether it ran in backward.
-        module: The module that ran, or whose forward pass belongs to it; empty for training_step itself.
-        place: The line of code.
-        inputs: The bad tensors among its inputs.
-        outputs: The bad tensors among its outputs.
-        constant: Whether the bad value was written in the code: NaN or Inf as a number among its arguments.
-        scalars: The numbers among its arguments.
-        took: Facts about its floating point inputs, where it made a bad value out of good ones.
-        gave: Facts about its outputs, likewise.
-        finite_when_wide: Whether the same operation on the same values is finite in float64; None if not tried.
-    """
-
-    number: int
-    operation: str
-    of_forward: str
-    backward: bool
-    module: str
-    place: CodeLine | None
-    inputs: tuple[BadUse, ...]
-    outputs: tuple[BadUse, ...]
-    constant: bool
-    scalars: tuple[float, ...]
+    number: int  # its place in the order of operations
+    operation: str  # the name that PyTorch dispatches it by, such as ``"aten.log"``
+    of_forward: str  # in backward: the forward operation that it belongs to, such as ``"aten.sqrt"``
+    backward: bool  # whether it ran in backward
+    module: str  # the module that ran, or whose forward pass belongs to it; empty for training_step itself
+    place: CodeLine | None  # the line of code
+    inputs: tuple[BadUse, ...]  # the bad tensors among its inputs
+    outputs: tuple[BadUse, ...]  # the bad tensors among its outputs
+    constant: bool  # whether the bad value was written in the code: NaN or Inf as a number among its arguments
+    scalars: tuple[float, ...]  # the numbers among its arguments
+    # facts about its floating point inputs, where it made a bad value out of good ones
     took: tuple[TensorFacts, ...] = ()
-    gave: tuple[TensorFacts, ...] = ()
+    gave: tuple[TensorFacts, ...] = ()  # facts about its outputs, likewise
+    # whether the same operation on the same values is finite in float64; None if not tried
     finite_when_wide: bool | None = None
 
     @property

@@ -236,14 +236,10 @@ _UNWRITTEN = ("empty", "new_empty", "resize_", "set_", "mkldnn_rnn_layer")
 
 @dataclass(frozen=True, slots=True)
 class EarlierValues:
-    """The operations of a step up to the one that gives its first NaN.
+    """The operations of a step up to the one that gives its first NaN."""
 
-    Attributes:
-        operations: The names that PyTorch dispatches them by.
-        digests: A number for the bits of each one's outputs, NaN as 0; 0 where two runs gave different ones.
-    """
-
-    operations: tuple[str, ...]
+    operations: tuple[str, ...]  # the names that PyTorch dispatches them by
+    # a number for the bits of each one's outputs, NaN as 0; 0 where two runs gave different ones
     digests: tuple[int, ...]
 
     def difference(self, now: EarlierValues) -> str:

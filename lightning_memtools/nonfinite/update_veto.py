@@ -24,19 +24,12 @@ Note = TypeVar("Note")
 
 @dataclass(frozen=True, slots=True)
 class DecidedStep(Generic[Note]):
-    """The result of a step's check, when it has reached the host.
+    """The result of a step's check, when it has reached the host."""
 
-    Attributes:
-        note: The note that was given to `check`.
-        bad: Whether the step was found bad.
-        halts: Whether it was one bad step too many: its update and all later ones were held back.
-        numbers: The numbers that were checked.
-    """
-
-    note: Note
-    bad: bool
-    halts: bool
-    numbers: list[float]
+    note: Note  # the note that was given to `check`
+    bad: bool  # whether the step was found bad
+    halts: bool  # whether it was one bad step too many: its update and all later ones were held back
+    numbers: list[float]  # the numbers that were checked
 
 
 class UpdateVeto(Generic[Note]):

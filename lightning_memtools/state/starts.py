@@ -33,19 +33,15 @@ Attributes = dict[str, dict[str, Any]]
 
 @dataclass(slots=True)  # not frozen: a step begins with one, and to make a frozen one takes three times as long
 class BatchStart:
-    """The state that a batch began with, without what is in buffers.
+    """The state that a batch began with, without what is in buffers."""
 
-    Attributes:
-        random: The states of the random streams.
-        attributes: Of each module that the user wrote, by its name: the attributes of simple types, and the states of
-            random generators.
-        versions: How often each tensor of the batch had been written in place, in the order of `named_tensors`.
-        frozen: The names of the parameters that did not require gradients; a GAN toggles them within its step.
-    """
-
-    random: RandomState
+    random: RandomState  # the states of the random streams
+    # of each module that the user wrote, by its name: the attributes of simple types, and the states of random
+    # generators
     attributes: Attributes
+    # how often each tensor of the batch had been written in place, in the order of `named_tensors`
     versions: tuple[int, ...]
+    # the names of the parameters that did not require gradients; a GAN toggles them within its step
     frozen: frozenset[str] = frozenset()
 
     def restore(self, module: Module) -> None:
