@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import is_in_memory
-from lightning_memtools.nonfinite.finite_checks import BadTensor, GradientTraces, find_bad, floats_of
+from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of
 from lightning_memtools.nonfinite.micro_batches import BadInput, MicroBatch, in_batch
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.state.starts import UpdateStart, simple_items
@@ -172,8 +172,6 @@ class GuardedStep:
     # the parameters and attributes that its forward passes wrote, and that cannot be restored
     written: tuple[str, ...] = ()
     copies: UpdateStart | None = None  # the same with copies, to undo the update; None where none are kept
-    # the gradients, for as long as they exist; only where the step is decided late
-    traces: GradientTraces | None = None
 
     def losses(self) -> list[Tensor]:
         """Return the losses of all micro-batches."""

@@ -38,36 +38,22 @@ class NonFiniteError(RuntimeError):
         explanation: The operation that made the first bad value, and its cause, if they were found.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        step: int,
-        batch_idx: int | None = None,
-        rank: int | None = None,
-        stage: HaltStage = "train",
-        cause: str | None = None,
-        losses: Sequence[float] = (),
-        parameters: Sequence[BadTensor] = (),
-        norms: Sequence[float] = (),
-        path: Path | None = None,
-        checkpoint_path: Path | None = None,
-        capsule_path: Path | None = None,
-        explanation: Explanation | None = None,
-    ) -> None:
+    step: int
+    batch_idx: int | None = None
+    rank: int | None = None
+    stage: HaltStage = "train"
+    cause: str | None = None
+    losses: Sequence[float] = ()
+    parameters: Sequence[BadTensor] = ()
+    norms: Sequence[float] = ()
+    path: Path | None = None
+    checkpoint_path: Path | None = None
+    capsule_path: Path | None = None
+    explanation: Explanation | None = None
+
+    def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
-        self.step = step
-        self.batch_idx = batch_idx
-        self.rank = rank
-        self.stage = stage
-        self.cause = cause
-        self.losses = tuple(losses)
-        self.parameters = tuple(parameters)
-        self.norms = tuple(norms)
-        self.path = path
-        self.checkpoint_path = checkpoint_path
-        self.capsule_path = capsule_path
-        self.explanation = explanation
+        vars(self).update({name: tuple(each) if type(each) is list else each for name, each in fields.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Launchers that spawn processes send errors through pickle, which by default would pass the message alone.
@@ -75,7 +61,7 @@ class NonFiniteError(RuntimeError):
 
 
 def _rebuild(message: str, fields: dict[str, Any]) -> NonFiniteError:
-    error = NonFiniteError(message, step=fields["step"])
+    error = NonFiniteError(message)
     vars(error).update(fields)  # among them attributes that others added, such as notes
     return error
 

@@ -21,7 +21,7 @@ from lightning_memtools.memory.nested_tensors import bytes_in, names_of
 from lightning_memtools.memory.sizes import is_count, parse_size
 from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, PastStep, undivided_loss
 from lightning_memtools.nonfinite.finite_checks import (
-    GradientTraces,
+    BadTensor,
     count_bad,
     find_bad,
     gradients_of,
@@ -405,7 +405,6 @@ class StepGuard:
         numbers = measure(gradients, losses, exact=True)
         if numbers is None:
             return None
-        step.traces = GradientTraces(step.parameters)
         self._veto = self._veto or UpdateVeto(numbers.device, self._max_skips)
         self._veto.check(optimizer, numbers.to(self._veto.flag.device, non_blocking=True), n_deciding, step)
         return None
@@ -422,8 +421,9 @@ class StepGuard:
                 continue
             self._remember(step, losses, reading.numbers[0])
             if reading.halts:
-                assert step.traces is not None
-                bad = step.traces.bad(names_of(self._model, step.parameters), norms)
+                # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
+                named = zip(names_of(self._model, step.parameters), step.parameters, norms, strict=True)
+                bad = [BadTensor(name, None, None, p.numel(), n) for name, p, n in named if not math.isfinite(n)]
                 later = tuple(each.note for each in (*readings[position:], *self._veto.read(wait=True)))
                 return BadStep(step, tuple(losses), reading.numbers[0], tuple(bad), late=True, later=later)
             assert step.start is not None

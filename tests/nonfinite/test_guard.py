@@ -127,11 +127,10 @@ def test_drain_without_undecided_steps_does_nothing():
     assert loop.guard.drain() is None
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_counts_of_the_bad_elements_are_there_while_the_gradients_are(fused):
-    loop = Loop(fused=fused)
+def test_the_bad_elements_of_gradients_are_counted():
+    loop = Loop(fused=False)
     loop.step(good())
-    trip = loop.step(dirty()) or loop.guard.drain()
+    trip = loop.step(dirty())
     assert trip is not None
     assert [(bad.name, bad.n_nan, bad.n_elements) for bad in trip.gradients] == [
         ("0.weight", 12, 12), ("0.bias", 4, 4), ("1.weight", 4, 4), ("1.bias", 4, 4), ("2.weight", 4, 4),
@@ -139,7 +138,7 @@ def test_counts_of_the_bad_elements_are_there_while_the_gradients_are(fused):
     ]  # fmt: skip
 
 
-def test_gradients_that_were_overwritten_are_named_by_their_norms():
+def test_gradients_of_a_step_that_is_read_late_are_named_by_their_norms():
     loop = Loop(fused=True)
     loop.step(good())
     loop.step(dirty())

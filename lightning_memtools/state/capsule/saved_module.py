@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memtools._torch import buffers_of
 from lightning_memtools.memory.nested_tensors import plain_name, tensors_in_attributes
@@ -190,7 +191,7 @@ def _missing(saved: Mapping[str, Any], module: nn.Module) -> bool:
 def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about: Mapping[str, Any]) -> None:
     parameters = {plain_name(name): each for name, each in module.named_parameters()}
     missing = sorted(parameters.keys() ^ weights["parameters"].keys())
-    ready = {name: each for name, each in parameters.items() if not _is_lazy(each)}
+    ready = {name: each for name, each in parameters.items() if not is_lazy(each)}
     saved = weights["parameters"]
     wrong = [name for name in saved if name in ready and ready[name].shape != saved[name].shape]
     if missing or wrong:
@@ -202,7 +203,7 @@ def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about:
         )
     for name, value in weights["parameters"].items():
         parameter: Any = parameters[name]
-        if _is_lazy(parameter):
+        if is_lazy(parameter):
             parameter.materialize(value.shape)
         parameter.data = value.to(parameter.device)
     names = {plain_name(name): part for name, part in module.named_modules()}
@@ -215,10 +216,6 @@ def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about:
             here.copy_(value)
         else:
             buffers_of(part)[key] = value.to(device)
-
-
-def _is_lazy(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, nn.parameter.UninitializedParameter)
 
 
 def _arguments_for(kind: Any, held: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
