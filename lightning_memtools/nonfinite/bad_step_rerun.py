@@ -44,15 +44,6 @@ class BadStepRerun:
     """Runs a bad step again on this rank. A failure here is only noted: it must not hide the halt.
 
     Use it after the step was undone, and before anything else changes.
-
-    Args:
-        module: The LightningModule, with the weights and buffers that the step began with.
-        trainer: The Trainer.
-        conditions: The conditions under which its steps run.
-        bad_step: The step.
-        evidence: What is known of it.
-        history: The last steps.
-        restored: The parameters and attributes that forward passes write, and that were restored.
     """
 
     def __init__(  # noqa: PLR0917, all that a step needs

@@ -211,9 +211,6 @@ _PUBLIC_MODULES = {"linalg": torch.linalg, "special": torch.special, "fft": torc
 def public_name(operation: str) -> str:
     """Return the name under which users call an operation.
 
-    Args:
-        operation: The name that PyTorch dispatches it by, such as ``"aten.log"``.
-
     Returns:
         Such as ``"torch.log"``, ``"torch.nn.functional.nll_loss"`` or ``"torch.Tensor.div_"``; the same name where the
         operation has no public one.
@@ -237,15 +234,7 @@ def public_name(operation: str) -> str:
 def examine(
     model: Module, bad_step: BadStep, *, rank: int = 0, unrestored: tuple[str, ...] = (), carried: bool = False
 ) -> Evidence:
-    """Return what this rank knows: of the step's batches, losses, gradients and of the weights. Call it after the undo.
-
-    Args:
-        model: The module that is trained.
-        bad_step: The bad step.
-        rank: This rank.
-        unrestored: The names of the buffers that could not be restored.
-        carried: Whether NaN gradients tell the other ranks of bad losses.
-    """
+    """Return what this rank knows of the step's batches, losses, gradients and the weights. Call it after the undo."""
     step = bad_step.step
     indices = [micro.index for micro in step.micro for _ in micro.losses]
     optimizer = step.optimizer
@@ -323,10 +312,6 @@ def diagnose(everyone: Sequence[Evidence], histories: Mapping[int, Sequence[Past
 
     This is an inference and no proof: dirty data that the loss masks out, for example, would be named although it did
     no harm.
-
-    Args:
-        everyone: The evidence of each rank.
-        histories: The last steps as each rank saw them; the bad one is the last.
     """
     culprit = _culprit(everyone)
     evidence = culprit or everyone[0]

@@ -83,10 +83,6 @@ def bad_metrics(metrics: Mapping[str, Tensor]) -> list[BadOutput]:
 class EvaluationGuard:
     """Checks the outputs and metrics of evaluation runs.
 
-    Args:
-        checks: What is checked, as HaltOnNaN's `check_outputs`.
-        ranks: Gathers from all ranks.
-
     Attributes:
         metrics: The metrics that were NaN or Inf so far: name to text.
     """
@@ -110,13 +106,6 @@ class EvaluationGuard:
         self, module: Module, logged: Mapping[str, Tensor], stage: HaltStage, step: int, history: Sequence[PastStep]
     ) -> tuple[NonFiniteError | None, str]:
         """End a run. Collective.
-
-        Args:
-            module: The module; its weights may be the cause.
-            logged: The metrics of the run.
-            stage: val or test.
-            step: The training step.
-            history: The last training steps.
 
         Returns:
             An error if something was bad that must be finite; and a text that names other metrics, each the first time.

@@ -53,11 +53,6 @@ from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Explanation:
     """Return the operation that made the first bad value of a step, and its cause.
 
-    Args:
-        rerun: The step, entered.
-        plain: The outcome of the step when it was run again.
-        background: The facts that are known of it already.
-
     Raises:
         CannotRerunError: The step cannot be run again, or what is bad cannot be traced; the message says why.
     """

@@ -352,15 +352,7 @@ def evaluation_error(
     weights: Sequence[BadTensor],
     history: Sequence[PastStep],
 ) -> NonFiniteError:
-    """Return the error of an evaluation run with outputs or metrics that are NaN or Inf.
-
-    Args:
-        everyone: The bad outputs of each rank; at least one rank has some.
-        stage: val or test.
-        step: The training step.
-        weights: The weights and buffers of this rank that are bad.
-        history: The last training steps.
-    """
+    """Return the error of an evaluation run with outputs or metrics that are NaN or Inf."""
     found = [
         f"{bad}{f' (rank {rank})' * (len(everyone) > 1)}" for rank, theirs in enumerate(everyone) for bad in theirs
     ]
@@ -393,14 +385,7 @@ def evaluation_error(
 def overflow_error(
     everyone: Sequence[Sequence[BadTensor]], *, step: int, history: Sequence[PastStep], learning_rates: Sequence[float]
 ) -> NonFiniteError:
-    """Return the error of an update that was not finite although its gradients were, found before a checkpoint.
-
-    Args:
-        everyone: The bad weights and optimizer state of each rank; at least one rank has some.
-        step: The present training step, where there is no history.
-        history: The last steps.
-        learning_rates: The learning rates of the optimizers' parameter groups.
-    """
+    """Return the error of an update that was not finite although its gradients were, found before a checkpoint."""
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     step = history[-1].step if history else step
     lines = [

@@ -113,11 +113,7 @@ def wide(module: Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def mended(number: int) -> Iterator[None]:
-    """Replace NaN and Inf by 0 in the outputs of one operation of the step, and in those of its backward.
-
-    Args:
-        number: Its place in the order of operations, as `OperationTrace` counts them.
-    """
+    """Replace NaN and Inf by 0 in the outputs of one operation of the step, and in those of its backward."""
     with torch.compiler.set_stance("force_eager"), _ZeroBadValues(number):
         yield
 

@@ -527,10 +527,6 @@ def can_look_first(gradients: list[Tensor]) -> bool:
 def gradients_under(strategy: type, *, world_size: int) -> Gradients:
     """Return how a rank's gradients relate to those of the other ranks under a strategy.
 
-    Args:
-        strategy: The class of the Trainer's strategy.
-        world_size: The number of ranks.
-
     Raises:
         ValueError: The gradients cannot be seen under it; the message says why.
     """

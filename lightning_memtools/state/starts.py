@@ -59,9 +59,6 @@ class BatchStartRecorder:
     """Records the state at the start of each batch.
 
     Does not wait for the device. Takes about 20 microseconds, plus one for each module that the user wrote.
-
-    Args:
-        module: The module that is trained.
     """
 
     def __init__(self, module: Module) -> None:

@@ -65,10 +65,6 @@ def to_plain(value: Any, left_out: list[str], name: str) -> Any:  # noqa: PLR091
 def from_plain(value: Any, find: Callable[[str], Any]) -> Any:
     """Return the value that `to_plain` was given.
 
-    Args:
-        value: What `to_plain` returned.
-        find: Finds a class by ``"module:name"``.
-
     Raises:
         ImportError, AttributeError: A class in it cannot be found.
         TypeError: A class may not be in a capsule. Constructors are called only for mappings of transformers.

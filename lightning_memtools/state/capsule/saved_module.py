@@ -26,12 +26,7 @@ Find = Callable[[str], Any]
 
 
 def saved_module(module: Any, left_out: list[str]) -> dict[str, Any]:
-    """Return what a module is made again from, without its weights, as plain values.
-
-    Args:
-        module: The module.
-        left_out: Gets the names of its tensors that are neither parameters nor buffers: a step may use them.
-    """
+    """Return what a module is made again from, without its weights, as plain values."""
     kind = type(module)
     hparams: list[str] = []
     left_out += [f"attribute {name} (a tensor that is no buffer)" for name, _ in tensors_in_attributes(module)]
@@ -232,12 +227,7 @@ def _arguments_for(kind: Any, held: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _needs_of(module: Any, unheld: Sequence[str]) -> list[str]:
-    """Return what a user has to do before the module can be made again from a capsule; empty if nothing.
-
-    Args:
-        module: The module, in the process that made it.
-        unheld: The names of its hyperparameters that a file cannot hold.
-    """
+    """Return what a user has to do before the module can be made again from a capsule; empty if nothing."""
     kind, needs = type(module), []
     if "<locals>" in kind.__qualname__:
         return [f"with --model package.function, which makes the module: {kind.__name__} was defined in a function"]
