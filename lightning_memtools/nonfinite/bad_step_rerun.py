@@ -116,17 +116,19 @@ class BadStepRerun:
 
     def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> CapsuleNote:
         """Write the capsule."""
+        if all(each.batch is None for each in self._micro):
+            return CapsuleNote(note="not written: the batch was no longer held")
         left_out, lacks = list[str](), list[str]()
         saved = self._contents(left_out, lacks)
         about |= {"losses": list(map(repr, self._bad_step.losses)), "class": saved["module"]["class"]}
-        about |= {"machine": saved["machine"], "needs": saved["module"]["needs"], "doubts": self._doubts}
+        about |= {"machine": saved["machine"], "doubts": self._doubts}
         left_out += lacks
         try:
             write_capsule(saved, path, max_bytes, about, left_out)
         except Exception as error:  # noqa: BLE001, see the class
             return CapsuleNote(note=f"could not be written: {type(error).__name__}: {error}")
         note = f"without {', '.join(left_out)}" if left_out else ""
-        return CapsuleNote(path, note, "; ".join(saved["module"]["needs"]), ", ".join(lacks))
+        return CapsuleNote(path, note, ", ".join(lacks))
 
     def _contents(self, left_out: list[str], lacks: list[str]) -> dict[str, Any]:
         """Return the step as plain values.
@@ -136,9 +138,6 @@ class BadStepRerun:
             lacks: Gets those of it that are a batch or belong to one.
         """
         module, explanation = self._module, self._explanation
-        held = [each for each in self._micro if each.batch is not None]
-        if not held:
-            lacks.append("the batch, which was no longer held")
         explained = None if explanation is None else {**asdict(explanation), "cause": explanation.cause.value}
         return {
             "step": self._evidence.step,
@@ -156,7 +155,8 @@ class BadStepRerun:
                     "steps_before": each.steps_before,
                     "resumed": saved_start(each.resumed) if each.steps_before else None,
                 }
-                for each in held
+                for each in self._micro
+                if each.batch is not None
             ],
             "optimizers": [to_plain(each.state_dict(), [], "optimizer") for each in self._trainer.optimizers],
             "parameters": names_of(module, self._bad_step.step.parameters),

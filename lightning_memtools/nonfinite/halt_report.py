@@ -87,7 +87,6 @@ class CapsuleNote:
 
     path: Path | None = None  # the capsule; None if there is none
     note: str = ""  # the reason why there is none, or what the capsule leaves out
-    needs: str = ""  # says what has to be done before it can be replayed; empty if nothing
     lacks: str = ""  # names what of the step's batch it does not hold; empty if nothing
 
 
@@ -125,18 +124,20 @@ class HaltReport:
     report_note: str = ""  # the reason why there is no report
     checkpoint_path: Path | None = None  # the checkpoint of the last good state
     checkpoint_note: str = ""  # the reason why there is no such checkpoint
-    explanation: Explanation | None = None  # the operation that made the first bad value; None where that was not found
-    explanation_note: str = ""  # the reason why it was not found
-    again: str = ""  # says whether the step was the same when it was run again
+    findings: RankFindings | None = None  # those of running the step again
+    explanation_note: str = ""  # the reason why the operation was not found
     capsule: CapsuleNote = field(default_factory=CapsuleNote)  # the step as a file, to run it again
     metrics: Sequence[str] = ()  # the metrics of evaluation runs before it that were not finite, as text
-    # parameters that the step was seen to write when it was run again, and that were not restored
-    written: Sequence[str] = ()
 
     @property
     def unrestored(self) -> str:
         """The names of what the step wrote and could not be restored, as text."""
-        return ", ".join([*self.culprit.unrestored, *self.written])
+        return ", ".join([*self.culprit.unrestored, *(self.findings.written if self.findings else ())])
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """The operation that made the first bad value; None where that was not found."""
+        return None if self.findings is None else self.findings.explanation
 
     @property
     def culprit(self) -> Evidence:
@@ -169,8 +170,7 @@ class HaltReport:
 
     def add_findings(self, findings: RankFindings) -> None:
         """Add what running the step again has shown; it replaces the diagnosis that was inferred from the evidence."""
-        explanation = self.explanation = findings.explanation
-        self.explanation_note, self.again, self.written = findings.note, findings.again, findings.written
+        self.findings, self.explanation_note, explanation = findings, findings.note, findings.explanation
         if explanation is None:
             return
         found_rank = self.diagnosis.rank
@@ -206,7 +206,7 @@ class HaltReport:
             ("Cause", f"{self.diagnosis.cause}: {self.diagnosis.because}"),
             ("Operation", self.explanation_note if self.explanation is None else self.explanation.what),
             ("Tried", "" if self.explanation is None else self.explanation.confirmed),
-            ("Run again", self.again),
+            ("Run again", "" if self.findings is None else self.findings.again),
             ("Losses of the step", _losses(culprit)),
             ("Bad gradients", named(culprit.gradients, "none") + _carried(culprit)),
             ("Bad weights before the step", named(culprit.parameters, "none")),
@@ -260,17 +260,13 @@ class HaltReport:
     def _next(self) -> str:
         if self.capsule.path is None:
             return self.diagnosis.advice
-        if self.capsule.lacks.startswith("the batch"):
-            return f"{self.diagnosis.advice} The capsule cannot replay the step, because it lacks {self.capsule.lacks}."
         if self.capsule.lacks.startswith("batch ("):
             return (
                 f"{self.diagnosis.advice} The capsule lacks {self.capsule.lacks}; run the step again with a function "
                 f"that returns it: replay({str(self.capsule.path)!r}, batch=my_function)."
             )
-        needs = f" ({self.capsule.needs})" if self.capsule.needs else ""
-        if self.capsule.lacks:
-            needs += f", which works where the step does not use {self.capsule.lacks}"
-        return f"{self.diagnosis.advice} Run the step again: memtools replay {quote(str(self.capsule.path))}{needs}"
+        lacks = f", which works where the step does not use {self.capsule.lacks}" if self.capsule.lacks else ""
+        return f"{self.diagnosis.advice} Run the step again: memtools replay {quote(str(self.capsule.path))}{lacks}"
 
     def console(self) -> str:
         """Return the short form for the console; the error that follows says the rest."""

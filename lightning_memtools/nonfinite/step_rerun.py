@@ -7,7 +7,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 import torch
@@ -45,49 +45,30 @@ class _NoCollectives(DispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(eq=False)
 class StepRerun:
     """Runs a step as often as asked, each time from the same state; on exit everything is as it was on entry.
 
     It runs in Lightning's own loop, with a Trainer that logs nothing and makes no update. What the step prints or warns
     of is not shown.
-
-    Args:
-        module: The LightningModule, with the weights and buffers that the step began with.
-        micro: The step's micro-batches.
-        conditions: The conditions under which the step ran.
-        optimizers: The module's optimizers.
-        schedulers: Lightning's configurations of its schedulers; those of the Trainer if there is one.
-        parameters: The parameters whose gradients belong to the step; all when left out.
-        trainer: The Trainer, if there is one.
-        host: Returns a context in which copies of the state are host memory.
-
-    Attributes:
-        prepare: Called before each run.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        micro: Sequence[MicroBatch],
-        conditions: StepConditions,
-        *,
-        optimizers: Sequence[Optimizer] = (),
-        schedulers: Sequence[Any] = (),
-        parameters: Sequence[Tensor] = (),
-        trainer: Any = None,
-        host: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self.module = module
-        self.micro = [each for each in micro if each.batch is not None]
+    module: Module  # the LightningModule, with the weights and buffers that the step began with
+    micro: Sequence[MicroBatch]
+    conditions: StepConditions
+    _: KW_ONLY
+    optimizers: Sequence[Optimizer] = ()
+    schedulers: Sequence[Any] = ()  # Lightning's configurations; those of the Trainer if there is one
+    parameters: Sequence[Tensor] = ()  # those whose gradients belong to the step; all when left out
+    trainer: Any = None
+    host: Callable[[], AbstractContextManager[Any]] = nullcontext  # in this context copies are host memory
+    prepare: Callable[[], object] = lambda: None  # called before each run
+
+    def __post_init__(self) -> None:
+        self.micro = [each for each in self.micro if each.batch is not None]
         self._bring_back()
-        self.conditions = conditions
-        self.names = {id(p): plain_name(name) for name, p in module.named_parameters()}
-        self.prepare: Callable[[], object] = lambda: None
-        self._wanted = {id(p) for p in parameters}
-        self._optimizers = list(optimizers)
-        self._schedulers = list(schedulers)
-        self._trainer = trainer
-        self._host = host
+        self.names = {id(p): plain_name(name) for name, p in self.module.named_parameters()}
+        self._wanted = {id(p) for p in self.parameters}
         self._snapshot: StateSnapshot | None = None
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
         self._losses: list[Tensor] = []
@@ -105,9 +86,9 @@ class StepRerun:
                 micro.batch = map_tensors(micro.batch, lambda tensor: tensor.to(device))
 
     def __enter__(self) -> Self:
-        skip = () if self._trainer is None else (type(self._trainer),)
-        roots = [self.module, *self._optimizers, [each.batch for each in self.micro]]
-        self._snapshot = StateSnapshot(roots, skip=skip, host=self._host)
+        skip = () if self.trainer is None else (type(self.trainer),)
+        roots = [self.module, *self.optimizers, [each.batch for each in self.micro]]
+        self._snapshot = StateSnapshot(roots, skip=skip, host=self.host)
         if any(micro.steps_before for micro in self.micro):
             self._buffers = {name: (buffer, buffer.clone()) for name, buffer in self.module.named_buffers()}
         return self
@@ -169,10 +150,10 @@ class StepRerun:
         conditions = self.conditions
         return replay_loop(
             self.module,
-            original=self._trainer,
+            original=self.trainer,
             facts=conditions.trainer,
-            optimizers=self._optimizers,
-            schedulers=self._schedulers,
+            optimizers=self.optimizers,
+            schedulers=self.schedulers,
             accumulate=conditions.divided_by,
             scale=conditions.scale,
             forward=conditions.forward,

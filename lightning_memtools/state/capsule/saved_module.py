@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from lightning_memtools._torch import buffers_of
 from lightning_memtools.memory.nested_tensors import plain_name, tensors_in_attributes
 from lightning_memtools.state.capsule.capsule_file import CapsuleError
-from lightning_memtools.state.capsule.environment import GUARD, has_guard
 from lightning_memtools.state.capsule.plain_values import compact, from_plain, to_plain
 from lightning_memtools.state.random_state import RandomState
 from lightning_memtools.state.starts import Attributes, BatchStart, restore_attributes, simple_items
@@ -34,7 +30,6 @@ def saved_module(module: Any, left_out: list[str]) -> dict[str, Any]:
         "class": f"{kind.__module__}:{kind.__qualname__}",
         "hparams": {key: to_plain(value, hparams, key) for key, value in dict(getattr(module, "hparams", {})).items()},
         "hparams_left_out": hparams,
-        "needs": _needs_of(module, [name.partition(" (")[0] for name in hparams]),
         "attributes": _packed({name: simple_items(vars(part)) for name, part in module.named_modules()}),
         "evaluating": [plain_name(name) for name, part in module.named_modules() if not part.training],
     }
@@ -224,27 +219,3 @@ def _arguments_for(kind: Any, held: Mapping[str, Any]) -> tuple[dict[str, Any], 
         if each.default is each.empty and key not in held and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}
     ]
     return taken, missing
-
-
-def _needs_of(module: Any, unheld: Sequence[str]) -> list[str]:
-    """Return what a user has to do before the module can be made again from a capsule; empty if nothing."""
-    kind, needs = type(module), []
-    if "<locals>" in kind.__qualname__:
-        return [f"with --model package.function, which makes the module: {kind.__name__} was defined in a function"]
-    if kind.__module__ == "__main__":
-        file = getattr(sys.modules.get("__main__"), "__file__", None)
-        is_guarded = True
-        if file is None:
-            return [f"by replay(path, model=my_module) in Python: {kind.__name__} was defined in a notebook or console"]
-        with contextlib.suppress(OSError, SyntaxError):
-            is_guarded = has_guard(Path(file))
-        if not is_guarded:
-            needs.append(f"after moving what {Path(file).name} runs below `{GUARD}`, so that it can be imported")
-    taken, missing = _arguments_for(kind, getattr(module, "hparams", {}))
-    missing += [name for name in unheld if name in taken]
-    if missing:
-        needs.append(
-            f"with --model package.function, which makes the module: its constructor takes {', '.join(missing)}, "
-            "which save_hyperparameters() did not keep"
-        )
-    return needs
