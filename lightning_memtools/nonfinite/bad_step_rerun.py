@@ -34,9 +34,8 @@ from lightning_memtools.nonfinite.step_rerun import (
     says_nothing,
     values_up_to_nan,
 )
-from lightning_memtools.state.capsule.capsule_file import write_capsule
+from lightning_memtools.state.capsule.capsule_file import to_plain, write_capsule
 from lightning_memtools.state.capsule.environment import machine_now, origin_now, switches_now
-from lightning_memtools.state.capsule.plain_values import to_plain
 from lightning_memtools.state.capsule.saved_module import saved_module, saved_start, saved_weights
 
 

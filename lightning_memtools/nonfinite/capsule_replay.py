@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
-from lightning_memtools.nonfinite.bad_step import TRAINER_FACTS, StepConditions, mismatches
+from lightning_memtools.nonfinite.bad_step import TRAINER_FACTS, MicroBatch, StepConditions, mismatches
 from lightning_memtools.nonfinite.diagnosis import Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.explain import explain
-from lightning_memtools.nonfinite.micro_batches import MicroBatch
 from lightning_memtools.nonfinite.step_rerun import (
     CannotRerunError,
     EarlierValues,
@@ -28,7 +27,7 @@ from lightning_memtools.nonfinite.step_rerun import (
 )
 from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.simulation.step_runner import is_lightning_module
-from lightning_memtools.state.capsule.capsule_file import CapsuleError, read_capsule
+from lightning_memtools.state.capsule.capsule_file import CapsuleError, LeftOut, dtype_named, from_plain, read_capsule
 from lightning_memtools.state.capsule.environment import (
     changed_since,
     differences,
@@ -36,7 +35,6 @@ from lightning_memtools.state.capsule.environment import (
     machine_now,
     switched,
 )
-from lightning_memtools.state.capsule.plain_values import LeftOut, dtype_named, from_plain
 from lightning_memtools.state.capsule.saved_module import Find, rebuilt, start_from
 from lightning_memtools.state.random_state import RandomState
 from lightning_memtools.state.starts import restore_frozen, simple_items

@@ -14,9 +14,8 @@ from torch.nn import Module
 from torch.optim import SGD, Optimizer
 
 from lightning_memtools.memory.nested_tensors import plain_name
-from lightning_memtools.nonfinite.bad_step import UPDATE_OVERFLOWED, BadStep, Evidence, PastStep, growth
+from lightning_memtools.nonfinite.bad_step import UPDATE_OVERFLOWED, BadStep, Evidence, PastStep, bad_inputs, growth
 from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
-from lightning_memtools.nonfinite.micro_batches import bad_inputs
 from lightning_memtools.reporting.phrases import first_of
 
 

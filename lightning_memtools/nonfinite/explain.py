@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memtools._torch import is_in_memory, saved_reduction
 from lightning_memtools.memory.nested_tensors import plain_name, tensors_in_attributes
 from lightning_memtools.memory.oom_errors import is_out_of_memory
-from lightning_memtools.nonfinite.bad_step import StepOutcome
+from lightning_memtools.nonfinite.bad_step import StepOutcome, bad_inputs, list_samples
 from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
     PriorTensor,
@@ -45,7 +45,6 @@ from lightning_memtools.nonfinite.interventions import (
     widened_batch,
     with_other_samples,
 )
-from lightning_memtools.nonfinite.micro_batches import bad_inputs, list_samples
 from lightning_memtools.nonfinite.operation_trace import OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 

@@ -22,7 +22,7 @@ from lightning_memtools._torch import (
     tree_map_only,
 )
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, tensors_in
-from lightning_memtools.nonfinite.micro_batches import list_samples
+from lightning_memtools.nonfinite.bad_step import list_samples
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 
 _NARROWER = {

@@ -19,7 +19,15 @@ from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.nested_tensors import bytes_in, names_of
 from lightning_memtools.memory.sizes import is_count, parse_size
-from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, PastStep, undivided_loss
+from lightning_memtools.nonfinite.bad_step import (
+    BadStep,
+    GuardedStep,
+    MicroBatch,
+    PastStep,
+    move_to_host,
+    release_batches,
+    undivided_loss,
+)
 from lightning_memtools.nonfinite.finite_checks import (
     BadTensor,
     count_bad,
@@ -28,7 +36,6 @@ from lightning_memtools.nonfinite.finite_checks import (
     measure,
     measure_and_read,
 )
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, move_to_host, release_batches
 from lightning_memtools.nonfinite.update_veto import (
     UpdateVeto,
     WeightBounds,

@@ -24,10 +24,9 @@ from lightning_memtools._torch import (
 )
 from lightning_memtools.memory.fingerprints import fingerprint
 from lightning_memtools.memory.nested_tensors import map_tensors, plain_name, tensors_in
-from lightning_memtools.nonfinite.bad_step import StepConditions, StepOutcome, undivided_loss
+from lightning_memtools.nonfinite.bad_step import MicroBatch, StepConditions, StepOutcome, undivided_loss
 from lightning_memtools.nonfinite.diagnosis import public_name
 from lightning_memtools.nonfinite.finite_checks import floats_of
-from lightning_memtools.nonfinite.micro_batches import MicroBatch
 from lightning_memtools.simulation.step_runner import replay_loop
 from lightning_memtools.state.state_snapshot import StateSnapshot
 

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_memtools import HaltOnNaN, replay
 from lightning_memtools.cli.main import main
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from lightning_memtools.state.capsule.capsule_file import CapsuleError
-from lightning_memtools.state.capsule.plain_values import compact, from_plain, n_bytes_of, to_plain
+from lightning_memtools.state.capsule.capsule_file import CapsuleError, compact, from_plain, n_bytes_of, to_plain
 from tests.lightning_models import trainer
 from tests.nonfinite.replay_models import batches, halted
 

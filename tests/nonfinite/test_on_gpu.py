@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.nonfinite.bad_step import MicroBatch, move_to_host
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import measure
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, move_to_host
 from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard
 from lightning_memtools.state.starts import BatchStartRecorder
 from tests.lightning_models import trainer

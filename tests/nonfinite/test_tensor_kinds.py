@@ -16,15 +16,14 @@ from torch.utils.data import DataLoader
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.memory.fingerprints import fingerprint
-from lightning_memtools.nonfinite.bad_step import digest_of
+from lightning_memtools.nonfinite.bad_step import MicroBatch, bad_inputs, digest_of, move_to_host
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.evaluation_guard import OutputWatch
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from lightning_memtools.nonfinite.interventions import cleaned
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, bad_inputs, move_to_host
 from lightning_memtools.nonfinite.operation_trace import NAN, OperationTrace, StorageKeys, kinds_of, values_of
-from lightning_memtools.state.capsule.plain_values import from_plain, to_plain
+from lightning_memtools.state.capsule.capsule_file import from_plain, to_plain
 from lightning_memtools.state.starts import versions_of
 from lightning_memtools.state.state_snapshot import StateSnapshot
 from tests.lightning_models import Regression, loader, trainer

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.user_code import owner_of, short_path
-from lightning_memtools.state.capsule.plain_values import CONTAINERS
+from lightning_memtools.state.capsule.capsule_file import CONTAINERS
 
 _PACKAGES = ("lightning", "numpy", "lightning_memtools")
 

@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memtools._torch import buffers_of
 from lightning_memtools.memory.nested_tensors import plain_name, tensors_in_attributes
-from lightning_memtools.state.capsule.capsule_file import CapsuleError
-from lightning_memtools.state.capsule.plain_values import compact, from_plain, to_plain
+from lightning_memtools.state.capsule.capsule_file import CapsuleError, compact, from_plain, to_plain
 from lightning_memtools.state.random_state import RandomState
 from lightning_memtools.state.starts import Attributes, BatchStart, restore_attributes, simple_items
 
