@@ -21,8 +21,8 @@ from machine import save
 from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.operation_trace import OperationTrace
 from tests.lightning_models import trainer
 from tests.nonfinite import gallery
 from tests.nonfinite.gallery import BODY_IS_MASKED, FAILING, HEALTHY, Case

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_memtools.memory.stats import MemoryStats
     from lightning_memtools.memory.virtual import VirtualDevice
     from lightning_memtools.nonfinite.capsule_replay import Replay, replay
-    from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+    from lightning_memtools.nonfinite.halt_report import NonFiniteError
     from lightning_memtools.null_cuda.stubs import DryRunError
     from lightning_memtools.state.capsule.capsule_file import CapsuleError
 
@@ -55,7 +55,7 @@ _HOME_OF_NAME = {
     "MemoryEstimate": "estimate.memory_estimate",
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
-    "NonFiniteError": "nonfinite.nonfinite_error",
+    "NonFiniteError": "nonfinite.halt_report",
     "OOMRecovery": "callbacks.oom_recovery",
     "OOMReport": "callbacks.oom_report",
     "Replay": "nonfinite.capsule_replay",

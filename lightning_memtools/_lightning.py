@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -611,16 +611,6 @@ def replace_update(optimizer: Any, run: Callable[..., Any]) -> Callable[[], None
     return update.undo
 
 
-def watch_fetches(module: LightningModule, run: Callable[..., Any]) -> Callable[[], None]:
-    """Let `run(step, iterator)` run a training_step that takes `dataloader_iter`; returns what undoes this.
-
-    No hook sees the batches that such a step fetches. Other modules are left alone.
-    """
-    if "dataloader_iter" not in inspect.signature(module.training_step).parameters:
-        return lambda: None
-    return replace_step(module, "training_step", run)
-
-
 class _NothingLogged(dict[str, Any]):
     """Stands in for the results of prediction, which logs nothing."""
 
@@ -830,6 +820,7 @@ class StepLoop:
         place: Called with a batch and a function that moves it to the device; returns the moved batch.
         callbacks: Callbacks of the Trainer.
         set_up: Puts the model on the device, and returns the module that a step calls.
+        facts: Of a replay: what the Trainer says of itself, by the names of its attributes.
     """
 
     def __init__(
@@ -841,7 +832,7 @@ class StepLoop:
         original: Any,
         n_batches: int,
         precision: Any,
-        device: Literal["cpu", "cuda"],
+        device: str | torch.device,
         accumulate: int,
         clip: float | None,
         on_phase: Callable[[str], None],
@@ -849,6 +840,7 @@ class StepLoop:
         place: Callable[[Any, Callable[[Any], Any]], Any],
         callbacks: Sequence[Callback],
         set_up: Callable[[], Any] | None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         package = twin_of(module)
         assert package is not None
@@ -869,20 +861,26 @@ class StepLoop:
         self._strategy: Any = self.trainer.strategy
         self._name = STEP_NAMES[stage]
         self._loader = _Batches(batches, n_batches)
+        if original is None:
+            self.trainer._facts = facts
         self._connect(place, set_up)
         if original is not None:
             self._count_as(original)
-            self._strategy.lr_scheduler_configs = [
-                replace(one, scheduler=_IdleScheduler(one.scheduler), reduce_on_plateau=False)
-                for one in original.lr_scheduler_configs
-            ]
+            self.set_schedulers(original.lr_scheduler_configs)
         if stage == "train":
-            self._begin_training(runs_hooks=original is None)
+            self._begin_training(runs_hooks=original is None and facts is None)
+        self.trainer._facts = facts
 
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers; without any, a stand-in of Lightning's that does nothing."""
         return list(self._strategy.optimizers)
+
+    def set_schedulers(self, configs: Sequence[Any]) -> None:
+        """Show these learning rate schedulers to the step, whose own steps do nothing."""
+        self._strategy.lr_scheduler_configs = [
+            replace(one, scheduler=_IdleScheduler(one.scheduler), reduce_on_plateau=False) for one in configs
+        ]
 
     def _connect(self, place: Callable[..., Any], set_up: Callable[[], Any] | None) -> None:
         trainer, strategy, module = self.trainer, self._strategy, self._module
@@ -939,12 +937,16 @@ class StepLoop:
 
     def run_batch(self, index: int | None = None) -> None:
         """Run one training batch, of this index in its epoch if one is given."""
+        self.advance(index)
+        self.trainer.fit_loop.epoch_loop.on_advance_end(self.trainer.fit_loop._data_fetcher)
+
+    def advance(self, index: int | None) -> None:
+        """Run one training batch, without what follows it: validation and counters of steps."""
         loop = self.trainer.fit_loop
         if index is not None:
             progress = loop.epoch_loop.batch_progress
             progress.current.ready = progress.current.completed = index
         loop.epoch_loop.advance(loop._data_fetcher)
-        loop.epoch_loop.on_advance_end(loop._data_fetcher)
 
     def run_forward(self, batch: Any, index: int) -> Any:
         """Run the forward pass of a batch on the device alone."""
@@ -964,6 +966,164 @@ class StepLoop:
             "predict": self.trainer.predict_loop,
         }
         loops[self._stage].run()
+
+
+class _StepEndsError(BaseException):
+    """Leaves a training step where its update would follow. No `except Exception` catches it."""
+
+
+class _NoUpdateError(BaseException):
+    """Leaves an optimizer's step before its update."""
+
+
+class ReplayLoop:
+    """Runs the batches of one training step again, up to its update, in the loop of a Trainer that logs nothing.
+
+    The batches have been on the device before, so that no hook moves or changes them again. The Trainer that the step
+    sees has the counters and settings that are given as facts, and everything else of the run's Trainer: its metrics,
+    its data module, its callbacks (whose hooks are not called). Nothing public ends a step before its update.
+
+    Args:
+        module: The LightningModule. Its attributes change: the caller restores them, or calls `detach`.
+        original: The Trainer of the run; None for a step from a file.
+        facts: What the Trainer says of itself, by the names of its attributes.
+        optimizers: The optimizers; None to configure them.
+        schedulers: Lightning's configurations of the schedulers.
+        accumulate: The number that losses are divided by.
+        scale: The number that the gradient scaler multiplies losses by; None without one.
+        forward: Makes the context that training_step runs in.
+        on_loss: Called with each loss that is sent backward, multiplied by the scaler.
+        before_update: Called before each update of training_step; returns whether the step ends there. No update is
+            made.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        original: Any,
+        facts: Mapping[str, Any],
+        optimizers: Sequence[Any] | None,
+        schedulers: Sequence[Any] = (),
+        accumulate: int = 1,
+        scale: float | None = None,
+        forward: Callable[[], Any] = nullcontext,
+        on_loss: Callable[[Tensor], None] = lambda _loss: None,
+        before_update: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._module, self._trainer_before = module, module._trainer
+        device = next((each.device for each in module.parameters()), torch.device("cpu"))
+        self._scale = scale
+        self._plugin = _precision_of_replay(f"{twin_of(module)}.plugins", device.type, scale, forward)
+        self._batch: Any = None
+        vars(module).update({"print": _print_nothing, "_on_before_batch_transfer": _same_batch})
+        if optimizers is not None:
+            vars(module)["configure_optimizers"] = lambda: list(optimizers) or None
+        self._loop = StepLoop(
+            module, "train", self._batches(), original=original, n_batches=1000, precision=self._plugin, device=device,
+            accumulate=accumulate, clip=None, on_phase=lambda _phase: None, run_step=lambda own: own(),
+            place=lambda batch, _move: batch, callbacks=[_ReplayHooks(on_loss, before_update)], set_up=None,
+            facts=facts,
+        )  # fmt: skip
+        trainer, strategy = self._loop.trainer, self._loop.trainer.strategy
+        if original is None:
+            self.schedulers = strategy.lr_scheduler_configs if optimizers is None else schedulers
+            self._loop.set_schedulers(self.schedulers)
+        else:
+            trainer.callbacks += [_SilentCallback(one) for one in callbacks_of(original)]
+            trainer.loggers = trainer.loggers if original.loggers else []
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        update = strategy.optimizer_step
+        strategy.optimizer_step = lambda *args, **kwargs: self._without_update(update, *args, **kwargs)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers."""
+        return self._loop.optimizers
+
+    def detach(self) -> None:
+        """Give the module its own Trainer and methods back, where its optimizers were configured."""
+        self._module.trainer = self._trainer_before
+        del vars(self._module)["print"], vars(self._module)["_on_before_batch_transfer"]
+
+    def run(self, batch: Any, index: int, *, is_last: bool) -> bool:
+        """Run a batch; return whether the step ended within it.
+
+        Args:
+            batch: The batch.
+            index: Its index in the epoch.
+            is_last: Whether it is the last batch of the step.
+        """
+        self._batch = batch
+        self._loop.trainer.fit_loop._should_accumulate = lambda: not is_last
+        try:
+            self._loop.advance(index)
+        except _StepEndsError:
+            return True
+        except StopIteration:  # a hook said that the rest of the epoch is to be left out
+            return False
+        return False
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            yield self._batch
+
+    def _without_update(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except _NoUpdateError:
+            if self._scale is not None:
+                self._plugin.scaler.update(self._scale)  # it refuses to unscale twice
+            return None
+
+
+def _precision_of_replay(plugins: str, device: str, scale: float | None, forward: Callable[[], Any]) -> Any:
+    """Return a precision plugin by the conditions of a step, which a file has too."""
+    module = importlib.import_module(plugins)
+    if scale is None:
+        plugin = module.Precision()
+    else:
+        plugin = module.MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=scale))
+    plugin.forward_context = forward
+    plugin.convert_input = _same_batch
+    return plugin
+
+
+class _ReplayHooks(Callback):
+    """Tells of losses, and ends a step before its update."""
+
+    def __init__(self, on_loss: Callable[[Tensor], None], before_update: Callable[[], bool]) -> None:
+        self._on_loss, self._before_update = on_loss, before_update
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        del trainer, pl_module
+        self._on_loss(loss)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        raise (_StepEndsError if self._before_update() else _NoUpdateError)
+
+
+class _SilentCallback:
+    """A callback of the run as user's code in a replay finds it; Lightning calls none of its hooks."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # so that isinstance finds it
+        return type(self._callback)
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name.startswith("on_") else getattr(self._callback, name)
+
+
+def _print_nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Do nothing, in place of LightningModule.print."""
+
+
+def _same_batch(batch: Any, **_: Any) -> Any:
+    """Return the batch, on which the hooks have run before."""
+    return batch
 
 
 class _Batches:
@@ -1016,13 +1176,22 @@ class _PhaseHooks(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
 
+# The attributes of a Trainer that its loop works with.
+_OF_LOOP = frozenset({
+    "accelerator", "accumulate_grad_batches", "callbacks", "evaluating", "fit_loop", "lightning_module", "logger",
+    "loggers", "lr_scheduler_configs", "model", "optimizers", "precision_plugin", "predict_loop", "predicting",
+    "profiler", "received_sigterm", "sanity_checking", "state", "strategy", "test_loop", "testing", "training",
+    "validate_loop", "validating",
+})  # fmt: skip
+
+
 def _trainer_of(
     package: str,
     original: Any,
     *,
     callbacks: Sequence[Callback],
     precision: Any,
-    device: str,
+    device: str | torch.device,
     n_batches: int,
     accumulate: int,
     clip: float | None,
@@ -1032,17 +1201,28 @@ def _trainer_of(
         importlib.import_module(package + name)
         for name in ("", ".plugins", ".plugins.environments", ".strategies", ".loggers.logger")
     )
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     if precision == "32-true":
         precision = plugins.Precision()
     elif precision in {"bf16-true", "16-true"}:
         precision = plugins.HalfPrecision(precision)
     elif isinstance(precision, str):
-        scaler = torch.amp.GradScaler(device) if precision == "16-mixed" else None
-        precision = plugins.MixedPrecision(precision, device, scaler)
-    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        scaler = torch.amp.GradScaler(place.type) if precision == "16-mixed" else None
+        precision = plugins.MixedPrecision(precision, place.type, scaler)
 
     class StepTrainer(lightning.Trainer):  # type: ignore[misc, name-defined]
-        """A Trainer that reads the attributes it lacks from another."""
+        """A Trainer that reads the attributes it lacks from another; in a replay all but those of its loop."""
+
+        _facts: Mapping[str, Any] | None = None
+
+        def __getattribute__(self, name: str) -> Any:
+            own = super().__getattribute__
+            facts = None if name.startswith("_") or name in _OF_LOOP else own("_facts")
+            if facts is None:
+                return own(name)
+            if name in facts:
+                return facts[name]
+            return own(name) if original is None else getattr(original, name)
 
         def __getattr__(self, name: str) -> Any:
             if original is None or name.startswith("__"):
@@ -1050,7 +1230,7 @@ def _trainer_of(
             return getattr(original, name)
 
     trainer = StepTrainer(
-        accelerator=device,
+        accelerator=place.type,
         devices=1,
         strategy=strategies.SingleDeviceStrategy(place),
         plugins=[precision, environments.LightningEnvironment()],

@@ -17,9 +17,8 @@ from lightning_memtools._lightning import (
     training_step,
 )
 from lightning_memtools.callbacks.halt_run import HaltRun
-from lightning_memtools.nonfinite.halt_session import HaltOptions, HaltSession
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
-from lightning_memtools.nonfinite.step_guard import gradients_under
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard, gradients_under
 from lightning_memtools.reporting.neighbours import Neighbour
 
 
@@ -132,36 +131,36 @@ class HaltOnNaN(EitherCallback, Neighbour):
         # Lightning's own rule for when gradients are zeroed. In manual optimization the module decides, and a step
         # begins where the last one ended.
         first = pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0
-        self._session().guard.begin(batch, batch_idx, training_step(trainer), first=first)
+        batch = batch if self._opened().sees_batches else None
+        self._guard().begin(batch, batch_idx, training_step(trainer), first=first)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the loss."""
         divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        self._session().guard.loss(loss, divided_by=divided_by, scaler=gradient_scaler(trainer))
+        self._guard().loss(loss, divided_by=divided_by, scaler=gradient_scaler(trainer))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the step."""
-        session, reopen = self._session(), not pl_module.automatic_optimization
-        session.conclude(session.guard.check(optimizer, scaler=gradient_scaler(trainer), reopen=reopen))
+        reopen = not pl_module.automatic_optimization
+        self._opened().conclude(self._guard().check(optimizer, scaler=gradient_scaler(trainer), reopen=reopen))
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Check the updated weights, and release the batch."""
-        session = self._session()
-        session.guard.end_batch()
-        session.conclude(session.guard.check_updates())
+        guard = self._guard()
+        guard.end_batch()
+        self._opened().conclude(guard.check_updates())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, before checkpoints of the epoch."""
-        self._session().read_rest()
-        self._session().warn_if_blind()
+        self._opened().read_rest()
+        self._opened().warn_if_blind()
 
     on_train_end = on_train_epoch_end
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the results that are still on the device, and start to check outputs."""
         run = self._opened()
-        if run.session is not None:
-            run.session.read_rest()
+        run.read_rest()
         run.evaluation.start(sanity=trainer.sanity_checking)
 
     on_test_start = on_validation_start
@@ -181,8 +180,8 @@ class HaltOnNaN(EitherCallback, Neighbour):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave a clean state for checkpoints that are written now, and undo what was switched on."""
-        if self._run is not None and self._run.session is not None and not isinstance(exception, NonFiniteError):
-            self._run.session.leave_clean_state()
+        if self._run is not None and not isinstance(exception, NonFiniteError):
+            self._run.leave_clean_state()
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -197,10 +196,10 @@ class HaltOnNaN(EitherCallback, Neighbour):
         assert self._run is not None, "setup makes it"
         return self._run
 
-    def _session(self) -> HaltSession:
-        session = self._opened().session
-        assert session is not None, "on_train_start makes it"
-        return session
+    def _guard(self) -> StepGuard:
+        guard = self._opened().guard
+        assert guard is not None, "on_train_start makes it"
+        return guard
 
     def _stop(self) -> None:
         if self._run is not None:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, PastStep
-from lightning_memtools.nonfinite.cause.explain import explain
-from lightning_memtools.nonfinite.cause.unrestored_state import OutsideState
-from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
-from lightning_memtools.nonfinite.diagnosis import what_grew
-from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_up_to_nan
-from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
-from lightning_memtools.nonfinite.halt_report import CapsuleNote
-from lightning_memtools.nonfinite.step_outcome import (
+from lightning_memtools.nonfinite.bad_step import (
+    BadStep,
+    Evidence,
+    PastStep,
     StepConditions,
     StepOutcome,
     digests_of,
@@ -30,92 +23,42 @@ from lightning_memtools.nonfinite.step_outcome import (
     is_same_number,
     mismatches,
 )
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
-from lightning_memtools.state.capsule.capsule_file import write_capsule
+from lightning_memtools.nonfinite.diagnosis import Explanation, KnownOfStep, NonFiniteCause, what_grew
+from lightning_memtools.nonfinite.explain import explain
+from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
+from lightning_memtools.nonfinite.halt_report import CapsuleNote, RankFindings
+from lightning_memtools.nonfinite.step_rerun import (
+    CannotRerunError,
+    EarlierValues,
+    StepRerun,
+    says_nothing,
+    values_up_to_nan,
+)
+from lightning_memtools.state.capsule.capsule_file import to_plain, write_capsule
 from lightning_memtools.state.capsule.environment import machine_now, origin_now, switches_now
-from lightning_memtools.state.capsule.plain_values import to_plain
-from lightning_memtools.state.capsule.saved_module import saved_module, saved_random, saved_start, saved_weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRun:
-    """The parts of a training run that are needed to run a step of it again. The callback takes them from the Trainer.
-
-    Attributes:
-        module: The LightningModule that is trained.
-        optimizers: Its optimizers.
-        schedulers: Its learning rate schedulers.
-        scaler: The gradient scaler; None without one.
-        world_size: The number of ranks.
-        conditions: Returns the conditions under which the run's steps run.
-        trainer: The Trainer itself, which answers the step where plain data cannot.
-    """
-
-    module: Any
-    optimizers: Sequence[Optimizer]
-    schedulers: Sequence[Any]
-    scaler: Any
-    world_size: int
-    conditions: Callable[[], StepConditions]
-    trainer: Any
-
-
-@dataclass(frozen=True, slots=True)
-class RankFindings:
-    """The findings of a rank from running the step again. Plain values: they are sent to the other ranks.
-
-    Attributes:
-        rank: The rank.
-        explanation: The operation and the cause; None where that was not found.
-        note: The reason why there is no explanation.
-        again: Says whether the step was the same when it was run again, or why it may not be; empty if it was not run.
-        is_bad: Whether the step was bad when this rank ran it alone.
-        written: The parameters that its forward pass wrote when it was run again, and that were not restored.
-    """
-
-    rank: int
-    explanation: Explanation | None
-    note: str = ""
-    again: str = ""
-    is_bad: bool = False
-    written: tuple[str, ...] = ()
-
-
-def findings_to_report(everyone: Sequence[RankFindings], rank: int | None) -> RankFindings:
-    """Return the findings of this rank; where no rank is known, of the first whose own step is bad when run again."""
-    if rank is not None:
-        return next((each for each in everyone if each.rank == rank), everyone[0])
-    return next((each for each in everyone if each.is_bad), everyone[0])
+from lightning_memtools.state.capsule.saved_module import saved_module, saved_start, saved_weights
 
 
 class BadStepRerun:
     """Runs a bad step again on this rank. A failure here is only noted: it must not hide the halt.
 
     Use it after the step was undone, and before anything else changes.
-
-    Args:
-        run: The training run; the module has the weights and buffers that the step began with.
-        bad_step: The step.
-        evidence: What is known of it.
-        history: The last steps.
-        restored: The parameters and attributes that forward passes write, and that were restored.
-        outside: The state besides, as it was when training began; None where it is not known.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917, all that a step needs
         self,
-        run: TrainingRun,
+        module: Any,
+        trainer: Any,
+        conditions: StepConditions,
         bad_step: BadStep,
         evidence: Evidence,
         history: Sequence[PastStep],
         *,
         restored: Collection[str] = (),
-        outside: OutsideState | None = None,
     ) -> None:
-        self._run, self._bad_step, self._evidence = run, bad_step, evidence
+        self._module, self._trainer, self._conditions = module, trainer, conditions
+        self._bad_step, self._evidence = bad_step, evidence
         self._micro = bad_step.step.micro
-        unscales_itself = takes_scaled_gradients(bad_step.step.optimizer)
-        self._conditions = replace(run.conditions(), unscales_itself=unscales_itself)
         self._known = KnownOfStep(
             grown=what_grew(history, evidence),
             learning_rates=evidence.learning_rates,
@@ -127,7 +70,7 @@ class BadStepRerun:
         self._digests, self._digests_of = self._own_digests(), "step"
         self._explanation: Explanation | None = None
         self._has_run = self._is_bad = False
-        self._restored, self._outside = restored, outside
+        self._restored = restored
         self._written: tuple[str, ...] = ()
         self._says_nothing = False
         self._values: EarlierValues | None = None
@@ -143,10 +86,8 @@ class BadStepRerun:
         if all(micro.batch is None for micro in self._micro):
             return RankFindings(rank, None, "not sought: the batch was no longer held")
         try:
-            # The first rerun changes more of it.
-            changed = [] if self._outside is None else self._outside.changed(self._restored)
             with self._step_rerun() as rerun:
-                before = _norms_by_name(self._run.module)
+                before = _norms_by_name(self._module)
                 plain = rerun.run()
                 self._note_writes(before)
                 self._compare(plain)
@@ -156,8 +97,7 @@ class BadStepRerun:
                     return RankFindings(
                         rank, None, "not asked for (explain=False)", self._again(), self._is_bad, self._written
                     )
-                known = replace(self._known, doubts=self._doubts, changed=changed)
-                self._explanation = explain(rerun, plain, known)
+                self._explanation = explain(rerun, plain, replace(self._known, doubts=self._doubts))
         except CannotRerunError as error:
             if not self._has_run:
                 self._doubts.append(f"It could not be run again in the training process: {error}.")
@@ -169,23 +109,25 @@ class BadStepRerun:
     def _note_writes(self, before: Mapping[str, float]) -> None:
         """Find the parameters that the forward pass has written: in ways that leave no trace, too."""
         known = {*self._restored, *self._evidence.unrestored}
-        now = _norms_by_name(self._run.module)
+        now = _norms_by_name(self._module)
         same = (name for name, norm in now.items() if is_same_number(norm, before.get(name, norm)))
         self._written = tuple(sorted(now.keys() - known - set(same)))
 
     def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> CapsuleNote:
         """Write the capsule."""
+        if all(each.batch is None for each in self._micro):
+            return CapsuleNote(note="not written: the batch was no longer held")
         left_out, lacks = list[str](), list[str]()
         saved = self._contents(left_out, lacks)
         about |= {"losses": list(map(repr, self._bad_step.losses)), "class": saved["module"]["class"]}
-        about |= {"machine": saved["machine"], "needs": saved["module"]["needs"], "doubts": self._doubts}
+        about |= {"machine": saved["machine"], "doubts": self._doubts}
         left_out += lacks
         try:
             write_capsule(saved, path, max_bytes, about, left_out)
         except Exception as error:  # noqa: BLE001, see the class
             return CapsuleNote(note=f"could not be written: {type(error).__name__}: {error}")
         note = f"without {', '.join(left_out)}" if left_out else ""
-        return CapsuleNote(path, note, "; ".join(saved["module"]["needs"]), ", ".join(lacks))
+        return CapsuleNote(path, note, ", ".join(lacks))
 
     def _contents(self, left_out: list[str], lacks: list[str]) -> dict[str, Any]:
         """Return the step as plain values.
@@ -194,10 +136,7 @@ class BadStepRerun:
             left_out: Gets the names of what they do not hold.
             lacks: Gets those of it that are a batch or belong to one.
         """
-        run, module, explanation = self._run, self._run.module, self._explanation
-        held = [each for each in self._micro if each.batch is not None]
-        if not held:
-            lacks.append("the batch, which was no longer held")
+        module, explanation = self._module, self._explanation
         explained = None if explanation is None else {**asdict(explanation), "cause": explanation.cause.value}
         return {
             "step": self._evidence.step,
@@ -214,12 +153,11 @@ class BadStepRerun:
                     "start": saved_start(each.start),
                     "steps_before": each.steps_before,
                     "resumed": saved_start(each.resumed) if each.steps_before else None,
-                    "fetched": [[one.index, one.loader_index, saved_random(one.random)] for one in each.fetched or ()],
                 }
-                for each in held
+                for each in self._micro
+                if each.batch is not None
             ],
-            "optimizers": [to_plain(each.state_dict(), [], "optimizer") for each in run.optimizers],
-            "scaler": {} if run.scaler is None else run.scaler.state_dict(),
+            "optimizers": [to_plain(each.state_dict(), [], "optimizer") for each in self._trainer.optimizers],
             "parameters": names_of(module, self._bad_step.step.parameters),
             "losses": list(self._bad_step.losses),
             "digests": self._digests,
@@ -232,22 +170,21 @@ class BadStepRerun:
     def _step_rerun(self) -> StepRerun:
         device = VirtualDevice.current()
         return StepRerun(
-            self._run.module,
+            self._module,
             self._micro,
             self._conditions,
-            optimizers=self._run.optimizers,
-            schedulers=self._run.schedulers,
+            optimizers=self._trainer.optimizers,
             parameters=self._bad_step.step.parameters,
-            trainer=self._run.trainer,
+            trainer=self._trainer,
             host=nullcontext if device is None else device.host,
         )
 
     def _own_digests(self) -> dict[str, str]:
         """Return digests of the step's own gradients, where these are this rank's alone and have not been replaced."""
-        if self._evidence.late or self._evidence.carried or self._run.world_size > 1:
+        if self._evidence.late or self._evidence.carried or self._trainer.world_size > 1:
             return {}
         parameters = self._bad_step.step.parameters
-        named = zip(names_of(self._run.module, parameters), parameters, strict=True)
+        named = zip(names_of(self._module, parameters), parameters, strict=True)
         return digests_of({name: p.grad for name, p in named if p.grad is not None})
 
     def _again(self) -> str:

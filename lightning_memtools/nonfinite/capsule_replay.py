@@ -14,16 +14,20 @@ from torch.optim import Optimizer
 
 from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
-from lightning_memtools.nonfinite.cause.explain import explain
-from lightning_memtools.nonfinite.causes import Explanation, KnownOfStep, NonFiniteCause
-from lightning_memtools.nonfinite.earlier_values import EarlierValues, says_nothing, values_up_to_nan
-from lightning_memtools.nonfinite.micro_batches import FetchedBatch, MicroBatch
-from lightning_memtools.nonfinite.step_outcome import TRAINER_FACTS, StepConditions, mismatches
-from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
-from lightning_memtools.nonfinite.trainer_stand_in import configured_optimizers, is_lightning_module
+from lightning_memtools.nonfinite.bad_step import TRAINER_FACTS, MicroBatch, StepConditions, mismatches
+from lightning_memtools.nonfinite.diagnosis import Explanation, KnownOfStep, NonFiniteCause
+from lightning_memtools.nonfinite.explain import explain
+from lightning_memtools.nonfinite.step_rerun import (
+    CannotRerunError,
+    EarlierValues,
+    StepRerun,
+    configured,
+    says_nothing,
+    values_up_to_nan,
+)
 from lightning_memtools.reporting.notebooks import shown_as
-from lightning_memtools.state.batch_start import restore_frozen, simple_items
-from lightning_memtools.state.capsule.capsule_file import CapsuleError, read_capsule
+from lightning_memtools.simulation.step_runner import is_lightning_module
+from lightning_memtools.state.capsule.capsule_file import CapsuleError, LeftOut, dtype_named, from_plain, read_capsule
 from lightning_memtools.state.capsule.environment import (
     changed_since,
     differences,
@@ -31,9 +35,9 @@ from lightning_memtools.state.capsule.environment import (
     machine_now,
     switched,
 )
-from lightning_memtools.state.capsule.plain_values import LeftOut, dtype_named, from_plain
-from lightning_memtools.state.capsule.saved_module import Find, random_from, rebuilt, start_from
+from lightning_memtools.state.capsule.saved_module import Find, rebuilt, start_from
 from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.state.starts import restore_frozen, simple_items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +186,9 @@ def _replay(path: Path, model: Any, batch: Callable[[int], Any] | None, trusts: 
             raise CapsuleError(f"{path} lacks the batch of the step, which was no longer held when it was written.")
         if (start := micro[0].start) is not None:
             restore_frozen(module, start.frozen)
-        optimizers, schedulers = configured_optimizers(module) if is_lightning_module(module) else ([], [])
+        if not is_lightning_module(module):
+            raise CapsuleError(f"{type(module).__name__} is no LightningModule, so that it has no step to replay.")
+        optimizers, schedulers = configured(module, conditions)
         doubts += _load_optimizers(optimizers, saved["optimizers"], find)
         wanted = set(saved["parameters"])
         parameters = [p for name, p in module.named_parameters() if plain_name(name) in wanted]
@@ -263,14 +269,12 @@ def _micro(
             f"{batch.name} was left out of the capsule: it holds tensors, containers, dataclasses and named tuples.\n"
             "Next: pass a function that returns the batch of an index: replay(path, batch=my_function)."
         )
-    places = [FetchedBatch(index, loader, random_from(random, find)) for index, loader, random in saved["fetched"]]
     return MicroBatch(
         saved["index"],
-        batch if places else map_tensors(batch, lambda tensor: tensor.to(device)),  # such a step moves them itself
+        map_tensors(batch, lambda tensor: tensor.to(device)),
         start=start_from(saved["start"], module, find),
         steps_before=saved["steps_before"],
         resumed=start_from(saved["resumed"], module, find),
-        fetched=places or None,
     )
 
 

@@ -13,9 +13,7 @@ from lightning_memtools.memory.nested_tensors import named_tensors
 from lightning_memtools.nonfinite.bad_step import PastStep
 from lightning_memtools.nonfinite.diagnosis import bad_state
 from lightning_memtools.nonfinite.finite_checks import floats_of, norms_of
-from lightning_memtools.nonfinite.halt_report import BadOutput, evaluation_error
-from lightning_memtools.nonfinite.halt_session import HaltActions
-from lightning_memtools.nonfinite.nonfinite_error import HaltStage
+from lightning_memtools.nonfinite.halt_report import BadOutput, HaltStage, NonFiniteError, evaluation_error
 from lightning_memtools.reporting.loss_names import likely_losses
 from lightning_memtools.reporting.ranks import RankGather
 
@@ -85,18 +83,13 @@ def bad_metrics(metrics: Mapping[str, Tensor]) -> list[BadOutput]:
 class EvaluationGuard:
     """Checks the outputs and metrics of evaluation runs.
 
-    Args:
-        checks: What is checked, as HaltOnNaN's `check_outputs`.
-        ranks: Gathers from all ranks.
-        actions: What is done to files and loggers.
-
     Attributes:
         metrics: The metrics that were NaN or Inf so far: name to text.
     """
 
-    def __init__(self, checks: bool | Literal["losses"], ranks: RankGather, actions: HaltActions) -> None:
+    def __init__(self, checks: bool | Literal["losses"], ranks: RankGather) -> None:
         self.metrics: dict[str, str] = {}
-        self._checks, self._ranks, self._actions = checks, ranks, actions
+        self._checks, self._ranks = checks, ranks
         self._watch: OutputWatch | None = None
 
     def start(self, *, sanity: bool) -> None:
@@ -110,39 +103,29 @@ class EvaluationGuard:
             self._watch.check(outputs, place)
 
     def end(
-        self, module: Module, logged: Mapping[str, Tensor], stage: HaltStage, history: Sequence[PastStep] = ()
-    ) -> None:
-        """End a run, and raise NonFiniteError if something was bad that must be finite. Collective.
+        self, module: Module, logged: Mapping[str, Tensor], stage: HaltStage, step: int, history: Sequence[PastStep]
+    ) -> tuple[NonFiniteError | None, str]:
+        """End a run. Collective.
 
-        Args:
-            module: The module; its weights may be the cause.
-            logged: The metrics of the run.
-            stage: val or test.
-            history: The last training steps.
+        Returns:
+            An error if something was bad that must be finite; and a text that names other metrics, each the first time.
         """
         watch, self._watch = self._watch, None
         if watch is None:
-            return
-        step, metrics = self._actions.step(), bad_metrics(logged)
+            return None, ""
+        metrics = bad_metrics(logged)
         mere = [] if self._checks is True else [each for each in metrics if not is_loss(each.name)]
         bad = (*watch.bad_outputs(), *(each for each in metrics if each not in mere))
         gathered = self._ranks.objects((bad, {each.name: f"{each} ({stage}, step {step})" for each in mere}))
-        self._note({name: text for _, theirs in gathered for name, text in theirs.items()}, step)
-        everyone = [theirs for theirs, _ in gathered]
-        if any(everyone):
-            weights = bad_state(module)
-            raise self._actions.report(
-                evaluation_error(everyone, stage=stage, step=step, weights=weights, history=history)
-            )
-
-    def _note(self, bad: Mapping[str, str], step: int) -> None:
-        """Name metrics in a report, each the first time. Collective."""
-        if bad.keys() <= self.metrics.keys():
-            return
-        self.metrics.update({name: text for name, text in bad.items() if name not in self.metrics})
-        text = (
+        named = {name: text for _, theirs in gathered for name, text in theirs.items()}
+        is_known = named.keys() <= self.metrics.keys()
+        self.metrics.update({name: text for name, text in named.items() if name not in self.metrics})
+        text = "" if is_known else (
             f"Metrics that were not finite in evaluation, at first: {'; '.join(self.metrics.values())}.\nTraining "
             "goes on: a metric may rightly be NaN or Inf. Where it may not, use HaltOnNaN(check_outputs=True).\n"
-        )
-        self._actions.write_report("nonfinite-metrics-report.md", text)
-        self._actions.publish(text, "", step)
+        )  # fmt: skip
+        everyone = [theirs for theirs, _ in gathered]
+        if not any(everyone):
+            return None, text
+        weights = bad_state(module)
+        return evaluation_error(everyone, stage=stage, step=step, weights=weights, history=history), text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, sparse_values, write_count
+from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, sparse_values
 
 
 def floats_of(tensor: Tensor) -> Tensor | None:
@@ -175,22 +174,14 @@ def _norm_of_few(tensors: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BadTensor:
-    """A tensor that holds NaN or Inf.
+    """A tensor that holds NaN or Inf."""
 
-    Attributes:
-        name: The parameter's or buffer's name.
-        n_nan: The number of elements that are NaN; of a sharded tensor, in this rank's shard. None where only the norm
-            is known.
-        n_inf: The number of elements that are Inf, likewise.
-        n_elements: The number of all elements.
-        norm: The L2 norm: NaN if an element is NaN, else inf.
-    """
-
-    name: str
+    name: str  # the parameter's or buffer's name
+    # the number of elements that are NaN; of a sharded tensor, in this rank's shard. None where only the norm is known
     n_nan: int | None
-    n_inf: int | None
-    n_elements: int
-    norm: float = math.nan
+    n_inf: int | None  # the number of elements that are Inf, likewise
+    n_elements: int  # the number of all elements
+    norm: float = math.nan  # the L2 norm: NaN if an element is NaN, else inf
 
     @property
     def share(self) -> float | None:
@@ -238,27 +229,3 @@ def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
         if n_nan or n_inf:
             bad.append(BadTensor(name, n_nan, n_inf, floats.numel(), norm))
     return bad
-
-
-class GradientTraces:
-    """Weak references to the gradients of a step that is decided late, which are never kept alive."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._traces = [
-            (weakref.ref(parameter.grad), write_count(parameter.grad), parameter.numel())
-            for parameter in parameters
-            if parameter.grad is not None
-        ]
-
-    def bad(self, names: Sequence[str], norms: Sequence[float]) -> list[BadTensor]:
-        """Return the bad gradients; their elements are counted if they were not written since the check."""
-        bad: list[BadTensor] = []
-        for name, (reference, version, n_elements), norm in zip(names, self._traces, norms, strict=True):
-            gradient = reference()
-            floats = None if gradient is None or write_count(gradient) != version else floats_of(gradient)
-            if floats is not None:
-                bad += count_bad([(name, floats, norm)])
-            elif not math.isfinite(norm):
-                # Clipped, or overwritten by the next backward pass. The norm shows only that it was bad.
-                bad.append(BadTensor(name, None, None, n_elements, norm))
-        return bad

@@ -1,4 +1,4 @@
-"""The messages of HaltOnNaN, and its report in markdown."""
+"""The error that ends a run which met NaN or Inf, its messages, and the report in markdown."""
 
 from __future__ import annotations
 
@@ -7,32 +7,73 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, Literal
 
 from lightning_memtools.nonfinite.bad_step import Evidence, PastStep, growth
-from lightning_memtools.nonfinite.causes import Explanation, NonFiniteCause, rates_as_text
-from lightning_memtools.nonfinite.diagnosis import Diagnosis
+from lightning_memtools.nonfinite.diagnosis import Diagnosis, Explanation, NonFiniteCause, rates_as_text
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.nonfinite_error import HaltStage, NonFiniteError
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
+
+HaltStage = Literal["train", "val", "test"]
+
+
+class NonFiniteError(RuntimeError):
+    """Raised when a loss, a gradient, a weight, an evaluation output or a logged metric is NaN or Inf.
+
+    The message is the same on every rank and complete by itself; the fields are for programs.
+
+    Attributes:
+        step: The training step, counted as the x axis of `self.log` counts.
+        batch_idx: The index of the batch within its epoch; None where it is not known.
+        rank: The rank whose loss or batch was bad; None where only the gradients were bad, which all ranks share.
+        stage: train, val or test.
+        cause: The class of cause, one of the values of `NonFiniteCause`; None in evaluation.
+        losses: The losses of the last steps (at most 20, on this rank), oldest first; the last is the bad step's.
+        parameters: The parameters whose gradients held NaN or Inf, or that held NaN or Inf themselves.
+        norms: The gradient norms that belong to `losses`.
+        path: The report, if it could be written.
+        checkpoint_path: The checkpoint of the last good state, if one was written.
+        capsule_path: The step as a file for `replay`, if one was written.
+        explanation: The operation that made the first bad value, and its cause, if they were found.
+    """
+
+    step: int
+    batch_idx: int | None = None
+    rank: int | None = None
+    stage: HaltStage = "train"
+    cause: str | None = None
+    losses: Sequence[float] = ()
+    parameters: Sequence[BadTensor] = ()
+    norms: Sequence[float] = ()
+    path: Path | None = None
+    checkpoint_path: Path | None = None
+    capsule_path: Path | None = None
+    explanation: Explanation | None = None
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        vars(self).update({name: tuple(each) if type(each) is list else each for name, each in fields.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Launchers that spawn processes send errors through pickle, which by default would pass the message alone.
+        return _rebuild, (str(self), self.__dict__.copy())
+
+
+def _rebuild(message: str, fields: dict[str, Any]) -> NonFiniteError:
+    error = NonFiniteError(message)
+    vars(error).update(fields)  # among them attributes that others added, such as notes
+    return error
 
 
 @dataclass(frozen=True, slots=True)
 class BadOutput:
-    """An output or metric of an evaluation run that is NaN or Inf.
+    """An output or metric of an evaluation run that is NaN or Inf."""
 
-    Attributes:
-        name: The place in the outputs, such as ``outputs["loss"]``, or the metric's name.
-        batch: The first batch where it was bad, counted over all loaders of the run; None for a metric.
-        value: The metric's value; None for an output.
-        place: The batch within its data loader, where there are several; else empty.
-    """
-
-    name: str
-    batch: int | None
-    value: float | None
-    place: str = ""
+    name: str  # the place in the outputs, such as ``outputs["loss"]``, or the metric's name
+    batch: int | None  # the first batch where it was bad, counted over all loaders of the run; None for a metric
+    value: float | None  # the metric's value; None for an output
+    place: str = ""  # the batch within its data loader, where there are several; else empty
 
     def __str__(self) -> str:
         if self.batch is None:
@@ -42,63 +83,61 @@ class BadOutput:
 
 @dataclass(frozen=True, slots=True)
 class CapsuleNote:
-    """The facts about a capsule for the messages. Plain values: they are sent to the other ranks.
+    """The facts about a capsule for the messages. Plain values: they are sent to the other ranks."""
 
-    Attributes:
-        path: The capsule; None if there is none.
-        note: The reason why there is none, or what the capsule leaves out.
-        needs: Says what has to be done before it can be replayed; empty if nothing.
-        lacks: Names what of the step's batch it does not hold; empty if nothing.
-    """
+    path: Path | None = None  # the capsule; None if there is none
+    note: str = ""  # the reason why there is none, or what the capsule leaves out
+    lacks: str = ""  # names what of the step's batch it does not hold; empty if nothing
 
-    path: Path | None = None
-    note: str = ""
-    needs: str = ""
-    lacks: str = ""
+
+@dataclass(frozen=True, slots=True)
+class RankFindings:
+    """The findings of a rank from running the step again. Plain values: they are sent to the other ranks."""
+
+    rank: int
+    explanation: Explanation | None  # the operation and the cause; None where that was not found
+    note: str = ""  # the reason why there is no explanation
+    # says whether the step was the same when it was run again, or why it may not be; empty if it was not run
+    again: str = ""
+    is_bad: bool = False  # whether the step was bad when this rank ran it alone
+    # the parameters that its forward pass wrote when it was run again, and that were not restored
+    written: tuple[str, ...] = ()
+
+
+def findings_to_report(everyone: Sequence[RankFindings], rank: int | None) -> RankFindings:
+    """Return the findings of this rank; where no rank is known, of the first whose own step is bad when run again."""
+    if rank is not None:
+        return next((each for each in everyone if each.rank == rank), everyone[0])
+    return next((each for each in everyone if each.is_bad), everyone[0])
 
 
 @dataclass(slots=True, kw_only=True)
 class HaltReport:
-    """Everything that is known when a training step ends the run.
+    """Everything that is known when a training step ends the run."""
 
-    Attributes:
-        everyone: The evidence of each rank.
-        diagnosis: The cause that the evidence points to.
-        history: The last steps of this rank; the bad one is the last.
-        skipped: The bad steps that were skipped before, each with its batches.
-        n_missing: The number of ranks that did not answer.
-        report_path: The report's file.
-        report_note: The reason why there is no report.
-        checkpoint_path: The checkpoint of the last good state.
-        checkpoint_note: The reason why there is no such checkpoint.
-        explanation: The operation that made the first bad value; None where that was not found.
-        explanation_note: The reason why it was not found.
-        again: Says whether the step was the same when it was run again.
-        capsule: The step as a file, to run it again.
-        metrics: The metrics of evaluation runs before it that were not finite, as text.
-        written: Parameters that the step was seen to write when it was run again, and that were not restored.
-    """
-
-    everyone: Sequence[Evidence]
-    diagnosis: Diagnosis
-    history: Sequence[PastStep]
-    skipped: Sequence[tuple[int, tuple[int, ...]]] = ()
-    n_missing: int = 0
+    everyone: Sequence[Evidence]  # the evidence of each rank
+    diagnosis: Diagnosis  # the cause that the evidence points to
+    history: Sequence[PastStep]  # the last steps of this rank; the bad one is the last
+    skipped: Sequence[tuple[int, tuple[int, ...]]] = ()  # the bad steps that were skipped before, each with its batches
+    n_missing: int = 0  # the number of ranks that did not answer
     report_path: Path | None = None
-    report_note: str = ""
-    checkpoint_path: Path | None = None
-    checkpoint_note: str = ""
-    explanation: Explanation | None = None
-    explanation_note: str = ""
-    again: str = ""
-    capsule: CapsuleNote = field(default_factory=CapsuleNote)
-    metrics: Sequence[str] = ()
-    written: Sequence[str] = ()
+    report_note: str = ""  # the reason why there is no report
+    checkpoint_path: Path | None = None  # the checkpoint of the last good state
+    checkpoint_note: str = ""  # the reason why there is no such checkpoint
+    findings: RankFindings | None = None  # those of running the step again
+    explanation_note: str = ""  # the reason why the operation was not found
+    capsule: CapsuleNote = field(default_factory=CapsuleNote)  # the step as a file, to run it again
+    metrics: Sequence[str] = ()  # the metrics of evaluation runs before it that were not finite, as text
 
     @property
     def unrestored(self) -> str:
         """The names of what the step wrote and could not be restored, as text."""
-        return ", ".join([*self.culprit.unrestored, *self.written])
+        return ", ".join([*self.culprit.unrestored, *(self.findings.written if self.findings else ())])
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """The operation that made the first bad value; None where that was not found."""
+        return None if self.findings is None else self.findings.explanation
 
     @property
     def culprit(self) -> Evidence:
@@ -129,14 +168,14 @@ class HaltReport:
             what = f"gradient norm is {culprit.norm}"
         return f"{what} at step {culprit.step} ({self._place()})."
 
-    def add_findings(self, rank: int, explanation: Explanation | None, note: str) -> None:
+    def add_findings(self, findings: RankFindings) -> None:
         """Add what running the step again has shown; it replaces the diagnosis that was inferred from the evidence."""
-        self.explanation, self.explanation_note = explanation, note
+        self.findings, self.explanation_note, explanation = findings, findings.note, findings.explanation
         if explanation is None:
             return
         found_rank = self.diagnosis.rank
         if explanation.cause is not NonFiniteCause.NOT_REPRODUCIBLE and found_rank is None:
-            found_rank = rank
+            found_rank = findings.rank
         self.diagnosis = Diagnosis(explanation.cause, f"{explanation.because}.", explanation.advice, found_rank)
 
     def about(self) -> dict[str, Any]:
@@ -167,7 +206,7 @@ class HaltReport:
             ("Cause", f"{self.diagnosis.cause}: {self.diagnosis.because}"),
             ("Operation", self.explanation_note if self.explanation is None else self.explanation.what),
             ("Tried", "" if self.explanation is None else self.explanation.confirmed),
-            ("Run again", self.again),
+            ("Run again", "" if self.findings is None else self.findings.again),
             ("Losses of the step", _losses(culprit)),
             ("Bad gradients", named(culprit.gradients, "none") + _carried(culprit)),
             ("Bad weights before the step", named(culprit.parameters, "none")),
@@ -221,17 +260,13 @@ class HaltReport:
     def _next(self) -> str:
         if self.capsule.path is None:
             return self.diagnosis.advice
-        if self.capsule.lacks.startswith("the batch"):
-            return f"{self.diagnosis.advice} The capsule cannot replay the step, because it lacks {self.capsule.lacks}."
         if self.capsule.lacks.startswith("batch ("):
             return (
                 f"{self.diagnosis.advice} The capsule lacks {self.capsule.lacks}; run the step again with a function "
                 f"that returns it: replay({str(self.capsule.path)!r}, batch=my_function)."
             )
-        needs = f" ({self.capsule.needs})" if self.capsule.needs else ""
-        if self.capsule.lacks:
-            needs += f", which works where the step does not use {self.capsule.lacks}"
-        return f"{self.diagnosis.advice} Run the step again: memtools replay {quote(str(self.capsule.path))}{needs}"
+        lacks = f", which works where the step does not use {self.capsule.lacks}" if self.capsule.lacks else ""
+        return f"{self.diagnosis.advice} Run the step again: memtools replay {quote(str(self.capsule.path))}{lacks}"
 
     def console(self) -> str:
         """Return the short form for the console; the error that follows says the rest."""
@@ -313,15 +348,7 @@ def evaluation_error(
     weights: Sequence[BadTensor],
     history: Sequence[PastStep],
 ) -> NonFiniteError:
-    """Return the error of an evaluation run with outputs or metrics that are NaN or Inf.
-
-    Args:
-        everyone: The bad outputs of each rank; at least one rank has some.
-        stage: val or test.
-        step: The training step.
-        weights: The weights and buffers of this rank that are bad.
-        history: The last training steps.
-    """
+    """Return the error of an evaluation run with outputs or metrics that are NaN or Inf."""
     found = [
         f"{bad}{f' (rank {rank})' * (len(everyone) > 1)}" for rank, theirs in enumerate(everyone) for bad in theirs
     ]
@@ -354,14 +381,7 @@ def evaluation_error(
 def overflow_error(
     everyone: Sequence[Sequence[BadTensor]], *, step: int, history: Sequence[PastStep], learning_rates: Sequence[float]
 ) -> NonFiniteError:
-    """Return the error of an update that was not finite although its gradients were, found before a checkpoint.
-
-    Args:
-        everyone: The bad weights and optimizer state of each rank; at least one rank has some.
-        step: The present training step, where there is no history.
-        history: The last steps.
-        learning_rates: The learning rates of the optimizers' parameter groups.
-    """
+    """Return the error of an update that was not finite although its gradients were, found before a checkpoint."""
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     step = history[-1].step if history else step
     lines = [

@@ -5,28 +5,37 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import takes_scaled_gradients
 from lightning_memtools.memory.arriving_values import ArrivingValues
-from lightning_memtools.memory.nested_tensors import names_of
-from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, PastStep, undivided_loss
+from lightning_memtools.memory.nested_tensors import bytes_in, names_of
+from lightning_memtools.memory.sizes import is_count, parse_size
+from lightning_memtools.nonfinite.bad_step import (
+    BadStep,
+    GuardedStep,
+    MicroBatch,
+    PastStep,
+    move_to_host,
+    release_batches,
+    undivided_loss,
+)
 from lightning_memtools.nonfinite.finite_checks import (
-    GradientTraces,
+    BadTensor,
     count_bad,
     find_bad,
     gradients_of,
     measure,
     measure_and_read,
 )
-from lightning_memtools.nonfinite.micro_batches import FetchedAgain, MicroBatch, release_batches
 from lightning_memtools.nonfinite.update_veto import (
     UpdateVeto,
     WeightBounds,
@@ -39,14 +48,54 @@ from lightning_memtools.nonfinite.update_veto import (
 )
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
-from lightning_memtools.state.batch_start import BatchStart, restore_frozen
 from lightning_memtools.state.buffer_keeper import BufferKeeper
-from lightning_memtools.state.update_start import UpdateStart
+from lightning_memtools.state.starts import BatchStart, BatchStartRecorder, UpdateStart, restore_frozen
 
 Gradients = Literal["whole", "replicated", "sharded"]
 
+# Of what parameters, gradients and an Adam optimizer take together (4 times the parameters), the share that older
+# batches of an accumulation may hold: half of the 0.5% that all callbacks together may add to the peak.
+BATCH_SHARE = 0.0025
+
 # Of an optimizer that evaluates the loss several times in a step, as LBFGS does.
 _MOVED_WITHIN = "the weights and the optimizer state that earlier evaluations of the loss within this step have moved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HaltOptions:
+    """The arguments of HaltOnNaN, which says what each means.
+
+    Raises:
+        ValueError: One of them is none of its values.
+    """
+
+    max_skips: int = 0
+    amp_patience: int = 20
+    check_outputs: bool | Literal["losses"] = "losses"
+    save_last_good: bool = True
+    explain: bool = True
+    capsule: bool = True
+    max_bytes: str = "2GiB"
+    directory: str | None = None
+    undo_updates: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_count(self.max_skips, least=0):
+            raise ValueError(
+                f"max_skips={self.max_skips!r} is not a number of steps. Use 0 to halt at the first bad step."
+            )
+        if not is_count(self.amp_patience):
+            raise ValueError(
+                f"amp_patience={self.amp_patience!r} is not a number of steps. Use 1 to halt at the first skip."
+            )
+        if self.check_outputs not in {True, False, "losses"}:
+            raise ValueError(f'check_outputs={self.check_outputs!r} is none of True, False and "losses".')
+        parse_size(self.max_bytes)
+
+    @property
+    def reruns(self) -> bool:
+        """True if a bad step is run again, or kept to be run again."""
+        return self.explain or self.capsule
 
 
 class StepGuard:
@@ -61,19 +110,14 @@ class StepGuard:
 
     Args:
         model: The module that is trained.
-        max_skips: The number of bad steps that are skipped before one is returned.
-        amp_patience: The number of steps in a row, skipped by the gradient scaler, that make a step bad.
+        options: The arguments of HaltOnNaN.
         gradients: How a rank's gradients relate to those of the others: there is one rank (whole), all have the same
             after backward (replicated), each has a part (sharded).
         ranks: Gathers from all ranks.
         mark_loop: Called at the start of each step; returns a function that puts the caller's counters back to there,
             which `undo` calls.
-        start: Called with each batch before its forward pass; what it returns is kept in `MicroBatch.start`.
-        budget_bytes: The memory that older batches of an accumulation may hold.
-        move: Called with each older batch beyond that; when left out, such batches are dropped.
         checks_again: Whether code of the user runs between `check` and the update, so that it is checked once more.
         wraps_updates: Whether code of the user runs around the optimizer's step, so that all updates are read.
-        undo_updates: Whether to keep copies of the weights and the optimizer's state, to undo an update.
 
     Attributes:
         history: The last 20 steps, oldest first.
@@ -86,32 +130,27 @@ class StepGuard:
     def __init__(
         self,
         model: Module,
+        options: HaltOptions = HaltOptions(),
         *,
-        max_skips: int = 0,
-        amp_patience: int = 20,
         gradients: Gradients = "whole",
         ranks: RankGather | None = None,
         mark_loop: Callable[[], Callable[[], None]] = lambda: _nothing,
-        start: Callable[[Any], Any] | None = None,
-        budget_bytes: int = 0,
-        move: Callable[[MicroBatch], object] | None = None,
         checks_again: bool = False,
         wraps_updates: bool = False,
-        undo_updates: bool = False,
     ) -> None:
         self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
         self.saw_losses = False
         self.saw_gradients = False
         self._model = model
-        self._max_skips = max_skips
-        self._amp_patience = amp_patience
+        self._max_skips, self._amp_patience = options.max_skips, options.amp_patience
         self._gradients = gradients
         self._ranks = ranks or RankGather()
         self._mark_loop = mark_loop
-        self._start = start or (lambda _batch: None)
-        self._budget_bytes = budget_bytes
-        self._move = move
+        self._start: Callable[[Any], Any] = BatchStartRecorder(model).record if options.reruns else lambda _batch: None
+        self._move = move_to_host if options.reruns else None
+        n_bytes = bytes_in([p for p in model.parameters() if not is_lazy(p)])
+        self._budget_bytes = int(4 * BATCH_SHARE * n_bytes)
         self._buffers = BufferKeeper(model, all_state=gradients != "sharded")
         self._veto: UpdateVeto[GuardedStep] | None = None
         self._is_fused: dict[Optimizer, bool] = {}
@@ -124,8 +163,8 @@ class StepGuard:
         self._has_warned = False
         self._held_back: Optimizer | None = None
         self._checks_again = checks_again
-        self._reads_all_updates = checks_again or wraps_updates or undo_updates
-        self._undo_updates = undo_updates
+        self._undo_updates = options.undo_updates
+        self._reads_all_updates = checks_again or wraps_updates or options.undo_updates
         self.bad_before: frozenset[str] = frozenset()
         self._updated: GuardedStep | None = None
         self._weights: ArrivingValues[GuardedStep] = ArrivingValues()
@@ -152,12 +191,6 @@ class StepGuard:
         else:
             self._step.micro.append(micro)
         self._release_old_batches()
-
-    def fetch(self, step: Callable[[Any], Any], iterator: Iterator[Any]) -> Any:
-        """Run a training_step that fetches its batches itself, and note them."""
-        if self._now is None or isinstance(iterator, FetchedAgain):
-            return step(iterator)
-        return step(_Fetching(iterator, self._now[1]))
 
     def end_batch(self) -> None:
         """Note that the batch is over, so that it is held only as long as its step needs it."""
@@ -332,7 +365,6 @@ class StepGuard:
                 start=micro.start,
                 steps_before=self._n_steps_in_batch,
                 resumed=self._start(micro.batch),
-                fetched=micro.fetched,
             )
         step = self._step = self._latest = GuardedStep(number, self._mark_loop(), [micro])
         flag = None if self._veto is None else self._veto.flag
@@ -380,7 +412,6 @@ class StepGuard:
         numbers = measure(gradients, losses, exact=True)
         if numbers is None:
             return None
-        step.traces = GradientTraces(step.parameters)
         self._veto = self._veto or UpdateVeto(numbers.device, self._max_skips)
         self._veto.check(optimizer, numbers.to(self._veto.flag.device, non_blocking=True), n_deciding, step)
         return None
@@ -397,8 +428,9 @@ class StepGuard:
                 continue
             self._remember(step, losses, reading.numbers[0])
             if reading.halts:
-                assert step.traces is not None
-                bad = step.traces.bad(names_of(self._model, step.parameters), norms)
+                # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
+                named = zip(names_of(self._model, step.parameters), step.parameters, norms, strict=True)
+                bad = [BadTensor(name, None, None, p.numel(), n) for name, p, n in named if not math.isfinite(n)]
                 later = tuple(each.note for each in (*readings[position:], *self._veto.read(wait=True)))
                 return BadStep(step, tuple(losses), reading.numbers[0], tuple(bad), late=True, later=later)
             assert step.start is not None
@@ -502,10 +534,6 @@ def can_look_first(gradients: list[Tensor]) -> bool:
 def gradients_under(strategy: type, *, world_size: int) -> Gradients:
     """Return how a rank's gradients relate to those of the other ranks under a strategy.
 
-    Args:
-        strategy: The class of the Trainer's strategy.
-        world_size: The number of ranks.
-
     Raises:
         ValueError: The gradients cannot be seen under it; the message says why.
     """
@@ -520,21 +548,6 @@ def gradients_under(strategy: type, *, world_size: int) -> Gradients:
         return "whole" if family == "SingleDevice" else "replicated"
     # The result of deciding together in each step is right under any strategy, also under one that is not known.
     return "sharded" if family in {"FSDP", "ModelParallel"} or world_size > 1 else "whole"
-
-
-class _Fetching(Iterator[Any]):
-    """Lightning's iterator over batches; notes each that is taken."""
-
-    def __init__(self, iterator: Iterator[Any], micro: MicroBatch) -> None:
-        self._iterator, self._micro = iterator, micro
-
-    def __next__(self) -> Any:
-        fetched = next(self._iterator)
-        self._micro.note_fetched(*fetched)
-        return fetched
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
 
 
 def _nothing() -> None:

@@ -24,19 +24,12 @@ Note = TypeVar("Note")
 
 @dataclass(frozen=True, slots=True)
 class DecidedStep(Generic[Note]):
-    """The result of a step's check, when it has reached the host.
+    """The result of a step's check, when it has reached the host."""
 
-    Attributes:
-        note: The note that was given to `check`.
-        bad: Whether the step was found bad.
-        halts: Whether it was one bad step too many: its update and all later ones were held back.
-        numbers: The numbers that were checked.
-    """
-
-    note: Note
-    bad: bool
-    halts: bool
-    numbers: list[float]
+    note: Note  # the note that was given to `check`
+    bad: bool  # whether the step was found bad
+    halts: bool  # whether it was one bad step too many: its update and all later ones were held back
+    numbers: list[float]  # the numbers that were checked
 
 
 class UpdateVeto(Generic[Note]):
@@ -44,10 +37,6 @@ class UpdateVeto(Generic[Note]):
 
     `flag` is a 0-dim float32 tensor, 1 where the step is held back, for `optimizer.found_inf`. It is sticky: after more
     than `max_skips` bad steps it stays 1, so that it does not matter how late the host learns of it.
-
-    Args:
-        device: The gradients' device.
-        max_skips: The number of bad steps that are skipped without ending the run.
     """
 
     def __init__(self, device: torch.device, max_skips: int) -> None:
@@ -229,15 +218,7 @@ def _are_usual(first: float, second: float) -> bool:
 def why_update_is_bad(
     model: Module, step: int, optimizer: Optimizer, parameters: Sequence[Tensor], bad_before: Collection[str] = ()
 ) -> str:
-    """Say which state or setting made the last update bad; "" if it was not. Waits for the device.
-
-    Args:
-        model: The module, which knows the names.
-        step: The training step.
-        optimizer: The optimizer.
-        parameters: The parameters that it has updated.
-        bad_before: The names of those that were bad before.
-    """
+    """Say which state or setting made the last update bad; "" if it was not. Waits for the device."""
     names = names_of(model, parameters)
     bad = [each for each in find_bad(zip(names, parameters, strict=True)) if each.name not in bad_before]
     if not bad:

@@ -15,8 +15,8 @@ from lightning_memtools.null_cuda.launch import is_on_null_device
 from lightning_memtools.recovery.batch_parts import CannotSplitError, samples_that_differ
 from lightning_memtools.recovery.gradient_exchange import no_collectives
 from lightning_memtools.recovery.step_start import BatchStep, has_node
-from lightning_memtools.state.batch_start import RestorableBatch
 from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.state.starts import RestorableBatch
 
 LossKind = Literal["mean", "sum"]
 

@@ -12,9 +12,9 @@ from torchmetrics import Metric
 
 from lightning_memtools._torch import WRITE_COUNT
 from lightning_memtools.memory.nested_tensors import map_tensors
-from lightning_memtools.state.batch_start import RestorableBatch
 from lightning_memtools.state.buffer_keeper import BufferKeeper
 from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.state.starts import RestorableBatch
 
 if TYPE_CHECKING:
     from lightning_memtools._lightning import LoggedValues

@@ -14,7 +14,7 @@ from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.release_failed_step import release_cached, uncounted
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.state.update_start import UpdateStart, tensors_written_by
+from lightning_memtools.state.starts import UpdateStart, tensors_written_by
 
 # Adam makes two states and the foreach path one temporary of the parameters' size, AMSGrad one more of each; and the
 # allocator cannot use every gap.

@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import STEP_NAMES, StepLoop, twin_of
+from lightning_memtools._lightning import STEP_NAMES, ReplayLoop, StepLoop, twin_of
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.fakes import copy_optimizer
@@ -282,6 +282,12 @@ def runner_like(
     """Return a runner of training steps on fake tensors, with the settings of a Trainer."""
     recipe = Recipe(precision=None, accumulate=trainer.accumulate_grad_batches, clip=trainer.gradient_clip_val)
     return StepRunner(module, recipe, listener, trainer=trainer, optimizers=optimizers)
+
+
+def replay_loop(module: nn.Module, **arguments: Any) -> ReplayLoop:
+    """Return a loop that runs a step of a LightningModule again; the arguments are those of `ReplayLoop`."""
+    with _quiet():
+        return ReplayLoop(module, **arguments)
 
 
 def forward_of(

@@ -246,9 +246,6 @@ class ForwardWrites:
     A write through `.data` is not counted. Where it puts a new tensor in the place of a frozen parameter's, as momentum
     encoders are written, the address tells.
 
-    Args:
-        module: The module that is trained.
-
     Attributes:
         known: Those that were written so far.
     """

@@ -18,22 +18,15 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made in each step, and a frozen one takes three times as long
 class RandomState:
-    """The state of every random stream at one moment.
+    """The state of every random stream at one moment."""
 
-    Attributes:
-        python: Of the module `random`.
-        torch_cpu: Of torch's default generator on the CPU.
-        cuda: Of the default generator of each CUDA device, None for one that was not read; None as long as CUDA is not
-            initialised.
-        mps: Of the default generator of Apple's GPU, where there is one.
-        numpy: Of NumPy's global generator; None as long as NumPy is not imported.
-    """
-
-    python: Any
-    torch_cpu: Tensor
+    python: Any  # of the module `random`
+    torch_cpu: Tensor  # of torch's default generator on the CPU
+    # of the default generator of each CUDA device, None for one that was not read; None as long as CUDA is not
+    # initialised
     cuda: Sequence[Tensor | None] | None
-    mps: Tensor | None
-    numpy: Any
+    mps: Tensor | None  # of the default generator of Apple's GPU, where there is one
+    numpy: Any  # of NumPy's global generator; None as long as NumPy is not imported
 
     @classmethod
     def now(

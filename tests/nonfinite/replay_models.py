@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from tests.lightning_models import trainer
 
 BAD = 7
@@ -126,6 +126,20 @@ class SingleManual(ManualEverything):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class TwiceManual(ManualEverything):
+    """One optimizer, stepped twice in each batch; a scaler refuses to unscale its gradients twice."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for loss_of in (self.finite, lambda x: self.finite(x) + self.bad(x)):
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
 def half(scale: float = 2.0**10) -> MixedPrecision:
     """16-mixed on the CPU, which Lightning offers only by hand."""
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
@@ -141,6 +155,7 @@ RUNS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], dict[str, An
     "double": (Double, lambda: {"precision": "64-true", "accumulate_grad_batches": 4}),
     "manual": (ManualEverything, dict),
     "manual_accumulation": (SingleManual, dict),
+    "manual_scaler": (TwiceManual, lambda: {"plugins": half()}),
 }
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_memtools.memory.nested_tensors import named_tensors
-from lightning_memtools.nonfinite.micro_batches import MAX_SAMPLES, MicroBatch, bad_inputs, release_batches
+from lightning_memtools.nonfinite.bad_step import MAX_SAMPLES, MicroBatch, bad_inputs, release_batches
 
 
 class Pair(NamedTuple):

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.bad_step import Evidence, PastStep, growth
-from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.diagnosis import diagnose
+from lightning_memtools.nonfinite.bad_step import BadInput, Evidence, PastStep, growth
+from lightning_memtools.nonfinite.diagnosis import NonFiniteCause, diagnose
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.micro_batches import BadInput
 
 CALM = [1.0, 1.1, 0.9, 1.0, math.nan]
 GROWN = [1.0, 1.1, 4.0, 30.0, math.inf]

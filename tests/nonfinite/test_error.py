@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 
 from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 
 
 def test_pickle_keeps_message_and_fields():

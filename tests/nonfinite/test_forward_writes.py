@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from tests.lightning_models import Regression, loader, trainer
 from tests.nonfinite.observe import differences
 

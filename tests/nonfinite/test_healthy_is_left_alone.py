@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, SpikeDet
 
 from lightning_memtools import default_callbacks
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from tests.lightning_models import Regression, loader, trainer
 from tests.nonfinite.healthy_models import HEALTHY, Expanded, Lazy
 from tests.nonfinite.observe import Observer, differences, state_bits

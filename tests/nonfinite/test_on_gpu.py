@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import MicroBatch, move_to_host
+from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
 from lightning_memtools.nonfinite.finite_checks import measure
-from lightning_memtools.nonfinite.micro_batches import MicroBatch, move_to_host
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
-from lightning_memtools.nonfinite.step_guard import StepGuard
-from lightning_memtools.state.batch_start import BatchStartRecorder
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
+from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard
+from lightning_memtools.state.starts import BatchStartRecorder
 from tests.lightning_models import trainer
 from tests.nonfinite.gallery import FAILING, HEALTHY, Small, bad_data, good_data
 from tests.nonfinite.observe import Observer, differences, state_bits
@@ -74,7 +74,7 @@ def step(
 @pytest.mark.parametrize("max_skips", [0, 3])
 def test_with_a_fused_kernel_no_step_waits_for_the_device(name, max_skips):
     model, optimizer = made(name)
-    guard = StepGuard(model, max_skips=max_skips)
+    guard = StepGuard(model, HaltOptions(max_skips=max_skips, explain=False, capsule=False))
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):  # the first steps create state, and the second one waits for the first
         assert step(guard, model, optimizer, batches[number], number) is None
@@ -90,7 +90,7 @@ def test_with_a_fused_kernel_no_step_waits_for_the_device(name, max_skips):
 @pytest.mark.parametrize("name", FUSED)
 def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
     model, optimizer = made(name)
-    guard = StepGuard(model)
+    guard = StepGuard(model, HaltOptions(explain=False, capsule=False))
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):
         step(guard, model, optimizer, batches[number], number)
@@ -131,7 +131,7 @@ def test_without_a_fused_kernel_one_read_is_all():
     """The read is the only thing that waits: with it taken out, nothing does."""
     model, _ = made("adamw")
     optimizer = torch.optim.AdamW(model.parameters())
-    guard = StepGuard(model)
+    guard = StepGuard(model, HaltOptions(explain=False, capsule=False))
     batches = [batch.cuda() for batch in good_data()]
     for number in range(3):
         assert step(guard, model, optimizer, batches[number], number) is None

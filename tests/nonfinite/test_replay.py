@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools import replay
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from lightning_memtools.state.capsule.environment import switches_now
 from tests.nonfinite.replay_models import BAD, RUNS, Everything, Recorder, halted
 
@@ -89,7 +89,7 @@ def test_replayed_gradients_are_those_that_the_optimizer_got(name, halts):
     for parameter, gradient in recorder.gradients.items():
         assert bits(gradient) == bits(found.gradients[parameter]), parameter
     assert found.gradients_of == "step"
-    n_losses = {"plain": 1, "reads_rate": 1, "manual": 1, "manual_accumulation": 2}.get(name, 4)
+    n_losses = {"plain": 1, "reads_rate": 1, "manual": 1, "manual_accumulation": 2, "manual_scaler": 1}.get(name, 4)
     assert len(found.losses) == n_losses
     assert [torch.isfinite(torch.tensor(loss)).item() for loss in found.losses] == [True] * (n_losses - 1) + [False]
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN, VirtualDevice
-from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from tests.lightning_models import trainer
 from tests.nonfinite.observe import differences, state_bits
 from tests.nonfinite.replay_models import BAD, RUNS, Everything, ManualEverything, batches, half
@@ -236,15 +236,25 @@ def test_a_step_that_recomputes_activations_is_explained(tmp_path):
     assert "Run again: losses and gradients are the same bit for bit." in str(error)
 
 
-def test_what_the_trainer_knows_is_there_when_the_step_is_run_again(tmp_path):
+def test_what_the_trainer_knows_is_there_when_the_step_is_run_again(tmp_path, monkeypatch):
     class Asks(Everything):
         def training_step(self, batch, batch_idx):
             assert isinstance(self.trainer.callback_metrics, dict)
             assert self.trainer.train_dataloader is not None
             assert self.trainer.datamodule is None
             assert self.trainer.num_training_batches == 8
+            assert self.trainer.max_epochs == 1
+            assert any(isinstance(each, HaltOnNaN) for each in self.trainer.callbacks)
+            seen.append((self.global_step, float(self.trainer.callback_metrics.get("loss", -1)), self.trainer.my_own))
             return super().training_step(batch, batch_idx)
 
-    error, _ = halt(Asks(), tmp_path, logger=False)
+    seen: list[Any] = []
+    model = Asks()
+    monkeypatch.setattr(L.Trainer, "my_own", "attribute", raising=False)
+    error, _ = halt(model, tmp_path, logger=False)
     assert error.explanation is not None, str(error)
     assert error.explanation.operation == "aten.log"
+    step, *again = seen[BAD:]
+    assert len(again) > 2
+    assert [(one[0], one[2]) for one in again] == [(step[0], step[2])] * len(again)
+    assert all(one[1] == again[0][1] > 0 for one in again), "the metrics of the run, not of the replay"

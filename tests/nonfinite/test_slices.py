@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.cause.bad_value_roots import UNKNOWN, PriorTensor, ValueOrigin, find_bad_value_root
-from lightning_memtools.nonfinite.cause.interventions import cleaned, wide, with_other_samples
-from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace
-from lightning_memtools.nonfinite.cause.tensor_facts import values_of
+from lightning_memtools.nonfinite.bad_value_roots import UNKNOWN, PriorTensor, ValueOrigin, find_bad_value_root
+from lightning_memtools.nonfinite.interventions import cleaned, wide, with_other_samples
+from lightning_memtools.nonfinite.operation_trace import OperationTrace, values_of
 
 X = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
 MASK = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
-from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.nonfinite_error import NonFiniteError
+from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
+from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from lightning_memtools.nonfinite.update_veto import WeightBounds
 from tests.lightning_models import Regression, loader, trainer
 from tests.nonfinite.observe import differences, state_bits

@@ -13,7 +13,7 @@ from lightning_memtools.nonfinite.update_veto import (
     hide_gradients,
     honours_found_inf,
 )
-from lightning_memtools.state.update_start import UpdateStart
+from lightning_memtools.state.starts import UpdateStart
 from tests.nonfinite.observe import differences
 
 FUSED = {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.user_code import owner_of, short_path
-from lightning_memtools.state.capsule.plain_values import CONTAINERS
+from lightning_memtools.state.capsule.capsule_file import CONTAINERS
 
 _PACKAGES = ("lightning", "numpy", "lightning_memtools")
 
@@ -202,7 +202,7 @@ def _imported(module: str, origin: Mapping[str, Any], trusts: Callable[[str, str
         )
     if is_main and not Path(script).is_file():
         raise ImportError(f"it is defined in the script {script}, which is not here")
-    if is_main and not has_guard(Path(script)):
+    if is_main and not _has_guard(Path(script)):
         raise ImportError(f"it is defined in the script {script}, which has no `{GUARD}` and would train")
     if folder and folder not in sys.path and Path(folder).is_dir():
         sys.path.append(folder)
@@ -245,7 +245,7 @@ def _run_as_module(script: Path) -> Any:
     return module
 
 
-def has_guard(path: Path) -> bool:
+def _has_guard(path: Path) -> bool:
     """Return whether a script keeps what it runs under a condition on `__name__`, so that it can be imported."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body)

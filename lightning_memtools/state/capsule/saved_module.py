@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memtools._torch import buffers_of
 from lightning_memtools.memory.nested_tensors import plain_name, tensors_in_attributes
-from lightning_memtools.state.batch_start import Attributes, BatchStart, restore_attributes, simple_items
-from lightning_memtools.state.capsule.capsule_file import CapsuleError
-from lightning_memtools.state.capsule.environment import GUARD, has_guard
-from lightning_memtools.state.capsule.plain_values import compact, from_plain, to_plain
+from lightning_memtools.state.capsule.capsule_file import CapsuleError, compact, from_plain, to_plain
 from lightning_memtools.state.random_state import RandomState
+from lightning_memtools.state.starts import Attributes, BatchStart, restore_attributes, simple_items
 
 Find = Callable[[str], Any]
 
 
 def saved_module(module: Any, left_out: list[str]) -> dict[str, Any]:
-    """Return what a module is made again from, without its weights, as plain values.
-
-    Args:
-        module: The module.
-        left_out: Gets the names of its tensors that are neither parameters nor buffers: a step may use them.
-    """
+    """Return what a module is made again from, without its weights, as plain values."""
     kind = type(module)
     hparams: list[str] = []
     left_out += [f"attribute {name} (a tensor that is no buffer)" for name, _ in tensors_in_attributes(module)]
@@ -38,7 +29,6 @@ def saved_module(module: Any, left_out: list[str]) -> dict[str, Any]:
         "class": f"{kind.__module__}:{kind.__qualname__}",
         "hparams": {key: to_plain(value, hparams, key) for key, value in dict(getattr(module, "hparams", {})).items()},
         "hparams_left_out": hparams,
-        "needs": _needs_of(module, [name.partition(" (")[0] for name in hparams]),
         "attributes": _packed({name: simple_items(vars(part)) for name, part in module.named_modules()}),
         "evaluating": [plain_name(name) for name, part in module.named_modules() if not part.training],
     }
@@ -190,7 +180,7 @@ def _missing(saved: Mapping[str, Any], module: nn.Module) -> bool:
 def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about: Mapping[str, Any]) -> None:
     parameters = {plain_name(name): each for name, each in module.named_parameters()}
     missing = sorted(parameters.keys() ^ weights["parameters"].keys())
-    ready = {name: each for name, each in parameters.items() if not _is_lazy(each)}
+    ready = {name: each for name, each in parameters.items() if not is_lazy(each)}
     saved = weights["parameters"]
     wrong = [name for name in saved if name in ready and ready[name].shape != saved[name].shape]
     if missing or wrong:
@@ -202,7 +192,7 @@ def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about:
         )
     for name, value in weights["parameters"].items():
         parameter: Any = parameters[name]
-        if _is_lazy(parameter):
+        if is_lazy(parameter):
             parameter.materialize(value.shape)
         parameter.data = value.to(parameter.device)
     names = {plain_name(name): part for name, part in module.named_modules()}
@@ -217,10 +207,6 @@ def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about:
             buffers_of(part)[key] = value.to(device)
 
 
-def _is_lazy(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, nn.parameter.UninitializedParameter)
-
-
 def _arguments_for(kind: Any, held: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the saved hyperparameters that a constructor takes, and the names of its arguments that are missing."""
     accepted = inspect.signature(kind).parameters
@@ -232,32 +218,3 @@ def _arguments_for(kind: Any, held: Mapping[str, Any]) -> tuple[dict[str, Any], 
         if each.default is each.empty and key not in held and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}
     ]
     return taken, missing
-
-
-def _needs_of(module: Any, unheld: Sequence[str]) -> list[str]:
-    """Return what a user has to do before the module can be made again from a capsule; empty if nothing.
-
-    Args:
-        module: The module, in the process that made it.
-        unheld: The names of its hyperparameters that a file cannot hold.
-    """
-    kind, needs = type(module), []
-    if "<locals>" in kind.__qualname__:
-        return [f"with --model package.function, which makes the module: {kind.__name__} was defined in a function"]
-    if kind.__module__ == "__main__":
-        file = getattr(sys.modules.get("__main__"), "__file__", None)
-        is_guarded = True
-        if file is None:
-            return [f"by replay(path, model=my_module) in Python: {kind.__name__} was defined in a notebook or console"]
-        with contextlib.suppress(OSError, SyntaxError):
-            is_guarded = has_guard(Path(file))
-        if not is_guarded:
-            needs.append(f"after moving what {Path(file).name} runs below `{GUARD}`, so that it can be imported")
-    taken, missing = _arguments_for(kind, getattr(module, "hparams", {}))
-    missing += [name for name in unheld if name in taken]
-    if missing:
-        needs.append(
-            f"with --model package.function, which makes the module: its constructor takes {', '.join(missing)}, "
-            "which save_hyperparameters() did not keep"
-        )
-    return needs

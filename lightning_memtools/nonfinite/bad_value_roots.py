@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in_attributes
-from lightning_memtools.nonfinite.cause.operation_trace import BadKinds, BadOperation, StorageKeys
-from lightning_memtools.nonfinite.cause.tensor_facts import NAN
-from lightning_memtools.nonfinite.causes import public_name
-from lightning_memtools.nonfinite.micro_batches import bad_inputs, list_samples
+from lightning_memtools.nonfinite.bad_step import bad_inputs, list_samples
+from lightning_memtools.nonfinite.diagnosis import public_name
+from lightning_memtools.nonfinite.operation_trace import NAN, BadKinds, BadOperation, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import StepRerun
 
 
@@ -30,17 +29,11 @@ class ValueOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PriorTensor:
-    """A tensor that existed before the step.
+    """A tensor that existed before the step."""
 
-    Attributes:
-        origin: The kind of tensor.
-        name: Its name.
-        may_be_infinite: Whether infinities in it are intended, as in masks and bounds.
-    """
-
-    origin: ValueOrigin
+    origin: ValueOrigin  # the kind of tensor
     name: str
-    may_be_infinite: bool
+    may_be_infinite: bool  # whether infinities in it are intended, as in masks and bounds
 
 
 UNKNOWN = PriorTensor(ValueOrigin.ELSEWHERE, "a tensor from elsewhere", may_be_infinite=True)
@@ -70,15 +63,10 @@ class PriorTensors:
 
 @dataclass(frozen=True, slots=True)
 class BadValueRoot:
-    """The root of a bad value.
+    """The root of a bad value."""
 
-    Attributes:
-        event: The operation that made it; if it existed before the step, the first operation that used it.
-        leaf: The tensor that held it before the step; None where an operation made it.
-    """
-
-    event: BadOperation
-    leaf: PriorTensor | None = None
+    event: BadOperation  # the operation that made it; if it existed before the step, the first operation that used it
+    leaf: PriorTensor | None = None  # the tensor that held it before the step; None where an operation made it
 
     @property
     def is_benign(self) -> bool:

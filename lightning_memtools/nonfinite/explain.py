@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from lightning_memtools._torch import is_in_memory, saved_reduction
 from lightning_memtools.memory.nested_tensors import plain_name, tensors_in_attributes
 from lightning_memtools.memory.oom_errors import is_out_of_memory
-from lightning_memtools.nonfinite.cause.bad_value_roots import (
+from lightning_memtools.nonfinite.bad_step import StepOutcome, bad_inputs, list_samples
+from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
     PriorTensor,
     PriorTensors,
@@ -23,17 +25,7 @@ from lightning_memtools.nonfinite.cause.bad_value_roots import (
     describe_root,
     find_bad_value_root,
 )
-from lightning_memtools.nonfinite.cause.interventions import (
-    cleaned,
-    mended,
-    n_samples_of,
-    try_rates,
-    wide,
-    widened_batch,
-    with_other_samples,
-)
-from lightning_memtools.nonfinite.cause.operation_trace import OperationTrace, StorageKeys
-from lightning_memtools.nonfinite.causes import (
+from lightning_memtools.nonfinite.diagnosis import (
     ADVICE,
     Explanation,
     KnownOfStep,
@@ -44,19 +36,21 @@ from lightning_memtools.nonfinite.causes import (
     rates_as_text,
 )
 from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.micro_batches import bad_inputs, list_samples
-from lightning_memtools.nonfinite.step_outcome import StepOutcome
+from lightning_memtools.nonfinite.interventions import (
+    cleaned,
+    mended,
+    n_samples_of,
+    try_rates,
+    wide,
+    widened_batch,
+    with_other_samples,
+)
+from lightning_memtools.nonfinite.operation_trace import OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
-from lightning_memtools.reporting.phrases import first_of
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Explanation:
     """Return the operation that made the first bad value of a step, and its cause.
-
-    Args:
-        rerun: The step, entered.
-        plain: The outcome of the step when it was run again.
-        background: The facts that are known of it already.
 
     Raises:
         CannotRerunError: The step cannot be run again, or what is bad cannot be traced; the message says why.
@@ -64,7 +58,7 @@ def explain(rerun: StepRerun, plain: StepOutcome, background: KnownOfStep) -> Ex
     if plain.is_finite:
         return _not_reproducible(rerun, background)
     trace, traced, root = _traced(rerun)
-    tried = []
+    tried = list[str]()
     if root is not None and root.leaf is not None and root.leaf.origin is ValueOrigin.ATTRIBUTE:
         # The tensor is as the step left it, not as the step found it: it may be the cause or a result of the bad step.
         rerun.prepare = lambda: _fill_attributes(rerun.module)
@@ -120,65 +114,45 @@ def _not_reproducible(rerun: StepRerun, background: KnownOfStep) -> Explanation:
         )
     if not rerun.run().is_finite:
         raise CannotRerunError("run again it was finite once and bad once: the step itself is not deterministic")
-    because = "the same weights, batch and random numbers gave a finite loss and finite gradients, twice"
-    changed = background.changed
-    if changed:
-        because += f"; the rerun began with these as the step had left them: {first_of(changed, 5)}"
     return Explanation(
         cause=NonFiniteCause.NOT_REPRODUCIBLE,
         what="No operation gives NaN or Inf when the step is run again.",
-        because=because,
+        because="the same weights, batch and random numbers gave a finite loss and finite gradients, twice",
         confirmed="",
-        advice=ADVICE["not reproducible, changed" if changed else "not reproducible"],
+        advice=ADVICE["not reproducible"],
     )
 
 
 _SMALLEST_WEIGHTS = 6  # powers of ten
 
 
+@dataclass
 class _Classifier:
-    """Tests which changes make the step finite, and derives the class of cause from the results.
+    """Tests which changes make the step finite, and derives the class of cause from the results."""
 
-    Args:
-        rerun: The step, entered.
-        background: The facts that are known of it already.
-        trace: Its operations.
-        root: The root of its bad values.
-        position: The position of the micro-batch with the bad loss.
-        plain: The outcome of the step when it was run again.
-        tried: The tests that were made already, with their results.
-    """
+    rerun: StepRerun
+    background: KnownOfStep
+    trace: OperationTrace
+    root: BadValueRoot
+    position: int  # of the micro-batch with the bad loss
+    plain: StepOutcome
+    tried: list[str]  # the tests that were made, with their results
 
-    def __init__(  # noqa: PLR0917, all that was found
-        self,
-        rerun: StepRerun,
-        background: KnownOfStep,
-        trace: OperationTrace,
-        root: BadValueRoot,
-        position: int,
-        plain: StepOutcome,
-        tried: Sequence[str] = (),
-    ) -> None:
-        self._rerun = rerun
-        self._background = background
-        self._rates = rates_as_text(background.learning_rates)
-        self._trace = trace
-        self._root = root
-        self._position = position
-        self._micro = rerun.micro[position]
-        self._sum = _sums(plain)
-        self._tried = list(tried)
+    def __post_init__(self) -> None:
+        self._rates = rates_as_text(self.background.learning_rates)
+        self._micro = self.rerun.micro[self.position]
+        self._sum = _sums(self.plain)
         self._samples = self._find_samples()
 
     def explanation(self) -> Explanation:
         """Classify, and put everything together."""
         cause, because, advice = self._classify()
-        event, place = self._root.event, self._root.event.place
+        event, place = self.root.event, self.root.event.place
         return Explanation(
             cause=cause,
-            what=describe_root(self._root, type(self._rerun.module).__name__, self._samples, self._micro.index),
+            what=describe_root(self.root, type(self.rerun.module).__name__, self._samples, self._micro.index),
             because=because,
-            confirmed="; ".join(self._tried),
+            confirmed="; ".join(self.tried),
             advice=advice,
             operation=event.of_forward or event.operation,
             backward=event.backward,
@@ -190,7 +164,7 @@ class _Classifier:
         )
 
     def _classify(self) -> tuple[NonFiniteCause, str, str]:
-        leaf, grown = self._root.leaf, self._background.grown
+        leaf, grown = self.root.leaf, self.background.grown
         if leaf is not None and leaf.origin is ValueOrigin.BATCH:
             return self._dirty()
         if leaf is not None and not grown:
@@ -198,14 +172,14 @@ class _Classifier:
             return self._bad_state(leaf) if is_restored else self._bad_elsewhere(leaf)
         if grown and (leaf is not None or self._is_overflow()):
             return self._exploding(grown)
-        if self._trace.uses_narrow_floats and leaf is None and self._is_finite_when("float32", torch.float32):
+        if self.trace.uses_narrow_floats and leaf is None and self._is_finite_when("float32", torch.float32):
             return self._low_precision()
         if leaf is None and self._is_overflow():
             return self._overflow()
         return self._domain()
 
     def _low_precision(self) -> tuple[NonFiniteCause, str, str]:
-        because = f"{self._background.scaler}; " if self._background.scaler else ""
+        because = f"{self.background.scaler}; " if self.background.scaler else ""
         because += "the step is finite in float32, "
         if self._is_overflow():
             because += "so a value left a 16-bit type's range (float16 ends at 65504)"
@@ -217,7 +191,7 @@ class _Classifier:
 
     def _overflow(self) -> tuple[NonFiniteCause, str, str]:
         self._is_finite_when("float64", torch.float64)
-        event = self._root.event
+        event = self.root.event
         advice = advice_on_overflow(event.operation, event.of_forward)
         if self._samples and len(self._samples) == n_samples_of(self._micro.batch):
             advice += " " + ADVICE["overflow in all samples"].format(rates=self._rates)
@@ -226,7 +200,7 @@ class _Classifier:
 
     def _dirty(self) -> tuple[NonFiniteCause, str, str]:
         batch, how = cleaned(self._micro.batch)
-        self._try(how, batches={self._position: batch})
+        self._try(how, batches={self.position: batch})
         return (
             NonFiniteCause.DIRTY_DATA,
             "; ".join(str(bad) for bad in bad_inputs(self._micro) if not bad.is_mask),
@@ -234,9 +208,9 @@ class _Classifier:
         )
 
     def _bad_state(self, leaf: PriorTensor) -> tuple[NonFiniteCause, str, str]:
-        tensors = {**dict(self._rerun.module.named_parameters()), **dict(self._rerun.module.named_buffers())}
+        tensors = {**dict(self.rerun.module.named_parameters()), **dict(self.rerun.module.named_buffers())}
         tensor = next(each for name, each in tensors.items() if plain_name(name) == leaf.name)
-        self._rerun.reset()
+        self.rerun.reset()
         kept = tensor.data
         (bad,) = find_bad([(leaf.name, tensor)])
         try:
@@ -265,38 +239,38 @@ class _Classifier:
     def _exploding(self, grown: str) -> tuple[NonFiniteCause, str, str]:
         if not self._is_finite_when("float64", torch.float64):
             self._try_smaller_weights()
-        elif self._background.plain_sgd and self._background.learning_rates:
-            tried = try_rates(self._rerun, max(self._background.learning_rates))
+        elif self.background.plain_sgd and self.background.learning_rates:
+            tried = try_rates(self.rerun, max(self.background.learning_rates))
             if tried:
-                self._tried.append(tried)
+                self.tried.append(tried)
         advice = ADVICE["exploding sum" if self._sum else "exploding"].format(rates=self._rates)
         return NonFiniteCause.EXPLODING, f"{grown}, until the value was too large for its type", advice
 
     def _try_smaller_weights(self) -> None:
         """Run the step with smaller weights, where not even float64 can hold its values."""
-        kept = [(p, p.data) for p in self._rerun.module.parameters() if p.is_floating_point()]
+        kept = [(p, p.data) for p in self.rerun.module.parameters() if p.is_floating_point()]
         for power in range(1, _SMALLEST_WEIGHTS + 1):
-            self._rerun.reset()
+            self.rerun.reset()
             try:
                 for parameter, data in kept:
                     parameter.data = data / 10**power
-                finite = self._rerun.run(restore=False).is_finite
+                finite = self.rerun.run(restore=False).is_finite
             except CannotRerunError:
                 return
             finally:
                 for parameter, data in kept:
                     parameter.data = data
             if finite:
-                self._tried.append(f"with all weights divided by {10**power} the step is finite")
+                self.tried.append(f"with all weights divided by {10**power} the step is finite")
                 return
 
     def _domain(self) -> tuple[NonFiniteCause, str, str]:
-        event, helped = self._root.event, False
+        event, helped = self.root.event, False
         changed = with_other_samples(self._micro.batch, self._samples)
         if changed is not None:
             listed = list_samples(self._samples)
             how = f"with sample {changed[1]} in the place of {listed}"
-            helped = self._try(how, batches={self._position: changed[0]})
+            helped = self._try(how, batches={self.position: changed[0]})
         if not helped:
             made = f"{public_name(event.operation)} {'made' if event.backward else 'makes, forward and backward,'}"
             self._try(f"with 0 in the place of the NaN and Inf that {made}", within=mended(event.number))
@@ -308,11 +282,11 @@ class _Classifier:
     def _find_samples(self) -> tuple[int, ...]:
         """Return the affected samples, where dimension 0 of the operation's outputs or inputs is that of the batch."""
         n_samples = n_samples_of(self._micro.batch)
-        event = self._root.event
+        event = self.root.event
         for values in (*event.gave, *event.took):
             if values.shape[:1] == (n_samples,) and values.samples:
                 return values.samples if self._are_samples(values.samples) else ()
-        leaf = self._root.leaf
+        leaf = self.root.leaf
         if leaf is not None and leaf.origin is ValueOrigin.BATCH:
             return next((bad.samples for bad in bad_inputs(self._micro) if bad.name == leaf.name), ())
         return ()
@@ -322,21 +296,21 @@ class _Classifier:
 
         Where a weight or buffer is of that length too, the step must be finite without those samples.
         """
-        tensors = [*self._rerun.module.parameters(), *self._rerun.module.buffers()]
+        tensors = [*self.rerun.module.parameters(), *self.rerun.module.buffers()]
         if all(n_samples_of(self._micro.batch) not in tensor.shape for tensor in tensors if not is_lazy(tensor)):
             return True
         changed = with_other_samples(self._micro.batch, positions)
         try:
-            return changed is not None and self._rerun.run(batches={self._position: changed[0]}).is_finite
+            return changed is not None and self.rerun.run(batches={self.position: changed[0]}).is_finite
         except CannotRerunError:
             return False
 
     def _is_overflow(self) -> bool:
-        return self._root.event.finite_when_wide is True
+        return self.root.event.finite_when_wide is True
 
     def _is_finite_when(self, name: str, dtype: torch.dtype) -> bool:
-        batches = {i: widened_batch(micro.batch, dtype) for i, micro in enumerate(self._rerun.micro)}
-        return self._try(f"in {name}", within=wide(self._rerun.module, dtype), batches=batches)
+        batches = {i: widened_batch(micro.batch, dtype) for i, micro in enumerate(self.rerun.micro)}
+        return self._try(f"in {name}", within=wide(self.rerun.module, dtype), batches=batches)
 
     def _try(
         self,
@@ -347,12 +321,12 @@ class _Classifier:
         restore: bool = True,
     ) -> bool:
         try:
-            finite = self._rerun.run(within=within, batches=batches, restore=restore).is_finite
+            finite = self.rerun.run(within=within, batches=batches, restore=restore).is_finite
         except CannotRerunError as error:
             if error.__cause__ is not None and is_out_of_memory(error.__cause__):
-                self._tried.append(f"{how} the step ran out of memory")
+                self.tried.append(f"{how} the step ran out of memory")
             return False
-        self._tried.append(f"{how} the step is {'finite' if finite else 'bad too'}")
+        self.tried.append(f"{how} the step is {'finite' if finite else 'bad too'}")
         return finite
 
 

@@ -22,7 +22,7 @@ from lightning_memtools._torch import (
     tree_map_only,
 )
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, tensors_in
-from lightning_memtools.nonfinite.micro_batches import list_samples
+from lightning_memtools.nonfinite.bad_step import list_samples
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepRerun
 
 _NARROWER = {
@@ -113,11 +113,7 @@ def wide(module: Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def mended(number: int) -> Iterator[None]:
-    """Replace NaN and Inf by 0 in the outputs of one operation of the step, and in those of its backward.
-
-    Args:
-        number: Its place in the order of operations, as `OperationTrace` counts them.
-    """
+    """Replace NaN and Inf by 0 in the outputs of one operation of the step, and in those of its backward."""
     with torch.compiler.set_stance("force_eager"), _ZeroBadValues(number):
         yield
 

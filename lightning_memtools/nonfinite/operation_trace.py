@@ -30,7 +30,74 @@ from lightning_memtools._torch import (
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import CodeLine, line_on_stack
 from lightning_memtools.nonfinite import step_rerun
-from lightning_memtools.nonfinite.cause.tensor_facts import NAN, TensorFacts, kinds_of, values_of
+from lightning_memtools.nonfinite.finite_checks import floats_of
+
+_MOST_SAMPLES = 1024
+
+
+NAN, POSITIVE, NEGATIVE = "nan", "inf", "-inf"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """Facts about a tensor among the inputs or outputs of an operation."""
+
+    shape: tuple[int, ...]
+    dtype: str  # its type, such as ``"float32"``
+    n_elements: int  # the number of elements
+    n_zeros: int  # the number of elements that are 0
+    n_bad: int  # the number of elements that are NaN or Inf
+    largest: float  # the largest magnitude among the finite ones; 0 where there are none
+    smallest: float  # the smallest value among the finite ones
+    n_negative: int  # the number of elements below 0
+    # of a bad tensor, the first positions along dimension 0 that hold NaN or Inf; else those that hold 0
+    samples: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if not self.shape and not self.n_bad:
+            return f"{self.smallest:.4g}"
+        parts = [
+            f"{n} of {self.n_elements} {'is' if n == 1 else 'are'} {what}"
+            for n, what in ((self.n_bad, "NaN or Inf"), (self.n_zeros, "0"), (self.n_negative, "below 0"))
+            if n
+        ]
+        return f"{list(self.shape)} {self.dtype} ({', '.join([*parts, f'largest magnitude {self.largest:.4g}'])})"
+
+
+def kinds_of(tensor: Tensor) -> frozenset[str]:
+    """Return those of NaN, Inf and -Inf that a tensor holds; empty for a good one. Waits for the device."""
+    floats = floats_of(tensor)
+    if floats is None or bool(torch.isfinite(floats).all()):
+        return frozenset()
+    tests = ((NAN, torch.isnan), (POSITIVE, torch.isposinf), (NEGATIVE, torch.isneginf))
+    return frozenset(kind for kind, test in tests if bool(test(floats).any()))
+
+
+def values_of(tensor: Tensor) -> TensorFacts | None:
+    """Describe a tensor; return None where it holds no floating point numbers."""
+    floats = floats_of(tensor)
+    if floats is None:
+        return None
+    floats = floats.detach()
+    good = torch.isfinite(floats)
+    finite = floats[good].double() if floats.device.type != "mps" else floats[good]
+    bad, zeros = ~good, floats == 0
+    n_bad = int(bad.sum())
+    of_interest = bad if n_bad else zeros
+    has_samples = floats.dim() > 0 and is_in_memory(tensor) and not tensor.is_complex()
+    samples = of_interest.flatten(1).any(1) if has_samples and floats.dim() > 1 else of_interest
+    return TensorFacts(
+        shape=tuple(floats.shape if tensor.is_nested else tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        n_elements=floats.numel(),
+        n_zeros=int(zeros.sum()),
+        n_bad=n_bad,
+        largest=float(finite.abs().max()) if finite.numel() else 0.0,
+        smallest=float(finite.min()) if finite.numel() else 0.0,
+        n_negative=int((floats < 0).sum()),
+        samples=tuple(samples.nonzero()[:_MOST_SAMPLES, 0].tolist()) if has_samples else (),
+    )
+
 
 BadKinds = frozenset[str]
 
@@ -42,49 +109,30 @@ _NOT_IN_BACKWARD = frozenset({step_rerun.__file__, torch.autograd.graph.__file__
 
 @dataclass(frozen=True, slots=True)
 class BadUse:
-    """A tensor with NaN or Inf among the inputs or outputs of an operation.
+    """A tensor with NaN or Inf among the inputs or outputs of an operation."""
 
-    Attributes:
-        key: The key of its memory; see `StorageKeys`.
-        kinds: Those of NaN, Inf and -Inf that it holds.
-    """
-
-    key: int
-    kinds: BadKinds
+    key: int  # the key of its memory; see `StorageKeys`
+    kinds: BadKinds  # those of NaN, Inf and -Inf that it holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadOperation:
-    """An operation whose outputs hold NaN or Inf.
+    """An operation whose outputs hold NaN or Inf."""
 
-    Attributes:
-        number: Its place in the order of operations.
-        operation: The name that PyTorch dispatches it by, such as ``"aten.log"``.
-        of_forward: In backward: the forward operation that it belongs to, such as ``"aten.sqrt"``.
-        backward: Whether it ran in backward.
-        module: The module that ran, or whose forward pass belongs to it; empty for training_step itself.
-        place: The line of code.
-        inputs: The bad tensors among its inputs.
-        outputs: The bad tensors among its outputs.
-        constant: Whether the bad value was written in the code: NaN or Inf as a number among its arguments.
-        scalars: The numbers among its arguments.
-        took: Facts about its floating point inputs, where it made a bad value out of good ones.
-        gave: Facts about its outputs, likewise.
-        finite_when_wide: Whether the same operation on the same values is finite in float64; None if not tried.
-    """
-
-    number: int
-    operation: str
-    of_forward: str
-    backward: bool
-    module: str
-    place: CodeLine | None
-    inputs: tuple[BadUse, ...]
-    outputs: tuple[BadUse, ...]
-    constant: bool
-    scalars: tuple[float, ...]
+    number: int  # its place in the order of operations
+    operation: str  # the name that PyTorch dispatches it by, such as ``"aten.log"``
+    of_forward: str  # in backward: the forward operation that it belongs to, such as ``"aten.sqrt"``
+    backward: bool  # whether it ran in backward
+    module: str  # the module that ran, or whose forward pass belongs to it; empty for training_step itself
+    place: CodeLine | None  # the line of code
+    inputs: tuple[BadUse, ...]  # the bad tensors among its inputs
+    outputs: tuple[BadUse, ...]  # the bad tensors among its outputs
+    constant: bool  # whether the bad value was written in the code: NaN or Inf as a number among its arguments
+    scalars: tuple[float, ...]  # the numbers among its arguments
+    # facts about its floating point inputs, where it made a bad value out of good ones
     took: tuple[TensorFacts, ...] = ()
-    gave: tuple[TensorFacts, ...] = ()
+    gave: tuple[TensorFacts, ...] = ()  # facts about its outputs, likewise
+    # whether the same operation on the same values is finite in float64; None if not tried
     finite_when_wide: bool | None = None
 
     @property

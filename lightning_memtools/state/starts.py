@@ -1,17 +1,19 @@
-"""Records what a batch begins with, and restores it: random streams, attributes of modules, the batch itself."""
+"""Records what a batch and an update begin with, and restores it: random streams, attributes, settings, copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import compress, islice
 from operator import attrgetter, not_
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
-from lightning_memtools._torch import WRITE_COUNT, write_count_or_none
+from lightning_memtools._torch import WRITE_COUNT, has_readable_values, write_count_or_none
 from lightning_memtools.memory.nested_tensors import is_plain_object, named_tensors
 from lightning_memtools.state.random_state import (
     GENERATORS,
@@ -31,19 +33,15 @@ Attributes = dict[str, dict[str, Any]]
 
 @dataclass(slots=True)  # not frozen: a step begins with one, and to make a frozen one takes three times as long
 class BatchStart:
-    """The state that a batch began with, without what is in buffers.
+    """The state that a batch began with, without what is in buffers."""
 
-    Attributes:
-        random: The states of the random streams.
-        attributes: Of each module that the user wrote, by its name: the attributes of simple types, and the states of
-            random generators.
-        versions: How often each tensor of the batch had been written in place, in the order of `named_tensors`.
-        frozen: The names of the parameters that did not require gradients; a GAN toggles them within its step.
-    """
-
-    random: RandomState
+    random: RandomState  # the states of the random streams
+    # of each module that the user wrote, by its name: the attributes of simple types, and the states of random
+    # generators
     attributes: Attributes
+    # how often each tensor of the batch had been written in place, in the order of `named_tensors`
     versions: tuple[int, ...]
+    # the names of the parameters that did not require gradients; a GAN toggles them within its step
     frozen: frozenset[str] = frozenset()
 
     def restore(self, module: Module) -> None:
@@ -61,9 +59,6 @@ class BatchStartRecorder:
     """Records the state at the start of each batch.
 
     Does not wait for the device. Takes about 20 microseconds, plus one for each module that the user wrote.
-
-    Args:
-        module: The module that is trained.
     """
 
     def __init__(self, module: Module) -> None:
@@ -227,3 +222,93 @@ class RestorableBatch:
         for item in items:
             if type(item) not in _PLAIN and id(item) not in within and len(within) < _DEEPEST:
                 self._note(item, (*within, id(item)))
+
+
+class UpdateStart:
+    """The state of an optimizer before an update.
+
+    The keys of its state are always recorded: Adam creates zeros in its first step, but fused SGD leaves its momentum
+    buffers uninitialised, and a step after one that was held back would use them.
+
+    Args:
+        optimizer: The optimizer.
+        before: An earlier start of the same optimizer, if no key was added since: listing them takes time.
+        copy: Copies a tensor that the update will write; None to copy none, so that `undo` must not be called.
+
+    Attributes:
+        keys: The keys of each parameter's state.
+        n_entries: The number of states and keys, which is compared instead of all keys.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, before: UpdateStart | None = None, *, copy: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._optimizer = optimizer
+        self.n_entries: int
+        self.keys: dict[Tensor, frozenset[str]]
+        if before is not None:
+            self.n_entries, self.keys = before.n_entries, before.keys
+        else:
+            self.n_entries = _count(optimizer)
+            self.keys = {parameter: frozenset(state) for parameter, state in optimizer.state.items()}
+        # Learning rates may be tensors.
+        self._settings = [
+            {key: each.clone() if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        if copy is None:
+            return
+        with torch.no_grad():
+            self._copies = [(each, copy(each.detach())) for each in tensors_written_by(optimizer)]
+        self._numbers = [
+            (state, {key: value for key, value in state.items() if isinstance(value, (int, float))})
+            for state in optimizer.state.values()
+        ]
+
+    def has_other_keys(self) -> bool:
+        """Return whether an entry of the state was created or removed since."""
+        return _count(self._optimizer) != self.n_entries
+
+    def remove_new_state(self) -> None:
+        """Remove the entries of the state that were created since."""
+        if not self.has_other_keys():
+            return
+        for parameter in list(self._optimizer.state):
+            known = self.keys.get(parameter)
+            if known is None:
+                del self._optimizer.state[parameter]
+                continue
+            state = self._optimizer.state[parameter]
+            for key in [key for key in state if key not in known]:
+                del state[key]
+
+    @torch.no_grad()
+    def restore_settings(self) -> None:
+        """Undo what schedulers did to learning rates and other settings."""
+        for group, saved in zip(self._optimizer.param_groups, self._settings, strict=True):
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                    group[key].copy_(value)  # schedulers write into a learning rate that is a tensor
+                else:
+                    group[key] = value
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Undo the update bit for bit, by the copies."""
+        self.remove_new_state()
+        for tensor, copied in self._copies:
+            tensor.data.copy_(copied)
+        for state, numbers in self._numbers:
+            state.update(numbers)
+
+
+def tensors_written_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that an update may write: parameters with a gradient, and the optimizer's state."""
+    found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for state in optimizer.state.values():
+        found += [value for value in state.values() if isinstance(value, Tensor)] if isinstance(state, Mapping) else []
+    return [tensor for tensor in found if has_readable_values(tensor)]
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(map(len, optimizer.state.values())) + len(optimizer.state)

@@ -1,1 +1,0 @@
-"""Which operation made the first bad value, and why: traced, sliced backwards, tried out."""
