@@ -122,7 +122,7 @@ class DryRunResult:
 
     @property
     def verdict(self) -> str:
-        """Whether the run fits, in a sentence, with what that depends on."""
+        """A sentence that says whether the run fits, and on which assumptions that depends."""
         if self.status == OUT_OF_MEMORY:
             return f"It runs out of memory. {self.error}"
         if self.status == FAILED:

@@ -1,4 +1,4 @@
-"""What a dry run's peaks consist of: the owners of the blocks that were allocated at the moment of each peak."""
+"""The composition of a dry run's peaks: the owners of the blocks that were allocated at the moment of each peak."""
 
 from __future__ import annotations
 

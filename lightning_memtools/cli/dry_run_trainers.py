@@ -22,7 +22,7 @@ from lightning_memtools.cli.dry_run_files import RunFiles
 from lightning_memtools.cli.dry_run_owners import OwnerNotes
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.peaks import PeakCounter, Phase, PhaseWatch, Stage, StageWatch, peak_counter
-from lightning_memtools.memory.readers import accelerator_reader
+from lightning_memtools.memory.readers import accelerator_reader, allocated_bytes
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.simulation.known_values import FollowedValues, KnownValues, values_known
 
@@ -134,14 +134,18 @@ class RunObserver:
                     module.register_forward_hook(self._leave_layer),
                 ]
 
+    def _allocated(self) -> int:
+        reader = accelerator_reader(torch.device("cuda", self.spec.rank))
+        return 0 if reader is None else allocated_bytes(reader)
+
     def _enter_layer(self, name: str, module: nn.Module, _args: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            self._open.append((name, torch.cuda.memory_allocated()))
+            self._open.append((name, self._allocated()))
 
     def _leave_layer(self, module: nn.Module, _args: Any, _out: Any) -> None:
         if self._open and module.training and torch.is_grad_enabled():
             name, before = self._open.pop()
-            kept = torch.cuda.memory_allocated() - before
+            kept = self._allocated() - before
             self._layers[name] = max(kept, self._layers.get(name, 0))
 
     def end(self) -> None:

@@ -131,6 +131,10 @@ class KnownValues:
                 twin.values, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's values are known, without reading them."""
+        return self._twin(tensor) is not None or (tensor.device.type == "cpu" and has_readable_values(tensor))
+
     def forget(self, tensor: Tensor) -> None:
         """Forget the values of a tensor, and of all that share its memory."""
         self._twins.pop(_key_of(tensor), None)
@@ -605,21 +609,27 @@ class FollowedValues(TorchFunctionMode):
         made = func(*args, **kwargs)
         return tree_map_only(Tensor, lambda one: self._values.new(one, like), made)
 
+    def _follow_unknown(self, name: str, args: Any, out: Any) -> None:
+        """Forget what a function of unknown values has written, and assume the result of a test of floats."""
+        if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+            for one in tree_leaves(args[0]):  # a list where the function is one of foreach
+                if isinstance(one, Tensor):
+                    self._values.forget(one)
+        if isinstance(out, Tensor) and _holds_nothing(out) and not is_too_large(out):
+            self._values.assume(name.strip("_"), args, out)
+
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note what is known of a function's result, and forget what it has written."""
         name, values = getattr(func, "__name__", ""), self._values
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
-        known = [] if _RANDOM.search(name) else [values.of(one) for one in tensors]
-        is_known = len(known) == len(tensors) and all(one is not None for one in known)
+        is_known = not _RANDOM.search(name) and all(map(values.knows, tensors))
         if not is_known or any(map(is_too_large, made)):
-            for one in tensors[:1] if name == "__setitem__" or (name[-1:] == "_" != name[:1]) else ():
-                values.forget(one)
-            if isinstance(out, Tensor) and _holds_nothing(out) and not is_too_large(out):
-                values.assume(name.strip("_"), args, out)
+            self._follow_unknown(name, args, out)
             return
         if not tensors and name not in _FACTORIES:
             return
+        known = [values.of(one) for one in tensors]
         found = known[0] if name in _MOVES else _computed(func, args, kwargs, known)  # type: ignore[arg-type]
         for one, real in zip(made, (each for each in tree_leaves(found) if isinstance(each, Tensor)), strict=False):
             if any(one is each for each in tensors) or one.shape != real.shape or real.is_cuda:
@@ -641,7 +651,10 @@ _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.
 
 
 def _holds_nothing(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_cuda and computes_nothing(value.device)
+    return isinstance(value, Tensor) and value.is_cuda and _computes_nothing(value.device)
+
+
+_computes_nothing = cache(computes_nothing)
 
 
 @cache

@@ -187,3 +187,15 @@ def test_the_kernels_of_every_gpu_of_the_table_run_in_every_precision():
             printed = json.loads(process.stdout.readline()).strip()
             assert printed == f"({gpu.compute_capability.replace('.', ', ')}) True", gpu.name
         process.stdin.close()
+
+
+def test_what_a_function_of_lists_has_written_is_no_longer_known(script):
+    path = script("""
+        import torch
+        known = [torch.zeros(2, device="cuda") for _ in range(2)]
+        torch._foreach_add_(known, [torch.rand(2, device="cuda") for _ in range(2)])
+        for one in known:
+            assert one[0].item() == 1.0  # as any number that nobody computed
+    """)
+    done = command(str(path))
+    assert done.returncode == 0, done.stderr
