@@ -13,8 +13,7 @@ from lightning_memtools.memory.oom_errors import error_chain
 def forget_frames(error: BaseException) -> None:
     """Clear the local variables in the frames of an error and of the errors that it was raised from.
 
-    Frames that are
-    still running keep theirs. The traceback still shows where the error was raised.
+    Frames that are still running keep theirs. The traceback still shows where the error was raised.
     """
     for one in error_chain(error):
         traceback.clear_frames(one.__traceback__)

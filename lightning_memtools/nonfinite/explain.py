@@ -38,8 +38,8 @@ from lightning_memtools.nonfinite.diagnosis import (
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.interventions import (
     cleaned,
-    mended,
     n_samples_of,
+    nonfinite_zeroed,
     try_rates,
     wide,
     widened_batch,
@@ -273,7 +273,7 @@ class _Classifier:
             helped = self._try(how, batches={self.position: changed[0]})
         if not helped:
             made = f"{public_name(event.operation)} {'made' if event.backward else 'makes, forward and backward,'}"
-            self._try(f"with 0 in the place of the NaN and Inf that {made}", within=mended(event.number))
+            self._try(f"with 0 in the place of the NaN and Inf that {made}", within=nonfinite_zeroed(event.number))
         if event.constant:
             return NonFiniteCause.DOMAIN, "the code itself writes it there", ADVICE["constant"]
         because = "the operation is undefined or infinite at its inputs"

@@ -112,7 +112,7 @@ def wide(module: Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def mended(number: int) -> Iterator[None]:
+def nonfinite_zeroed(number: int) -> Iterator[None]:
     """Replace NaN and Inf by 0 in the outputs of one operation of the step, and in those of its backward."""
     with torch.compiler.set_stance("force_eager"), _ZeroBadValues(number):
         yield

@@ -15,7 +15,7 @@ from lightning_memtools._torch import FAKE_TENSOR_LOGGER, fakes_copied_deeply
 from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
 from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
-from lightning_memtools.memory.quick_collections import quick_collections
+from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cpu_kernels import CPU_KERNELS
 from lightning_memtools.simulation.fakes import RealExchange, TensorExchange, borrowed, fake_mode
@@ -38,7 +38,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
     values = isinstance(exchange, RealExchange)
     active = VirtualDevice.current()
     with ExitStack() as stack:
-        stack.enter_context(quick_collections())
+        stack.enter_context(gc_frozen())
         if active is not None:
             stack.enter_context(active.suspended())
         # Fake tensors draw no random numbers, but a step may seed a generator or draw from one on the host.

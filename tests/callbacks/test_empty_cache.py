@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
-from lightning_memtools.memory.quick_collections import quick_collections
+from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.sizes import MIB
 from tests.event_files import scalars
 from tests.lightning_models import Regression, loader, trainer
@@ -22,7 +22,7 @@ from tests.list_logger import ListLogger
 
 @pytest.fixture(autouse=True)
 def _quick():
-    with quick_collections():
+    with gc_frozen():
         yield
 
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
+from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.leaks import leak_detector
-from lightning_memtools.memory.quick_collections import quick_collections
 from tests.lightning_models import Adversaries, Regression, loader, trainer
 
 
 @pytest.fixture(autouse=True)
 def _quick():
-    with quick_collections():
+    with gc_frozen():
         yield
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from lightning_memtools import VirtualDevice
+from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.leaks.leak_detector import TensorCensus
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold
 from lightning_memtools.memory.owned import on_device_of, storage_of
-from lightning_memtools.memory.quick_collections import quick_collections
 from lightning_memtools.memory.sizes import GIB, MIB
 
 
@@ -26,7 +26,7 @@ class Cycle:
 @pytest.fixture
 def device():
     gc.disable()  # Python's own collections would come at moments of their own
-    with quick_collections(), VirtualDevice("1GiB") as device:
+    with gc_frozen(), VirtualDevice("1GiB") as device:
         yield device
     gc.enable()
 

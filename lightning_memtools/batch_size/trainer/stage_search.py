@@ -17,8 +17,8 @@ from lightning_memtools.batch_size.size_search import find_largest, largest_that
 from lightning_memtools.batch_size.trainer.sized_sources import BatchSizeAttributes, hint_to_leave_out, unwrap_sources
 from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner
 from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
+from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.peaks import Stage
-from lightning_memtools.memory.quick_collections import quick_collections
 
 
 class StageSearch:
@@ -82,7 +82,7 @@ class StageSearch:
                 not_restored=self._not_restored,
             )  # fmt: skip
             gc.collect()
-            with quick_collections():
+            with gc_frozen():
                 for stage in stages:
                     limits = self._limits(stage, runner.per_rank)
                     if stage == "train" and "val" in stages:

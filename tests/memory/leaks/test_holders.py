@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
-from lightning_memtools.memory.quick_collections import quick_collections
 
 IN_A_GLOBAL: list[Tensor] = []
 
@@ -17,7 +17,7 @@ IN_A_GLOBAL: list[Tensor] = []
 @pytest.fixture
 def _quick():
     """Where no global is looked for: those were there before."""
-    with quick_collections():
+    with gc_frozen():
         yield
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from lightning_memtools import VirtualDevice
+from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.leaks import leak_detector
 from lightning_memtools.memory.leaks.holders import names_of_modules
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope, TensorCensus
 from lightning_memtools.memory.owned import owned_by
-from lightning_memtools.memory.quick_collections import quick_collections
 
 
 class Model(nn.Module):
@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def device():
-    with quick_collections(), VirtualDevice("1GiB") as device:
+    with gc_frozen(), VirtualDevice("1GiB") as device:
         yield device
 
 

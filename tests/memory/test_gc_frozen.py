@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from lightning_memtools.memory.quick_collections import quick_collections
+from lightning_memtools.memory.gc_frozen import gc_frozen
 
 
 class Ring:
@@ -15,7 +15,7 @@ class Ring:
 
 def test_what_exists_already_is_collected_afterwards_and_what_is_new_at_once():
     old = weakref.ref(Ring())
-    with quick_collections():
+    with gc_frozen():
         new = weakref.ref(Ring())
         gc.collect()
         assert (old() is None, new() is None) == (False, True)
@@ -34,7 +34,7 @@ def test_what_the_caller_froze_stays_frozen(frozen):
     if frozen:
         gc.freeze()
     try:
-        with quick_collections(), quick_collections():
+        with gc_frozen(), gc_frozen():
             assert not _is_looked_at(older)
         assert _is_looked_at(older) is not frozen
     finally:

@@ -16,7 +16,7 @@ def are_objects_frozen() -> bool:
 
 
 @contextlib.contextmanager
-def quick_collections() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Have garbage collection skip the objects that exist already, so that it takes milliseconds.
 
     A full collection over the objects of torch and Lightning takes a quarter of a second, and what makes many objects
