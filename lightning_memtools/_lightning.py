@@ -416,6 +416,15 @@ def prepared_loaders(loop: Any) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
+def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
+    """Change each loader of a training that starts; see `prepared_loaders`. No hook comes before their iterators."""
+    before = prepared_loaders(loop)
+    after = [change(one) for one in before]
+    if any(new is not old for new, old in zip(after, before, strict=True)):
+        loop._combined_loader.flattened = after
+        iter(loop._data_fetcher)
+
+
 def batches_in_evaluation(loop: Any) -> int:
     """Return the number of batches that an evaluation or prediction loop will run, over all its loaders."""
     limits: Any = loop.max_batches if isinstance(loop.max_batches, list) else [loop.max_batches]

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_first
 from lightning_memtools.cli.dry_run import DryRunSpec, DryRunStage
 from lightning_memtools.cli.dry_run_files import RunFiles
 from lightning_memtools.cli.dry_run_owners import OwnerNotes
@@ -189,6 +191,10 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.has_trained = False
+            from lightning_memtools._lightning import replace_loaders  # noqa: PLC0415, only after the script
+
+            if observer.spec.steps is not None:
+                replace_loaders(trainer.fit_loop, lambda loader: _with_largest(observer, trainer, loader))
             observer.enter("train")
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -237,6 +243,30 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
             observer.end()
 
     return DryRunObserver()
+
+
+class _LargestLast:
+    """A training loader cut to a few batches, the last of which is the largest that the whole loader can give."""
+
+    def __init__(self, loader: Any, largest: Any, length: int) -> None:
+        self._loader, self._largest, self._length = loader, largest, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(self._loader, self._length - 1)
+        yield next(iter(self._largest))
+
+
+def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
+    """Return a loader that ends with its largest batch, where samples differ in size and not all batches run."""
+    length = trainer.num_training_batches
+    sizes = known_sizes(loader, None)
+    if sizes is None or not sizes.vary or length >= len(loader):
+        return loader
+    observer.note(f"The last training batch is the largest that the loader can give: {sizes.described()}.")
+    return _LargestLast(loader, worst_first(loader, loader.batch_size or 1, None, sizes), length)
 
 
 def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleType) -> None:

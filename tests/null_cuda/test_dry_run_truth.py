@@ -141,6 +141,41 @@ def test_a_mask_that_comes_from_the_data_is_true_and_one_that_does_not_selects_a
     assert rows["unknown"] >= rows["whole"]
 
 
+SORTED = """
+import lightning as L, torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+rows = [torch.rand(length, 256) for length in sorted({lengths})]
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    def training_step(self, batch, _):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+trainer = L.Trainer(logger=False, max_epochs=1)
+trainer.fit(Model(), DataLoader(rows, batch_size=4, collate_fn=lambda rows: nn.utils.rnn.pad_sequence(rows)))
+"""
+
+
+def test_the_largest_batch_of_a_sorted_loader_runs_last(script):
+    path = script(SORTED.format(lengths=list(range(1, 801, 10))))
+    cut, whole = dry_run(path), dry_run(path, steps=None)
+    assert cut.stages[0].peak_allocated == whole.stages[0].peak_allocated
+    (note,) = (one for one in cut.notes if "largest" in one)
+    assert "from 256 to" in note
+    assert not any("largest" in one for one in whole.notes)
+
+
+def test_batches_of_one_size_run_as_they_come(script):
+    result = dry_run(script(SORTED.format(lengths=[16] * 80)))
+    assert not any("largest" in one for one in result.notes)
+
+
 KERNELS = """
 import os
 os.environ.update({environment!r})
