@@ -92,6 +92,7 @@ class Unit:
         own_bytes: Bytes that it keeps for backward, besides its input and its output.
         in_kept: Bytes of its input that it keeps.
         out_kept: Bytes of its output that it keeps and that are not its input's.
+        out_held: Whether it or units before it keep its output, of several tensors all.
         out_bytes: The size of its output; 0 if that is its input's storage (a view, or changed in place).
         same_storage: Whether its output is its input's storage.
         may_start: Whether a recomputed range may begin with it: nothing overwrites its input.
@@ -113,6 +114,7 @@ class Unit:
     own_bytes: int = 0
     in_kept: int = 0
     out_kept: int = 0
+    out_held: bool = False
     out_bytes: int = 0
     same_storage: bool = False
     may_start: bool = True
@@ -146,7 +148,7 @@ class Unit:
         added = self.own_bytes + self.out_kept + (0 if input_held else self.in_kept)
         if self.same_storage:
             return added, input_held or self.in_kept > 0
-        return added, 2 * self.out_kept > self.out_bytes  # of several tensors, most of their bytes
+        return added, self.out_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ def estimate(
             kept += added
         return found
 
-    def run(start: int, stop: int, ranges: Ranges, held: int, input_held: bool, again: bool) -> int:
+    def run(start: int, stop: int, ranges: Ranges, held: int, *, input_held: bool, again: bool) -> int:
         """Run units forward, keeping what is outside of ranges, then backward; return the bytes that were held."""
         nonlocal peak, extra
         end = last_saving(units, start, stop) if again else stop
@@ -275,13 +277,13 @@ def estimate(
         for piece, then, had_input in reversed(forward):
             if isinstance(piece, Range):
                 # What is kept of its products is part of what its layers keep when they run again.
-                run(piece.start, piece.stop, piece.inner, then - bytes_kept(units, piece), True, True)  # noqa: FBT003
+                run(piece.start, piece.stop, piece.inner, then - bytes_kept(units, piece), input_held=True, again=True)
                 extra -= sum(product.operations for _, product in products_of(units, piece))
             else:
                 peak = max(peak, then + units[piece].backward_need(again=again, input_held=had_input))
         return held
 
-    kept = run(first, len(units) if last is None else last, ranges, 0, input_held, False)  # noqa: FBT003
+    kept = run(first, len(units) if last is None else last, ranges, 0, input_held=input_held, again=False)
     return PlanEstimate(peak, extra, kept)
 
 
@@ -307,6 +309,7 @@ def as_forced(unit: Unit, n_bytes: int) -> Unit:
         own_bytes=0,
         in_kept=n_bytes,
         out_kept=0,
+        out_held=False,
         pinned=True,
         backward_peak=peak,
         again_backward_peak=peak,
@@ -340,6 +343,7 @@ def joined(units: Sequence[Unit], start: int, stop: int, n_bytes: int) -> Unit:
         own_bytes=max(kept - out_kept, 0),
         in_kept=in_kept,
         out_kept=min(out_kept, kept),
+        out_held=held,
         out_bytes=0 if same else before,
         same_storage=same,
         may_start=group[0].may_start,

@@ -14,7 +14,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,17 @@ _MOST_PLACES = 100  # in a row
 # Places, to the power of three and two, over all chains: about 1 s, and 200 MB of tables.
 _MOST_TRANSITIONS = 128**3 // 3
 _MOST_STATES = 160**2 // 2
+
+
+class _WithProducts(NamedTuple):
+    """A range that keeps products: where it ends, whether its output is held then, memory and operations."""
+
+    range: Range
+    last: int
+    out_held: int
+    need: int
+    added: int
+    cost: float
 
 
 class OptimalRanges:
@@ -84,7 +95,7 @@ class OptimalRanges:
         }
         # For each place where a range may end: its least start, and the costs from each place since on.
         self._tables: dict[int, tuple[int, Costs]] = {}
-        self._products: dict[int, list[tuple[Range, int, int, int, float]]] = {}
+        self._products: dict[int, list[_WithProducts]] = {}
         for last in sorted({last for ends in self._ends.values() for last in ends}):
             firsts = [first for first, ends in self._ends.items() if last in ends]
             table = self._solve(min(firsts), last, again=True)
@@ -155,9 +166,9 @@ class OptimalRanges:
         if not ends:
             return None
         found: Costs = self._options(first, start, ends, table, slice(None), again=again).min(axis=0)
-        for _, last, need, added, cost in () if again else self._products.get(first, ()):
-            after = table[int(last < 0), abs(last) - start, need - added : self._n - added]
-            np.minimum(found[need:], after + cost, out=found[need:])
+        for one in () if again else self._products.get(first, ()):
+            after = table[one.out_held, one.last - start, one.need - one.added : self._n - one.added]
+            np.minimum(found[one.need :], after + one.cost, out=found[one.need :])
         return found
 
     def _options(self, first: int, start: int, ends: Sequence[int], table: Costs, slots: Any, *, again: bool) -> Costs:
@@ -195,21 +206,18 @@ class OptimalRanges:
                 found.append(Range(self._places[first], self._places[last], self._plan(first, last, slot, again=True)))
                 first = last
                 continue
-            for one, last, need, added, cost in self._products[first]:
-                if slot >= need and table[int(last < 0), abs(last), slot - added] + cost == least:
-                    found.append(one)
-                    first, held, slot = abs(last), int(last < 0), slot - added
+            for one in self._products[first]:
+                if slot >= one.need and table[one.out_held, one.last, slot - one.added] + one.cost == least:
+                    found.append(one.range)
+                    first, held, slot = one.last, one.out_held, slot - one.added
                     break
         return tuple(found)
 
     def _ranges_with_products(
         self, units: Sequence[Unit], rows: Sequence[Row], at_of: dict[int, int]
-    ) -> dict[int, list[tuple[Range, int, int, int, float]]]:
-        """Returns the ranges of single layers that keep products, by place.
-
-        Each with the place where it ends, negative if its output is held then; least memory, memory added, and cost.
-        """
-        found: dict[int, list[tuple[Range, int, int, int, float]]] = {}
+    ) -> dict[int, list[_WithProducts]]:
+        """Returns the ranges of single layers that keep products, by place."""
+        found: dict[int, list[_WithProducts]] = {}
         for start, stop in sorted({pair for row in rows for pair in itertools.pairwise(row)}):
             first, last = at_of[start], at_of[stop]
             for one in ranges_with_products(units, start, stop) if first in self._ends else ():
@@ -218,8 +226,8 @@ class OptimalRanges:
                 need = max(self._slots(cost.peak_bytes), added)
                 if need < self._n:
                     work = float(cost.extra_operations + self._work[last] - self._work[first])
-                    end = -last if held_after(units, one) else last
-                    found.setdefault(first, []).append((one, end, need, added, work))
+                    option = _WithProducts(one, last, int(held_after(units, one)), need, added, work)
+                    found.setdefault(first, []).append(option)
         return found
 
     def _missing(self, first: int, held: int) -> int:

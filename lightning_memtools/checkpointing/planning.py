@@ -395,6 +395,7 @@ class _GroupPlan:
         """Returns the plan with the least recomputation whose traced peak is within the limit."""
         optimal = self._group.optimal(self._units, self._rows)
         aim = float(limit)
+        tried: list[CheckpointPlan] = []
         for attempt in range(_MOST_ATTEMPTS):
             ranges = optimal.best(aim)
             if ranges is None:
@@ -404,9 +405,11 @@ class _GroupPlan:
             over = plan.planned.peak_bytes - limit
             if over <= 0:
                 return plan
+            tried.append(plan)
             aim -= over + 0.001 * 2**attempt * limit
         frontier = optimal.frontier()
-        smallest = self._traced(optimal.best(frontier[-1][0]) or ()) if frontier else None
+        tried += [self._traced(optimal.best(frontier[-1][0]) or ())] if frontier else []
+        smallest = min(tried, key=lambda plan: plan.peak_bytes or 0, default=None)
         if smallest is not None and smallest.planned is not None and smallest.planned.peak_bytes <= limit:
             return smallest
         raise self._too_small(limit, smallest)

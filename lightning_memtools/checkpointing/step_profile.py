@@ -112,7 +112,7 @@ class _Recorder:
         self._open: UnitRecord | None = None
         self._backward: UnitRecord | None = None
         self._peaks = _BackwardPeaks(trace.device)
-        self._inside = self._releases_now = False
+        self._inside = False
         self._keeps, self._releases = keeps, releases
         self._products: dict[int, ProductRecord] = {}
         self._makers: dict[tuple[int, int], list[UnitRecord]] = {}  # by autograd's node and the number of its output
@@ -133,6 +133,8 @@ class _Recorder:
     def around_forward(self) -> Any:
         self.static = {entry.block.id for entry in self._trace.device.blocks()}
         self._trace.counted.listener = self._note_operator
+        # From now on, since training_step itself may run backward passes.
+        self._trace.device.listen(self._peaks)
         self._begin(None, ())
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -142,8 +144,6 @@ class _Recorder:
         self._trace.counted.listener = None
         for record in self.records:
             record.overwrites |= _was_written(record.given)
-        self._trace.device.listen(self._peaks)
-        self._releases_now = self._releases
         self._enter_backward(self.records[-1])
 
     def measure(self) -> StepCost:
@@ -264,7 +264,7 @@ class _Recorder:
     def _unpack(self, saved: list[Callable[[], Tensor]]) -> Tensor:
         """Return a saved tensor. Nothing holds it any more if this recorder releases; asked again, it is a new one."""
         tensor = saved[0]()
-        if self._releases_now:
+        if self._releases:
             saved[0] = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return tensor
 

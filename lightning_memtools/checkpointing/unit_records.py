@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -62,37 +62,42 @@ def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[
     units: list[Unit] = []
     seen: set[int] = set()
     before: dict[int, int] = {}
-    kept = 0
+    kept, held = 0, True
     for at, (record, after) in enumerate(zip(records, [*records[1:], None], strict=True)):
-        missing = sum(before.values()) - _size_of(before, seen)
-        forward_base = record.allocated_before - kept - missing
         # Where the next unit takes something else, as each of three projections takes the same tensor, it is that.
         passed = record.output if after is None or after.taken.keys() & record.output.keys() else after.taken
         new = record.saved.keys() - seen
         seen |= new
-        kept += _size_of(record.saved, new)
+        unit = Unit(
+            own_bytes=_size_of(record.saved, new - before.keys() - passed.keys()),
+            in_kept=_size_of(before, record.saved),
+            out_kept=_size_of(passed, new - before.keys()),
+            out_held=seen.issuperset(passed),
+            out_bytes=0 if passed.keys() == before.keys() else sum(passed.values()),
+            same_storage=bool(passed) and passed.keys() <= before.keys(),
+            may_start=may_start[at],
+            pinned=record.place is None or record.place in pinned,
+            chain=None if record.place is None else record.place[0],
+            saves=record.saves,
+            operations=record.operations - record.operations_before,
+            tail_operations=record.operations - record.operations_at_last_save,
+            forward_bytes=record.peak - record.allocated_before,
+            dropping_bytes=record.peak - record.allocated_before if record.dropping is None else record.dropping,
+            products=tuple(_product_of(one, record, passed) for one in record.products),
+        )
+        # Above what is kept by the model's own count, so that its estimate of the plain step is exact.
+        forward_base = record.allocated_before - kept - (0 if held else sum(before.values()))
+        added, held = unit.keep(input_held=held)
+        kept += added
         peaks, again = record.backward_peaks, record.again_backward_peaks or record.backward_peaks
         units.append(
-            Unit(
-                own_bytes=_size_of(record.saved, new - before.keys() - passed.keys()),
-                in_kept=_size_of(before, record.saved),
-                out_kept=_size_of(passed, new - before.keys()),
-                out_bytes=0 if passed.keys() == before.keys() else sum(passed.values()),
-                same_storage=bool(passed) and passed.keys() <= before.keys(),
-                may_start=may_start[at],
-                pinned=record.place is None or record.place in pinned,
-                chain=None if record.place is None else record.place[0],
-                saves=record.saves,
-                operations=record.operations - record.operations_before,
-                tail_operations=record.operations - record.operations_at_last_save,
-                forward_bytes=record.peak - record.allocated_before,
-                dropping_bytes=record.peak - record.allocated_before if record.dropping is None else record.dropping,
+            replace(
+                unit,
                 forward_base=forward_base,
                 backward_base=0 if record.backward_before is None else record.backward_before - kept,
                 backward_peak=None if peaks is None else peaks[0] - kept,
                 again_backward_peak=None if again is None else again[1] - kept,
                 freed_input_bytes=0 if again is None else again[1] - again[0],
-                products=tuple(_product_of(one, record, passed) for one in record.products),
             )
         )
         before = passed
