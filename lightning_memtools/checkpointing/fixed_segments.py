@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lightning_memtools.checkpointing.memory_model import ALL, NOTHING, Range, Ranges, Unit, estimate
-from lightning_memtools.checkpointing.optimal_ranges import spread_places
+from lightning_memtools.checkpointing.memory_model import Range, Ranges, Unit, estimate
+from lightning_memtools.checkpointing.optimal_ranges import thinned
 
 INFINITE = float("inf")
 # Every place in a chain up to this long may be a cut; of a longer one half as many are, or it would take minutes.
@@ -40,7 +40,7 @@ class _Stretch:
         self.is_chain = units[start].chain is not None
         places = [*range(start, stop + 1)]
         if self.is_chain and stop - start > _MOST_PLACES:
-            places = [start, *spread_places(units, start, stop, _MOST_PLACES // 2), stop]
+            places = [*thinned(units, places, _MOST_PLACES // 2)]
         n = len(places) - 1
         self.ranges: dict[tuple[int, int], Ranges] = {}
         self.kept = np.full((n, n + 1), INFINITE)
@@ -48,11 +48,11 @@ class _Stretch:
         for first in range(n if self.is_chain else 0):
             for last in range(first + 1, n + 1):
                 found = self.ranges[first, last] = tuple(_ranges(units, places[first], places[last]))
-                one = estimate(units, found, places[first], places[last], held=NOTHING if places[first] else ALL)
+                one = estimate(units, found, places[first], places[last], input_held=places[first] == 0)
                 self.kept[first, last] = one.kept_bytes
                 self.peak[first, last] = one.peak_bytes
         last_chunks = places[:-1] if self.is_chain else places[:1]
-        plain = [estimate(units, (), first, stop, held=NOTHING if first else ALL) for first in last_chunks]
+        plain = [estimate(units, (), first, stop, input_held=first == 0) for first in last_chunks]
         self.last_kept = np.array([one.kept_bytes for one in plain], dtype=float)
         self.last_peak = np.array([one.peak_bytes for one in plain], dtype=float)
 

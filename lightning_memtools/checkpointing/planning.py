@@ -31,7 +31,7 @@ from lightning_memtools.checkpointing.fixed_segments import cut
 from lightning_memtools.checkpointing.key_value_caches import modules_with_caches
 from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Ranges, Unit, estimate
-from lightning_memtools.checkpointing.optimal_ranges import OptimalRanges, Row
+from lightning_memtools.checkpointing.optimal_ranges import INFINITE, OptimalRanges, Row
 from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.step_trace import StepCost, StepDiffersError, TracedStep, device_of
@@ -42,7 +42,8 @@ MOST_OPERATIONS = 1.33
 # "auto" refuses a plan that saves a smaller share of the peak: each recomputed range costs some 0.5 ms of host time.
 LEAST_SAVING = 0.01
 _MOST_ATTEMPTS = 6
-_MOST_COMPARED = 8
+_MOST_COMPARED = 2  # of "auto"
+_ALIKE = 0.01  # peaks of which one is enough
 _FEW_UNITS = 100
 _WORTH_A_NOTE = 0.1  # of the peak
 _FAR_OFF = 0.1  # for an estimate of the plain peak
@@ -338,7 +339,7 @@ class _GroupPlan:
         if options.segments is not None:
             return _or_refused(self._traced(cut(self._units, options.segments)), least_saving=0.0)
         if not options.has_budget:
-            return _or_refused(self._traced(self._best_product()), LEAST_SAVING)
+            return _or_refused(self._best_product(), LEAST_SAVING)
         limit = options.budget_bytes
         if limit is None:
             assert options.budget_share is not None
@@ -364,32 +365,38 @@ class _GroupPlan:
         plans = self._chain_plans(ranges)
         return CheckpointPlan(plans, self._plain, self._group.predicted(plans))
 
-    def _best_product(self) -> Ranges:
-        """Returns the plan with the lowest product of memory and operations."""
+    def _best_product(self) -> CheckpointPlan:
+        """Returns the plan with the lowest product of memory and operations, of the few that were traced."""
         optimal = self._group.optimal(self._units, self._rows)
         operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
-        resident = self._plain.resident_bytes
+        most = MOST_OPERATIONS * self._plain.operations
 
-        def product(peak: int, extra: int) -> int:
-            return max(peak - resident, 1) * (operations + extra)
+        def product(peak: int, operations: int) -> int:
+            return max(peak - self._plain.resident_bytes, 1) * operations
 
-        found: list[Ranges] = []
-        for _ in range(2 if optimal.is_coarse else 1):  # of a long chain, the first plan refines the frontier around it
-            points = optimal.frontier()
-            most = MOST_OPERATIONS * self._plain.operations
-            allowed = [one for one in points if operations + one[1] <= most] or points[:1]
-            allowed.sort(key=lambda one: (product(*one), one[0]))
-            found = [optimal.best(peak) or () for peak, _ in allowed[: 1 if optimal.is_coarse else _MOST_COMPARED]]
-        # The frontier's peaks are rounded: the estimates of the first few are not.
-        exact = [estimate(self._units, ranges) for ranges in found]
-        products = [product(one.peak_bytes, one.extra_operations) for one in exact]
-        return found[products.index(min(products))] if found else ()
+        points = [(peak, operations + extra) for peak, extra in optimal.frontier()]
+        allowed = [one for one in points if one[1] <= most] or points[:1]
+        allowed.sort(key=lambda one: (product(*one), one[0]))
+        best, least, tried = self._traced(()), INFINITE, list[int]()
+        for peak, extra in allowed:
+            if product(peak, extra) >= least or len(tried) == _MOST_COMPARED:
+                break
+            if any(abs(peak - other) < _ALIKE * peak for other in tried):
+                continue
+            tried.append(peak)
+            plan = self._traced(optimal.best(peak) or ())
+            assert plan.planned is not None
+            traced = product(plan.planned.peak_bytes, plan.planned.operations)
+            if traced < least and (plan.planned.operations <= most or len(tried) == 1):
+                best, least = plan, traced
+        return best
 
     def _fitting(self, limit: int) -> CheckpointPlan:
         """Returns the plan with the least recomputation whose traced peak is within the limit."""
         optimal = self._group.optimal(self._units, self._rows)
         aim = float(limit)
-        for _ in range(_MOST_ATTEMPTS):
+        tried: list[CheckpointPlan] = []
+        for attempt in range(_MOST_ATTEMPTS):
             ranges = optimal.best(aim)
             if ranges is None:
                 break
@@ -398,9 +405,11 @@ class _GroupPlan:
             over = plan.planned.peak_bytes - limit
             if over <= 0:
                 return plan
-            aim -= max(over, 0.002 * limit)
+            tried.append(plan)
+            aim -= over + 0.001 * 2**attempt * limit
         frontier = optimal.frontier()
-        smallest = self._traced(optimal.best(frontier[-1][0]) or ()) if frontier else None
+        tried += [self._traced(optimal.best(frontier[-1][0]) or ())] if frontier else []
+        smallest = min(tried, key=lambda plan: plan.peak_bytes or 0, default=None)
         if smallest is not None and smallest.planned is not None and smallest.planned.peak_bytes <= limit:
             return smallest
         raise self._too_small(limit, smallest)

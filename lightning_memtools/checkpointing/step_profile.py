@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import cast, node_sequence_number, write_count, written_arguments
+from lightning_memtools._torch import node_sequence_number, write_count, written_arguments
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.chains import Chain, forward_of_class
+from lightning_memtools.checkpointing.chains import Chain, ancestors, forward_of_class
 from lightning_memtools.checkpointing.exact_recomputation import statistics_untouched, updates_statistics
 from lightning_memtools.checkpointing.kept_products import is_product
 from lightning_memtools.checkpointing.key_value_caches import caches_off, configs_with_caches
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Unit
-from lightning_memtools.checkpointing.spent_tensors import SavedTensor, SpentTensors
 from lightning_memtools.checkpointing.unit_records import ProductRecord, UnitRecord, units_of
 from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.reachable_variables import variables_of_hooks
+from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.ledger import DeviceListener
 from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
@@ -70,11 +69,17 @@ def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
         filling = trace.run() if configs_with_caches(trace.model) else None
         with caches_off(trace.model):
             recorder = _Recorder(trace, chains)
-            for index, chain in enumerate(chains):
-                _watch(trace.model, index, chain, recorder)
-            measured = trace.run(recorder.around_forward, recorder.begin_backward)
-            recorder.finish()
-            outside = _what_changed(trace.model, chains, recorder, _run_again(trace, recorder))
+            measured = recorder.measure()
+            again = _Recorder(trace, chains, releases=True)
+            again.measure()
+            if again.spans == recorder.spans:
+                for one, other in zip(recorder.records, again.records, strict=True):
+                    one.again_backward_peaks = other.backward_peaks
+            dropping = _Recorder(trace, chains, keeps=False)
+            outside = _what_changed(trace.model, chains, dropping, _run_again(trace, dropping))
+            if dropping.spans == recorder.spans:
+                for one, other in zip(recorder.records, dropping.records, strict=False):  # without the code at the end
+                    one.dropping = other.peak - other.allocated_before
             return _profile_of(recorder, chains, filling or measured, outside)
 
 
@@ -92,36 +97,32 @@ class _Recorder:
         records: The units, in the order of the forward pass.
         spans: The first record of each layer in its first call, and the index after its last; by chain and layer.
         calls: The layers that are running, the innermost last.
-        carried: The blocks that several layers of a chain were given and handed on beside others, with their sizes.
         failed: What the second forward pass raised, which then ended in these layers; "" if nothing.
     """
 
-    def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
+    def __init__(
+        self, trace: StepTrace, chains: Sequence[Chain], *, keeps: bool = True, releases: bool = False
+    ) -> None:
         self.records: list[UnitRecord] = []
         self.spans: dict[tuple[int, int], tuple[int, int]] = {}
         self.calls: list[tuple[int, int]] = []
-        self.carried: dict[int, int] = {}
-        self._handed_on: set[tuple[int, int]] = set()
         self.failed = ""
         self.static: set[int] = set()
         self._trace = trace
         self._open: UnitRecord | None = None
         self._backward: UnitRecord | None = None
+        self._peaks = _BackwardPeaks(trace.device)
         self._inside = False
-        self._keeping = True
-        self._spent = SpentTensors(trace.device)
-        self._alive = _AliveBlocks(lambda: len(self.records), self._spent)
+        self._keeps, self._releases = keeps, releases
         self._products: dict[int, ProductRecord] = {}
         self._makers: dict[tuple[int, int], list[UnitRecord]] = {}  # by autograd's node and the number of its output
-        self._within: tuple[int, ...] = ()  # the calls of layers that hold chains, by their first unit
         self._taken: dict[int, int] = {}  # by layers that hold chains, since the last unit
+        for index, chain in enumerate(chains):
+            _watch(trace.model, index, chain, self)
         # A layer that holds another chain is no unit of its own: the layers of that chain are, and the code between.
         holding = {chain.name for chain in chains if not chain.is_module}
         for chain in chains:
-            name = chain.name.rpartition(".")[0]
-            while name and name not in holding:
-                holding.add(name)
-                name = name.rpartition(".")[0]
+            holding |= ancestors(chain.name)
         self._holding = {
             (index, at)
             for index, chain in enumerate(chains)
@@ -131,12 +132,11 @@ class _Recorder:
 
     def around_forward(self) -> Any:
         self.static = {entry.block.id for entry in self._trace.device.blocks()}
-        if self._keeping:
-            self._trace.counted.listener = self._note_operator
-            # From now on, since training_step itself may run backward passes.
-            self._trace.device.listen(self._alive)
+        self._trace.counted.listener = self._note_operator
+        # From now on, since training_step itself may run backward passes.
+        self._trace.device.listen(self._peaks)
         self._begin(None, ())
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._spent.hand_out)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def begin_backward(self) -> None:
         """Note that the forward pass is over. The unit that ran last is the first to go backward."""
@@ -146,26 +146,11 @@ class _Recorder:
             record.overwrites |= _was_written(record.given)
         self._enter_backward(self.records[-1])
 
-    def finish(self) -> None:
-        """Note that the step is over."""
+    def measure(self) -> StepCost:
+        """Run the step, and measure its units."""
+        cost = self._trace.run(self.around_forward, self.begin_backward)
         self._leave_backward()
-
-    @contextmanager
-    def keeping_nothing(self) -> Iterator[None]:
-        """Within, a second forward pass is measured in which no tensor is kept: each unit frees most before it ends."""
-        first, spans, carried = self.records, self.spans, self.carried
-        self.records, self.spans, self.carried, self._keeping = [], {}, {}, False
-        self._alive = _AliveBlocks(lambda: len(self.records))
-        self._trace.device.listen(self._alive)
-        try:
-            yield
-        finally:
-            second, same = self.records, spans == self.spans
-            self.records, self.spans, self.carried = first, spans, carried
-        if same and len(first) == len(second) + 1:  # without the unit after the last layer
-            for one, other in zip(first, second, strict=False):
-                one.dropping = other.peak - other.allocated_before
-                one.alongside_if_dropped = other.alongside
+        return cost
 
     def call_layer(self, place: tuple[int, int], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer as a unit of its own, or as several if it holds other chains, and return its output."""
@@ -178,10 +163,8 @@ class _Recorder:
         self._begin(None if holding else place, (args, kwargs))
         first = self._open
         assert first is not None
-        within = self._within
         if holding:
             self._taken |= first.input
-            self._within = (*within, start)
         given = first.given = [(weakref.ref(one), write_count(one)) for one in tensors_in((args, kwargs))]
         self._inside = not holding
         self.calls.append(place)
@@ -190,11 +173,9 @@ class _Recorder:
         finally:
             if not holding:
                 self._inside = False
-        self.calls.pop()
-        self._within = within
-        self._note_carried(place[0], (args, kwargs), out)
         record = self._open
         assert record is not None
+        self.calls.pop()
         first.overwrites |= _was_written(given)
         if not holding or len(self.records) == start or self._is_worth_a_unit(record):
             self._end(out)
@@ -203,14 +184,6 @@ class _Recorder:
         self.spans.setdefault(place, (start, len(self.records)))
         self._begin(None, out)
         return out
-
-    def _note_carried(self, chain: int, given: Any, out: Any) -> None:
-        """Note what a second layer of a chain hands on of what it was given, besides what it made."""
-        given_keys, out_keys = self._keys(given), self._keys(out)
-        if out_keys.keys() - given_keys.keys():
-            same = {key: size for key, size in given_keys.items() if key in out_keys}
-            self.carried |= {key: size for key, size in same.items() if (chain, key) in self._handed_on}
-            self._handed_on.update((chain, key) for key in same)
 
     def release_input(self, out: Any) -> None:
         """Note that a Sequential no longer refers to the input of the layer that returned `out`."""
@@ -223,8 +196,7 @@ class _Recorder:
     def _begin(self, place: tuple[int, int] | None, value: Any) -> None:
         record = UnitRecord(place, self._trace.allocated(), operations_before=self._trace.counted.total)
         record.operations_at_last_save = record.operations_before
-        record.input, record.within = self._keys(value), self._within
-        record.alongside = self._alive.besides(record.input)
+        record.input = self._keys(value)
         self._trace.peak_since()
         self._open = record
 
@@ -237,7 +209,7 @@ class _Recorder:
         record.taken, self._taken = self._taken | record.input, {}
         self._open = None
         self.records.append(record)
-        for one in tensors_in(value) if self._keeping else ():
+        for one in tensors_in(value) if self._keeps else ():
             if one.requires_grad and one.grad_fn is not None:
                 # When the gradient of an output is ready, this unit's backward pass begins.
                 key = node_sequence_number(one.grad_fn), one.output_nr
@@ -256,21 +228,18 @@ class _Recorder:
         if record.backward_before is None:
             self._leave_backward()
             record.backward_before = self._trace.allocated()
-            self._backward, self._spent.inputs = record, record.input.keys()
+            self._backward, self._peaks.inputs = record, record.input
 
     def _leave_backward(self) -> None:
+        # Not the trace's own peak: that one is over when the step ends, before the last unit's is asked for.
+        peaks = self._peaks.since_last()
         self._trace.peak_since()
-        # Not the trace's own: that one is over when the step ends, before the last unit's is asked for.
-        peak, *again = self._spent.peaks_since()
         if self._backward is not None:
-            self._backward.backward_peak = peak
-            self._backward.again_backward_peaks = again[0], again[1]
+            self._backward.backward_peaks = peaks
 
     def _note_operator(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, operations: int
     ) -> None:
-        if self._open is not None and operator is cast and self._is_static(args[0]):
-            self._open.casts |= self._keys(out)
         if self._open is not None and is_product(operator, args, kwargs):
             found = ProductRecord(operations, self._trace.counted.total, self._keys(out))
             self._open.products.append(found)
@@ -280,22 +249,24 @@ class _Recorder:
                 if key in self._products:
                     self._products[key].overwritten = True
 
-    def _pack(self, tensor: Tensor) -> Any:
-        record, keys = self._open, self._keys(tensor)
+    def _pack(self, tensor: Tensor) -> list[Callable[[], Tensor]]:
+        record = self._open
         if record is not None:
             record.saves = True
             record.operations_at_last_save = self._trace.counted.total
-            record.peak_at_last_save = self._trace.peak_so_far()
-            record.saved.update(keys)
-        if not self._keeping:
-            return None
-        self._alive.leave_out(keys)
+            record.saved.update(self._keys(tensor))
+        if not self._keeps:
+            return []
         # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
-        return SavedTensor(tensor if tensor.is_leaf else tensor.detach())
+        given = tensor if tensor.is_leaf else tensor.detach()
+        return [lambda: given]
 
-    def _is_static(self, tensor: Tensor) -> bool:
-        entry = self._trace.device.block_of(tensor)
-        return entry is not None and entry.block.id in self.static
+    def _unpack(self, saved: list[Callable[[], Tensor]]) -> Tensor:
+        """Return a saved tensor. Nothing holds it any more if this recorder releases; asked again, it is a new one."""
+        tensor = saved[0]()
+        if self._releases:
+            saved[0] = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return tensor
 
     def _keys(self, value: Any) -> dict[int, int]:
         found: dict[int, int] = {}
@@ -306,34 +277,33 @@ class _Recorder:
         return found
 
 
-class _AliveBlocks(DeviceListener):
-    """The blocks that were allocated and not yet freed: which unit made each, and its size.
+class _BackwardPeaks(DeviceListener):
+    """The peaks of a unit's backward pass: as it is, and as if its input stayed.
 
-    `also` is told of allocations too: a device has one listener.
+    Attributes:
+        inputs: The blocks of the unit's input, with their sizes.
     """
 
-    def __init__(self, unit: Callable[[], int], also: DeviceListener | None = None) -> None:
-        self._unit = unit
-        self._also = also
-        self._blocks: dict[int, tuple[int, int]] = {}
+    def __init__(self, device: VirtualDevice) -> None:
+        self.inputs: dict[int, int] = {}
+        self._device = device
+        self._freed = 0
+        self._peaks = (0, 0)
 
-    def besides(self, keys: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Returns the units and sizes of all but those with these ids."""
-        return tuple(one for key, one in self._blocks.items() if key not in keys)
-
-    def leave_out(self, keys: Collection[int]) -> None:
-        """Forget those with these ids, which autograd keeps."""
-        for key in keys:
-            self._blocks.pop(key, None)
+    def since_last(self) -> tuple[int, int]:
+        """Return the peaks since the last call of this function."""
+        now, found = self._device.allocator.allocated, self._peaks
+        self._peaks, self._freed = (now, now), 0
+        return found
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
-        self._blocks[block.id] = self._unit(), block.size
-        if self._also is not None:
-            self._also.on_allocation(block, category, module)
+        del block, category, module
+        now = self._device.allocator.allocated
+        self._peaks = max(self._peaks[0], now), max(self._peaks[1], now + self._freed)
 
     def on_free(self, block_id: int, category: Category | None, module: str) -> None:
         del category, module
-        self._blocks.pop(block_id, None)
+        self._freed += self.inputs.get(block_id, 0)
 
 
 def _was_written(given: list[tuple[weakref.ref[Tensor], int]]) -> bool:
@@ -368,10 +338,11 @@ def _run_again(trace: StepTrace, recorder: _Recorder) -> dict[tuple[int, str], s
         trace.renew_batch()
         seen = _state_of(trace.model)
         try:
-            with recorder.keeping_nothing(), recorder.around_forward():
+            with recorder.around_forward():
                 trace.run_forward()
         except Exception as error:  # noqa: BLE001, what the user's model raises when it runs twice
             recorder.failed = type(error).__name__
+        trace.counted.listener = None
         now = _state_of(trace.model)
     return {key: value for key, value in now.items() if key in seen and not _is_same(seen[key], value)}
 
@@ -436,24 +407,6 @@ def _is_same_element(one: Any, other: Any) -> bool:
 def _profile_of(
     recorder: _Recorder, chains: Sequence[Chain], plain: StepCost, outside: dict[tuple[int, int], str]
 ) -> StepProfile:
-    records = recorder.records
-    starts = _starts_of(recorder, chains)
     left_out = {(index, at) for index, chain in enumerate(chains) for at in chain.outside}
-    places = tuple(one.place for one in records)
-    return StepProfile(
-        units_of(records, left_out.union(outside), recorder.carried, starts), places, plain, outside, recorder.spans
-    )
-
-
-def _starts_of(recorder: _Recorder, chains: Sequence[Chain]) -> list[int]:
-    """Returns for each unit the first that may run again together with it."""
-    starts = [*range(len(recorder.records))]
-    operations = sum(one.operations - one.operations_before for one in recorder.records)
-    for index, chain in enumerate(chains):
-        spans = [span for (of, _), span in recorder.spans.items() if of == index]
-        start, stop = min((one for one, _ in spans), default=0), max((one for _, one in spans), default=0)
-        inside = recorder.records[start:stop]
-        if chain.is_module and sum(one.operations - one.operations_before for one in inside) > operations / 2:
-            continue
-        starts[start:stop] = [min(start, one) for one in starts[start:stop]]
-    return starts
+    places = tuple(one.place for one in recorder.records)
+    return StepProfile(units_of(recorder.records, left_out.union(outside)), places, plain, outside, recorder.spans)

@@ -28,149 +28,85 @@ class ProductRecord:
 class UnitRecord:
     """The measurements of one unit. Blocks are by id, with their sizes; a `place` of None is code between chains.
 
-    `alongside`: the blocks besides its input that are there when it begins and that no unit has kept by then: which
-    unit made each, and its size. `alongside_if_dropped`: the same if nothing is kept. `taken`: its input, and that of
-    the layers around it that begin with it. `within`: the calls of these layers, and of others around it.
-    `casts`: copies of weights and of the batch in another type; autocast keeps those of weights.
-    `again_backward_peaks`: of its backward pass after it ran again, where others hold its input, and where not.
+    `backward_peaks`: as they are, and as if its input stayed; `again_...`: where saved tensors are freed once they are
+    used.
+    `taken`: its input, and that of the layers around it that begin with it.
     """
 
     place: Place | None
     allocated_before: int = 0
     peak: int = 0
+    dropping: int | None = None
     operations: int = 0
     operations_before: int = 0
     operations_at_last_save: int = 0
-    peak_at_last_save: int = 0
-    dropping: int | None = None
-    alongside: tuple[tuple[int, int], ...] = ()
-    alongside_if_dropped: tuple[tuple[int, int], ...] = ()
     saves: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     input: dict[int, int] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
-    within: tuple[int, ...] = ()
     output: dict[int, int] = field(default_factory=dict)
     overwrites: bool = False
     given: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     products: list[ProductRecord] = field(default_factory=list)
-    casts: dict[int, int] = field(default_factory=dict)
     backward_before: int | None = None
-    backward_peak: int | None = None
-    again_backward_peaks: tuple[int, int] = (0, 0)
+    backward_peaks: tuple[int, int] | None = None
+    again_backward_peaks: tuple[int, int] | None = None
 
 
-def units_of(
-    records: Sequence[UnitRecord], pinned: Collection[Place], carried: dict[int, int], starts: Sequence[int]
-) -> tuple[Unit, ...]:
+def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[Unit, ...]:
     """Returns the units that were measured; those between chains and at the places `pinned` must not run again.
 
-    The blocks that are `carried` from layer to layer, with their sizes, count as kept by the first unit: whatever a
-    plan does, a layer that keeps them or the input of a range is there soon after they were made. `starts` are for each
-    unit the first that may run again together with it.
+    A block counts as kept by the first unit that keeps it.
     """
+    may_start = _may_start(records)
     units: list[Unit] = []
-    keepers = _keepers(records)
-    kept_before = set(carried)
+    seen: set[int] = set()
     before: dict[int, int] = {}
-    kept, not_yet_kept = 0, dict(carried)
-    # What a chain's first unit keeps of its input is there until the layers around the chain end, whatever a plan does.
-    lasting: dict[int, tuple[int, ...]] = {}
-    there_at_last = set(records[-2].alongside_if_dropped) if len(records) > 1 else set()
+    kept, held = 0, True
     for at, (record, after) in enumerate(zip(records, [*records[1:], None], strict=True)):
-        keeps = {key for key in record.saved if keepers[key] <= at}
-        new = keeps - kept_before
-        not_kept = sum(before.values()) - _size_of(before, kept_before)
-        kept_before |= new
-        passed = _passed_on(record, after, kept_before)
-        if at and _lies_between(records[at - 1], record):
-            lasting |= dict.fromkeys(keeps & before.keys(), record.within)
-        now = () if after is None else after.within
-        passed = {
-            key: size
-            for key, size in passed.items()
-            if key not in carried and (key in before or key not in lasting or now[: len(lasting[key])] != lasting[key])
-        }
-        same = bool(passed) and passed.keys() <= before.keys()
-        own = {key: record.saved[key] for key in new if key not in before and key not in passed}
+        # Where the next unit takes something else, as each of three projections takes the same tensor, it is that.
+        passed = record.output if after is None or after.taken.keys() & record.output.keys() else after.taken
+        new = record.saved.keys() - seen
+        seen |= new
         unit = Unit(
-            own_bytes=sum(own.values()) + (0 if at else sum(carried.values())),
-            out_bytes=0 if passed.keys() == before.keys() else sum(passed.values()),
-            in_kept=_size_of(before, keeps),
-            in_added=_size_of(before, new),
+            own_bytes=_size_of(record.saved, new - before.keys() - passed.keys()),
+            in_kept=_size_of(before, record.saved),
             out_kept=_size_of(passed, new - before.keys()),
-            out_held=_size_of(passed, kept_before),
-            same_storage=same,
+            out_held=seen.issuperset(passed),
+            out_bytes=0 if passed.keys() == before.keys() else sum(passed.values()),
+            same_storage=bool(passed) and passed.keys() <= before.keys(),
+            may_start=may_start[at],
             pinned=record.place is None or record.place in pinned,
             chain=None if record.place is None else record.place[0],
             saves=record.saves,
             operations=record.operations - record.operations_before,
             tail_operations=record.operations - record.operations_at_last_save,
             forward_bytes=record.peak - record.allocated_before,
-            stopped_bytes=max(record.peak_at_last_save - record.allocated_before, 0),
             dropping_bytes=record.peak - record.allocated_before if record.dropping is None else record.dropping,
-            alongside=record.alongside_if_dropped,
-            cached_bytes=sum(own[key] for key in own.keys() & record.casts if (at, own[key]) in there_at_last),
-            again_bytes=sum(size for maker, size in record.alongside if maker >= starts[at]),
             products=tuple(_product_of(one, record, passed) for one in record.products),
         )
-        forward_base = record.allocated_before - kept - not_kept
-        kept += sum(record.saved[key] for key in new) + (0 if at else sum(carried.values()))
-        not_yet_kept = {key: size for key, size in not_yet_kept.items() if key not in record.saved}
-        kept_then = kept - sum(not_yet_kept.values())
+        # Above what is kept by the model's own count, so that its estimate of the plain step is exact.
+        forward_base = record.allocated_before - kept - (0 if held else sum(before.values()))
+        added, held = unit.keep(input_held=held)
+        kept += added
+        peaks, again = record.backward_peaks, record.again_backward_peaks or record.backward_peaks
         units.append(
             replace(
                 unit,
                 forward_base=forward_base,
-                backward_base=0 if record.backward_before is None else record.backward_before - kept_then,
-                backward_peak=None if record.backward_peak is None else record.backward_peak - kept_then,
-                again_backward_peak=None
-                if record.backward_peak is None
-                else record.again_backward_peaks[0] - kept_then,
-                freed_input_bytes=record.again_backward_peaks[0] - record.again_backward_peaks[1],
+                backward_base=0 if record.backward_before is None else record.backward_before - kept,
+                backward_peak=None if peaks is None else peaks[0] - kept,
+                again_backward_peak=None if again is None else again[1] - kept,
+                freed_input_bytes=0 if again is None else again[1] - again[0],
             )
         )
         before = passed
-    return tuple(_with_starts(units, records))
-
-
-def _keepers(records: Sequence[UnitRecord]) -> dict[int, int]:
-    """Returns for each block that is kept the unit that it counts for: the first that keeps it.
-
-    A unit's output that a later one keeps, but not the next one, counts for the later one, which keeps it whether the
-    first runs again or not: branches side by side are so, and a gate that is computed from what it is multiplied with.
-    """
-    found: dict[int, int] = {}
-    for at, record in enumerate(records):
-        for key in record.saved:
-            first = found.setdefault(key, at)
-            if first < at and key in records[first].output:
-                after = records[first + 1]
-                if key not in after.saved.keys() & after.input.keys():
-                    found[key] = at
-    return found
-
-
-def _passed_on(record: UnitRecord, after: UnitRecord | None, kept: Collection[int]) -> dict[int, int]:
-    """Returns the blocks between a unit and the next one, by their sizes: the unit's output, if the next one takes it.
-
-    Where it takes something else, as each of three projections takes the same tensor, these are the next unit's input.
-    What of that is kept already is there in any case. A layer of several units takes its input with the first, even if
-    that works on something else: a block that computes scales from a condition first.
-    """
-    if after is None or after.taken.keys() & record.output.keys():
-        return record.output
-    return {key: size for key, size in after.taken.items() if key not in kept}
+    return tuple(units)
 
 
 def _size_of(blocks: dict[int, int], among: Collection[int]) -> int:
     """Returns the size of those blocks that are among these."""
     return sum(size for key, size in blocks.items() if key in among)
-
-
-def _lies_between(record: UnitRecord, after: UnitRecord) -> bool:
-    """Returns whether no range of layers crosses the place between two units, but for those around both chains."""
-    return record.place is None or after.place is None or record.place[0] != after.place[0]
 
 
 def _product_of(one: ProductRecord, record: UnitRecord, passed: Collection[int]) -> Product:
@@ -183,11 +119,12 @@ def _product_of(one: ProductRecord, record: UnitRecord, passed: Collection[int])
     )
 
 
-def _with_starts(units: Sequence[Unit], records: Sequence[UnitRecord]) -> list[Unit]:
-    """Returns the units; no range may begin with those whose input is overwritten, by them or through a view of it."""
+def _may_start(records: Sequence[UnitRecord]) -> list[bool]:
+    """Returns for each unit whether a range may begin with it: nobody overwrites its input, or a view of it."""
+    found: list[bool] = []
     overwritten = False
-    marked: list[Unit] = []
-    for unit, record in zip(reversed(units), reversed(records), strict=True):
-        overwritten = record.overwrites or (unit.same_storage and overwritten)
-        marked.append(replace(unit, may_start=not overwritten))
-    return marked[::-1]
+    for record in reversed(records):
+        is_view = bool(record.output) and record.output.keys() <= record.input.keys()
+        overwritten = record.overwrites or (is_view and overwritten)
+        found.append(not overwritten)
+    return found[::-1]

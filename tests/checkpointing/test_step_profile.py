@@ -45,14 +45,12 @@ def test_a_linear_layer_keeps_its_input():
     # Its input is kept before it computes: running it again ends at once.
     assert one.tail_operations == one.operations
     assert one.forward_bytes == 2 * BYTES
-    assert one.stopped_bytes == 0
 
 
 def test_an_activation_keeps_its_result_and_counts_one_operation_per_element():
     one = units_of(nn.Linear(WIDTH, WIDTH), nn.Tanh())[1]
     assert (one.in_kept, one.out_kept, one.own_bytes) == (0, BYTES, 0)
     assert (one.operations, one.tail_operations) == (ROWS * WIDTH, 0)
-    assert one.stopped_bytes == BYTES
 
 
 def test_dropout_keeps_a_mask_of_one_byte_per_element():
@@ -127,7 +125,7 @@ def test_the_memory_model_is_exact_where_sums_over_biases_take_buffers(model, sh
     layers = [at for at, place in enumerate(profile.places) if place is not None]
     for first in (0, 1, 2):  # which of these are the peak's depends on where a range begins
         plans.add(tuple(Range(at, min(at + 3, layers[-1] + 1)) for at in layers[first::3]))
-    assert len(plans) > 5
+    assert len(plans) > 4
     for ranges in plans:
         assert (
             estimate(profile.units, ranges).peak_bytes == predict(step, chain_plans(profile, chains, ranges)).peak_bytes
