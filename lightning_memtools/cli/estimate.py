@@ -82,12 +82,16 @@ def run(chosen: argparse.Namespace) -> int:
     require_folder_of(chosen.snapshot)
     if chosen.engine == "simulation" and chosen.strategy not in {None, "ddp"}:
         raise UsageError(f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code: leave --engine out.")
-    if chosen.engine != "simulation" and chosen.device != "cpu" and not is_on_null_device():
+    simulates = chosen.engine == "simulation" or chosen.device == "cpu"
+    # A CUDA build without NVIDIA's libraries is imported with the stubs alone, by a simulation too.
+    if not is_on_null_device() and not (simulates and _torch_starts()):
         try:
             variables = _environment_of(chosen.capacity)
         except DryRunError as error:
-            if chosen.engine == "cuda" or chosen.strategy not in {None, "ddp"}:
+            if chosen.engine == "cuda" or chosen.strategy not in {None, "ddp"} or not _torch_starts():
                 needs = f"--strategy {chosen.strategy} runs on PyTorch's own CUDA code. " if chosen.strategy else ""
+                if simulates:
+                    needs = "The installed torch cannot be imported without what a dry run needs. "
                 raise UsageError(f"{needs}{error}") from error
             chosen.engine = "simulation"
         else:
@@ -98,6 +102,14 @@ def run(chosen: argparse.Namespace) -> int:
             return subprocess.run(again, env=variables, check=False).returncode  # noqa: S603
     _estimate(chosen)
     return 0
+
+
+def _torch_starts() -> bool:
+    try:
+        import torch  # noqa: F401, PLC0415, --help does not need it
+    except ImportError:
+        return False
+    return True
 
 
 def _environment_of(capacity: str | None) -> dict[str, str]:

@@ -147,16 +147,24 @@ class MemoryEstimate:
         by a few samples fits too.
 
         Raises:
-            ValueError: The capacity cannot be read, the batch has no tensor with a first dimension, or memory does not
-                grow with it.
+            ValueError: The capacity cannot be read, the batch has no tensor with a first dimension, the step fails
+                with a batch of another size, or memory does not grow with it.
         """
         if self.batch_size is None:
             raise ValueError("The batch holds no tensor with a first dimension, so there is no batch size to change.")
         limit = DeviceLimit.parse(capacity)
 
         def attempt(size: int) -> TracedSize:
-            estimate = self if size == self.batch_size else self._retrace(size)
-            return estimate.traced_size(capacity)
+            if size == self.batch_size:
+                return self.traced_size(capacity)
+            try:
+                return self._retrace(size).traced_size(capacity)
+            except (IndexError, KeyError, RuntimeError, AttributeError) as error:
+                raise ValueError(
+                    f"The batch cannot be resized: with {size} in place of {self.batch_size} as its first dimension, "
+                    f"the step fails ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Estimate batches "
+                    "of several sizes that you make yourself."
+                ) from error
 
         def serves(trace: AllocationTrace) -> bool:
             return replay(trace, capacity=limit.usable).completed

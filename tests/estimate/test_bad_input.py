@@ -269,3 +269,15 @@ def test_a_rank_of_ddp_is_simulated_anywhere():
     made = refused(strategy="ddp", devices=8, optimizer=torch.optim.SGD)
     assert made.peak_allocated == refused(ddp_bucket_mb=25, optimizer=torch.optim.SGD).peak_allocated
     assert made.notes == ("One of 8 ranks under DDP.",)
+
+
+def test_a_graph_that_cannot_be_cut_by_rows_is_estimated_and_its_largest_batch_is_refused():
+    def step(model, batch):
+        nodes, edges, graphs = batch
+        passed = model(nodes).index_add(0, edges[1], model(nodes)[edges[0]])
+        return sum(passed[first].sum() for first in (0, 10, 20, 30)) + graphs.sum()
+
+    graph = torch.randn(40, 8), torch.randint(0, 40, (2, 90)), torch.arange(40) // 10
+    made = estimate_memory(nn.Linear(8, 8), graph, step=step, optimizer=torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"The batch cannot be resized: .* \(IndexError: .*batches of several sizes"):
+        made.max_batch_size("17MiB")

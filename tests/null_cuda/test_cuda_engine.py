@@ -153,3 +153,10 @@ def test_a_step_that_does_not_run_on_zeros_is_simulated_and_the_command_says_so(
     assert done.returncode == 0, done.stderr
     assert "estimate (simulated)" in done.stdout
     assert "Note: The steps do not run on PyTorch's CUDA code, so they were simulated. ZeroDivisionError" in done.stdout
+
+
+@pytest.mark.parametrize("option", [("--engine", "simulation"), ("--device", "cpu")])
+def test_a_simulation_runs_where_torch_needs_the_stubs_to_be_imported(tmp_path, option):
+    done = command(tmp_path, "my_targets:large", *option)
+    assert "(simulated)" in done.stdout
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)

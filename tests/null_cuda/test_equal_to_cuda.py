@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tests.zoo import timm, torchvision_models
@@ -140,6 +141,29 @@ KERNELS = {
     "distances": (lambda: Scaled(lambda x: torch.cdist(x, x)), {"x": ((4, 256, 64), FLOAT)}, {}),
 }  # fmt: skip
 
+
+def unfused(heads=4, mask=None, **options):
+    def attend_in_parts(x):
+        given = None if mask is None else torch.ones(x.shape[-2], x.shape[-2], dtype=mask, device=x.device)
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(x, x[:, :heads], x[:, :heads], given, **options)
+
+    return lambda: Scaled(attend_in_parts)
+
+
+# Attention that no fused kernel takes: torch computes halves in float32, and casts the result back.
+UNFUSED = {
+    "plain": (unfused(), (2, 4, 72, 40)),
+    "three dimensions": (unfused(), (6, 4, 40)),
+    "five dimensions, a float mask": (unfused(mask=FLOAT), (2, 3, 4, 72, 40)),
+    "causal, dropout": (unfused(is_causal=True, dropout_p=0.1), (2, 4, 72, 40)),
+    "a bool mask, dropout": (unfused(mask=torch.bool, dropout_p=0.1), (2, 4, 72, 40)),
+    "grouped queries": (unfused(2, enable_gqa=True), (2, 4, 72, 40)),
+    "grouped queries, a mask": (unfused(2, mask=torch.bool, enable_gqa=True), (2, 4, 72, 40)),
+    "one key for all queries, a mask, dropout": (unfused(1, mask=FLOAT, dropout_p=0.1), (2, 4, 72, 40)),
+    "a negative scale": (unfused(scale=-0.3), (2, 4, 72, 40)),
+}
+
 # The reserve space of recurrent layers is an assumption that both make.
 RECURRENT = {
     "long short-term memory": (lambda: Outputs(nn.LSTM(64, 128, 2, batch_first=True)), {}),
@@ -193,6 +217,17 @@ def case_of(truth, build, inputs, settings):
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_allocation_is_that_of_cuda(truth, name):
     case = case_of(truth, *KERNELS[name])
+    real, (_, simulated) = truth.real_trace(case), truth.estimated(case)
+    assert [one.size for one in simulated] == [one.size for one in real], truth.differences(real, simulated)[:3]
+    assert max(one.allocated for one in simulated) == max(one.allocated for one in real)
+
+
+@pytest.mark.cuda_memory
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", UNFUSED)
+def test_unfused_attention_allocates_what_cudas_does(truth, name, precision):
+    build, shape = UNFUSED[name]
+    case = case_of(truth, build, {"x": (shape, FLOAT)}, {"precision": precision})
     real, (_, simulated) = truth.real_trace(case), truth.estimated(case)
     assert [one.size for one in simulated] == [one.size for one in real], truth.differences(real, simulated)[:3]
     assert max(one.allocated for one in simulated) == max(one.allocated for one in real)

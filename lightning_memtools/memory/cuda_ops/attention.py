@@ -7,8 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from lightning_memtools._torch import without_autocast_on_cpu
 from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend, efficient_mask
 from lightning_memtools.memory.cuda_ops.autocast import cast
+from lightning_memtools.memory.cuda_ops.kernels import HALF
 
 aten = torch.ops.aten
 
@@ -30,22 +32,18 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend == "efficient":
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    if dropout_p:
-        return _unfused_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    out: torch.Tensor = aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return out
+    return unfused(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def cast_by_autocast(*tensors: Any) -> tuple[Any, ...]:
     """Return attention's inputs in autocast's lower precision if autocast is on."""
     if not torch.is_autocast_enabled("cpu"):
         return tensors
-    return tuple(cast(one, torch.get_autocast_dtype("cpu")) for one in tensors)
+    # As the compiled code evaluates a call's arguments: the last first.
+    return tuple(cast(one, torch.get_autocast_dtype("cpu")) for one in tensors[::-1])[::-1]
 
 
-def _unfused_with_dropout(  # noqa: PLR0917, as torch's
+def unfused(  # noqa: PLR0917, as torch's
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -53,24 +51,43 @@ def _unfused_with_dropout(  # noqa: PLR0917, as torch's
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
+    enable_gqa: bool,
 ) -> torch.Tensor:
-    """Compute _scaled_dot_product_attention_math (attention.cpp), whose own dropout would be the CPU's."""
-    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-    query = query * root
-    if is_causal:
-        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-    if mask is not None and mask.dtype is torch.bool:
-        kept, left_out = (torch.scalar_tensor(one, dtype=query.dtype) for one in (0.0, -torch.inf))
-        mask = torch.where(mask, kept, left_out)
-        del kept, left_out
-    if key.shape[-3] != query.shape[-3]:
-        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
-    scores = query @ (key.mT * root)
-    if mask is not None:
-        scores += mask
-    scores = aten._safe_softmax(scores, -1)
-    scores = torch.native_dropout(scores, dropout_p, train=True)[0]
-    return scores @ value
+    """Compute _scaled_dot_product_attention_math (attention.cpp), halves in float32 unless the user allows otherwise.
+
+    torch's own has the CPU's dropout, and does not add a mask in place to fake tensors.
+    """
+    dtype, allowed = query.dtype, torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    mask = _of_numbers(mask, dtype)
+    # Autocast takes attention as one operator, and leaves its parts alone.
+    with without_autocast_on_cpu():
+        inputs = query, key, value  # until the end, as in torch
+        if dtype in HALF and not allowed:
+            query, key, value = inputs = query.float(), key.float(), value.float()
+        root = abs(query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+        query = query * (-root if scale is not None and scale < 0 else root)
+        if is_causal:
+            mask = _of_numbers(torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(), query.dtype)
+        if enable_gqa and key.shape[-3] != query.shape[-3]:
+            key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+        scores = query @ (key.mT * root)
+        if mask is not None:
+            scores += mask
+        scores = aten._safe_softmax(scores, -1)
+        if dropout_p:
+            scores = torch.native_dropout(scores, dropout_p, train=True)[0]
+        returned = scores.to(dtype)  # torch returns the scores too, and casts them first
+        out: torch.Tensor = (scores @ value).to(dtype)
+        del inputs, returned
+        return out
+
+
+def _of_numbers(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a mask of bools as one of 0 and -inf (convert_boolean_attn_mask)."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    kept, left_out = (torch.scalar_tensor(one, dtype=dtype) for one in (0.0, -torch.inf))
+    return torch.where(mask, kept, left_out)
 
 
 def _flash(  # noqa: PLR0917, as torch's

@@ -63,10 +63,10 @@ def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) 
                 return original(query, key, value, attn_mask=attn_mask, **options)
             query, key, value, attn_mask = cast_by_autocast(query, key, value, attn_mask)
             backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
-            if backend == "math":
-                return original(query, key, value, attn_mask=attn_mask, **options)
             if isinstance(query, FakeTensor):
                 return attention(query, key, value, attn_mask, **options)
+            if backend == "math":
+                return original(query, key, value, attn_mask=attn_mask, **options)
             mask = efficient_mask(query, key, attn_mask)
             out: Tensor = FusedAttention.apply(mode, original, options, query, key, value, mask)  # type: ignore[no-untyped-call]
             return out
