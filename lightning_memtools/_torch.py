@@ -733,7 +733,6 @@ def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
 # --- operators
 
 OpOverload = _ops.OpOverload  # what `torch.ops.aten.add.Tensor` is an instance of
-cast = torch.ops.aten._to_copy.default  # what `tensor.to(dtype)` runs, and autocast
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 without_dispatch_modes = _python_dispatch._disable_current_modes
 kernels_of_meta_tensors = fake_tensor.in_kernel_invocation_manager  # for fakes, as their mode runs these
@@ -837,11 +836,6 @@ def reference_counts(tensor: Tensor) -> tuple[int, int]:
     """
     counted: Any = tensor
     return counted._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def storage_references(tensor: Tensor) -> int:
-    """Return how many tensors refer to the storage of a tensor, if `CAN_COUNT_REFERENCES`."""
-    return reference_counts(tensor)[1] - 1  # without the storage's own object in Python, which counting makes
 
 
 # --- parts of tensors and modules
