@@ -86,8 +86,9 @@ def test_no_word_is_missing_in_a_narrow_terminal():
 
 
 def test_a_dry_run_says_if_it_fits():
-    page = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=0)._repr_html_()
-    assert "The run fits (RTX 4090, 24.0 GiB)." in page
+    stage = DryRunStage(stage="train", peak_allocated=2**30, peak_reserved=2**30)
+    page = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=0, stages=[stage])._repr_html_()
+    assert "Dry run on RTX 4090, 24.0 GiB. It fits." in page
     assert "<th>stage</th>" in page
     full = DryRunResult(device="RTX 4090", capacity=24 * 2**30, status=3, error="CUDA out of memory")
-    assert str(full).startswith("The run ran out of memory (RTX 4090, 24.0 GiB): CUDA out of memory")
+    assert "It runs out of memory. CUDA out of memory" in str(full)
