@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools.memory.owned import storage_of, tensors_by_owner
-
-_GRANULE = 512  # the allocator rounds blocks up to this
+from lightning_memtools.memory.allocator.block_rounding import block_size
+from lightning_memtools.memory.owned import owned_addresses
 
 _Entry = Mapping[str, Any]
 _Note = tuple[int, str | None, dict[int, str]]
@@ -38,11 +36,8 @@ class OwnerNotes:
     def note(self, stage: str | None, model: nn.Module, optimizers: Iterable[Optimizer], batch: Any) -> None:
         """Note the blocks of parameters, buffers, gradients, optimizer states and inputs."""
         owned: dict[int, str] = {}
-        for name, tensors in tensors_by_owner(model, optimizers, batch).items():
-            for tensor in tensors:
-                found = storage_of(tensor) if isinstance(tensor, torch.Tensor) and tensor.is_cuda else None
-                if found is not None:
-                    owned.setdefault(found[1].data_ptr(), name)
+        for name, address in owned_addresses(model, optimizers, batch):
+            owned.setdefault(address, name)
         self.notes.append((_now(), stage, owned))
 
     def compositions(self, entries: Sequence[_Entry]) -> dict[str, dict[str, int]]:
@@ -59,7 +54,7 @@ class OwnerNotes:
                 if address in live:
                     live[address].owner = owner
             if entry["action"] == "alloc":
-                live[entry["addr"]] = _Block(_size_of(entry))
+                live[entry["addr"]] = _Block(block_size(entry["size"]))
             elif entry["action"] == "free_completed":
                 live.pop(entry["addr"], None)
             if at in stages:
@@ -73,11 +68,11 @@ class OwnerNotes:
         for at, (entry, passed) in enumerate(self._beside(entries)):
             stage = passed[-1][1] if passed else stage
             if entry["action"] == "alloc":
-                allocated += _size_of(entry)
+                allocated += block_size(entry["size"])
                 if stage is not None and allocated > most.get(stage, (0, 0))[0]:
                     most[stage] = allocated, at
             elif entry["action"] == "free_completed":
-                allocated -= _size_of(entry)
+                allocated -= block_size(entry["size"])
         return {stage: at for stage, (_, at) in most.items()}
 
     def _beside(self, entries: Sequence[_Entry]) -> Iterator[tuple[_Entry, list[_Note]]]:
@@ -89,11 +84,6 @@ class OwnerNotes:
                 passed.append(notes.popleft())
             yield entry, passed
         yield {"action": ""}, list(notes)
-
-
-def _size_of(entry: _Entry) -> int:
-    size: int = entry["size"]
-    return -(-size // _GRANULE) * _GRANULE
 
 
 @dataclass(slots=True)

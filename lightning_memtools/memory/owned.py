@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -102,6 +102,21 @@ def tensors_by_owner(model: nn.Module, optimizers: Iterable[Optimizer], inputs: 
         "optimizer": _state_of(optimizers),
         "inputs": tree_leaves(inputs),
     }
+
+
+def owned_addresses(model: nn.Module, optimizers: Iterable[Optimizer], inputs: Any) -> Iterator[tuple[str, int]]:
+    """Yield category and address of each block on a CUDA device that belongs to one of `tensors_by_owner`."""
+    for name, tensors in tensors_by_owner(model, optimizers, inputs).items():
+        for tensor in tensors:
+            address = cuda_address(tensor) if isinstance(tensor, Tensor) else None
+            if address is not None:
+                yield name, address
+
+
+def cuda_address(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's block on a CUDA device; None where it has none."""
+    found = storage_of(tensor) if tensor.is_cuda else None
+    return None if found is None else found[1].data_ptr()
 
 
 def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str, int]:

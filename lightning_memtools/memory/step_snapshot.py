@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_memtools._torch import label_cuda_memory
 from lightning_memtools.memory.history_recording import HistoryRecording, record
 from lightning_memtools.memory.nested_tensors import tensors_in
-from lightning_memtools.memory.owned import KnowsItsTensors, storage_of, tensors_by_owner
+from lightning_memtools.memory.owned import KnowsItsTensors, cuda_address, tensors_by_owner
 from lightning_memtools.memory.readers import CudaReader
 from lightning_memtools.memory.stats import MemoryReader
 
@@ -101,8 +101,7 @@ class StepSnapshot:
     def _address(self, tensor: Tensor) -> int | None:
         if isinstance(self._reader, KnowsItsTensors):
             return self._reader.address_of(tensor)
-        found = storage_of(tensor) if tensor.is_cuda else None
-        return None if found is None else found[1].data_ptr()
+        return cuda_address(tensor)
 
 
 class ModuleLabels:

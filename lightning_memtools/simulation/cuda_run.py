@@ -27,7 +27,7 @@ from lightning_memtools._torch import (
 )
 from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
-from lightning_memtools.memory.owned import storage_of, tensors_by_owner
+from lightning_memtools.memory.owned import owned_addresses
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.step_snapshot import ModuleLabels
 from lightning_memtools.memory.virtual import Category, VirtualDevice
@@ -214,14 +214,8 @@ class _CudaRun(StepListener):
 
     def note_owners(self) -> None:
         """Note the blocks of parameters, gradients and optimizer states."""
-        owned: dict[int, Category] = {}
-        for name, tensors in tensors_by_owner(self.called, self._optimizers, None).items():
-            for tensor in tensors:
-                if name in _CATEGORIES and isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                    found = storage_of(tensor)
-                    if found is not None:
-                        owned[found[1].data_ptr()] = _CATEGORIES[name]
-        self._note(owned)
+        owned = owned_addresses(self.called, self._optimizers, None)
+        self._note({address: _CATEGORIES[name] for name, address in owned if name in _CATEGORIES})
 
     def _note(self, owned: dict[int, Category]) -> None:
         self._notes.append((self._phase, self._step, owned))
