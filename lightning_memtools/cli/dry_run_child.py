@@ -197,15 +197,13 @@ def _run(spec: DryRunSpec, known: KnownValues) -> None:
             observer.note("Nothing was ever put on a CUDA device: the script trains on the CPU, or does not train.")
     if spec.snapshot is not None:
         Path(spec.snapshot).write_bytes(pickle.dumps(snapshot))
-    result = replace(
-        _result_of(observer, snapshot, status, message), optimizer_steps=steps, assumed=list(known.assumed)
-    )
+    result = _result_of(observer, snapshot, status, message, optimizer_steps=steps, assumed=list(known.assumed))
     Path(spec.directory, "dry_run.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
 
 
 def _add_whole_script(observer: RunObserver) -> None:
     """Add a stage with the peaks of a script in which no Trainer ran."""
-    observer.before_reset()
+    observer.take_in_peaks()
     peaks = observer.script_peaks
     observer.stages[WHOLE_SCRIPT] = DryRunStage(
         stage=WHOLE_SCRIPT, peak_allocated=peaks["allocated_bytes"], peak_reserved=peaks["reserved_bytes"]
@@ -227,7 +225,9 @@ def _with_composition(observer: RunObserver, snapshot: dict[str, Any]) -> list[D
     return [composed(stage) for stage in observer.stages.values()]
 
 
-def _result_of(observer: RunObserver, snapshot: dict[str, Any], status: int, error: str | None) -> DryRunResult:
+def _result_of(
+    observer: RunObserver, snapshot: dict[str, Any], status: int, error: str | None, **read: Any
+) -> DryRunResult:
     spec = observer.spec
     properties = torch.cuda.get_device_properties(spec.rank)
     reports = sorted((Path(spec.directory) / "memtools").glob("oom-*.md")) if status == OUT_OF_MEMORY else []
@@ -251,6 +251,7 @@ def _result_of(observer: RunObserver, snapshot: dict[str, Any], status: int, err
         rank=spec.rank,
         devices=spec.devices,
         directory=spec.directory,
+        **read,
     )
 
 

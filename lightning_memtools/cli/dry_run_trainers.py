@@ -22,6 +22,7 @@ from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_fir
 from lightning_memtools.cli.dry_run import DryRunSpec, DryRunStage
 from lightning_memtools.cli.dry_run_files import RunFiles
 from lightning_memtools.cli.dry_run_owners import OwnerNotes
+from lightning_memtools.memory.loader_sizes import n_samples_of
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.peaks import PeakCounter, Phase, PhaseWatch, Stage, StageWatch, peak_counter
 from lightning_memtools.memory.readers import accelerator_reader, allocated_bytes
@@ -96,8 +97,8 @@ class RunObserver:
         running = self._watch.running if self._watch is not None else WHOLE_SCRIPT
         self.owners.note(running, model, optimizers, batch)
 
-    def before_reset(self) -> None:
-        """Called before the script resets the device's peaks: take them in."""
+    def take_in_peaks(self) -> None:
+        """Add the device's peaks to those known so far: the script may reset them."""
         if self._counter is not None:
             self._counter.fold()
         stats = torch.cuda.memory_stats(self.spec.rank)
@@ -262,8 +263,10 @@ class _LargestLast:
 def _with_largest(observer: RunObserver, trainer: Any, loader: Any) -> Any:
     """Return a loader that ends with its largest batch, where samples differ in size and not all batches run."""
     length = trainer.num_training_batches
+    if n_samples_of(loader) is None or length >= len(loader):
+        return loader
     sizes = known_sizes(loader, None)
-    if sizes is None or not sizes.vary or length >= len(loader):
+    if sizes is None or not sizes.vary:
         return loader
     observer.note(f"The last training batch is the largest that the loader can give: {sizes.described()}.")
     return _LargestLast(loader, worst_first(loader, loader.batch_size or 1, None, sizes), length)
@@ -471,7 +474,7 @@ def keep_peaks(observer: RunObserver) -> None:
             if not is_resetting:  # the observer resets them too
                 is_resetting = True
                 try:
-                    observer.before_reset()
+                    observer.take_in_peaks()
                 finally:
                     is_resetting = False
             reset(*args, **kwargs)
