@@ -20,8 +20,9 @@ _THIS_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
+LIGHTNING_PACKAGES = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})
 # Installed packages that only pass calls on.
-_PASSING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics")
+_PASSING = LIGHTNING_PACKAGES | {"lightning_utilities", "torchmetrics"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from lightning_memtools._torch import (
     tree_map_only,
     without_dispatch_modes,
 )
-from lightning_memtools.memory.user_code import calling_package, line_on_stack
+from lightning_memtools.memory.user_code import LIGHTNING_PACKAGES, calling_package, line_on_stack
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.null_cuda.launch import computes_nothing
 
@@ -74,7 +74,6 @@ _OF_FINITE = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": Fal
 _INDEX_OF = {"argmax", "argmin"}
 _OVERWRITING = {"aten::zero_", "aten::fill_", "aten::copy_"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
@@ -358,7 +357,7 @@ class KnownValues:
 
     def _assume(self, what: str) -> None:
         # The forward pass has assumed it before backward does; Lightning reads for its progress bar and for callbacks.
-        if in_backward() or calling_package() in _LIGHTNING:
+        if in_backward() or calling_package() in LIGHTNING_PACKAGES:
             return
         self.assumed.setdefault(f"{line_on_stack() or 'an unknown line'}: {what}")
 
