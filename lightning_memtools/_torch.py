@@ -181,7 +181,7 @@ def has_accumulation_hook(parameter: nn.Parameter) -> bool:
 
 
 def registered_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields names and children; `named_children` leaves out a child that is registered a second time."""
+    """Yield names and children; `named_children` leaves out a child that is registered a second time."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
@@ -406,7 +406,7 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 
 def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
-    """Copies each tensor into another with a few kernels for all. No public function does so."""
+    """Copy each tensor into another with a few kernels for all. No public function does so."""
     torch._foreach_copy_(to, from_)
 
 
@@ -472,7 +472,7 @@ def record_cuda_history(max_entries: int) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stops the recording; torch documents the function under its underscored name."""
+    """Stop the recording; torch documents the function under its underscored name."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -487,7 +487,7 @@ def is_cuda_history_recorded() -> bool:
 
 
 def label_cuda_memory(label: str) -> None:
-    """Writes a label into the history beside what is allocated from now on; torch documents it with an underscore.
+    """Label what is allocated from now on in the history; torch documents it with an underscore.
 
     Does nothing on a torch without labels.
     """
@@ -514,12 +514,12 @@ def cuda_memory_snapshot() -> dict[str, Any]:
 
 
 def clear_cublas_workspaces() -> None:
-    """Frees the workspaces that torch keeps for cuBLAS; it has no public function for it."""
+    """Free the workspaces that torch keeps for cuBLAS; there is no public function for it."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def attach_cuda_oom_observer(observer: Callable[[int, int, int, int], object]) -> None:
-    """Has CUDA's allocators call an observer before an out-of-memory error unwinds; torch offers no public hook.
+    """Have CUDA's allocators call an observer before an out-of-memory error unwinds; torch offers no public hook.
 
     It cannot be detached again.
 
@@ -755,7 +755,7 @@ class OperatorMode(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def run_composite(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator by the operators that it is made of in C++.
+    """Run an operator as the operators that it is composed of in C++.
 
     The public `decompose` prefers decompositions in Python, which round otherwise.
     """
@@ -788,7 +788,7 @@ def is_dispatch_mode_active() -> bool:
 
 
 def remove_kernels(library: Any) -> None:
-    """Removes the kernels that a `torch.library.Library` has added: the public way is to wait until it is collected."""
+    """Remove the kernels that a `torch.library.Library` has added: the public way is to wait until it is collected."""
     library._destroy()
 
 
@@ -805,7 +805,7 @@ ENGINE_RUN = torch.autograd, "_engine_run_backward"
 
 
 def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function that runs the engine from one that does, with a function mode entered as it is outside.
+    """Wrap a function that runs autograd's engine so that a function mode stays entered while it runs.
 
     `Tensor.backward` is a function that modes see, and while they do, torch takes them off: a layer that runs again in
     the backward pass would run without them. No public way tells whether a mode is off.

@@ -156,7 +156,7 @@ class HaltRun:
         raise self._reported(error)
 
     def leave_clean_state(self) -> None:
-        """Leave a state that a checkpoint may hold after another error. Does not wait for the other ranks."""
+        """Undo a bad step that was not read yet, after another error: a checkpoint may follow."""
         if self.guard is None:
             return
         try:

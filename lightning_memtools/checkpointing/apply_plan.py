@@ -53,7 +53,7 @@ class _Proofs:
         self._repeats: dict[tuple[str, int], bool] = {}
 
     def repeats(self, place: tuple[str, int], names: Sequence[str], given: Any, prove: Any) -> bool:
-        """Returns whether a range may be recomputed; runs it to find out when it is called for the first time."""
+        """Return whether a range may be recomputed; runs it to find out when it is called for the first time."""
         if not self._wanted:
             return True
         if place not in self._repeats:
@@ -206,7 +206,7 @@ class _WithoutCaches:
 
 
 def _passes_through(module: nn.Module, *, trained: bool) -> bool:
-    """Returns whether a call runs as usual: without gradients (nothing is kept), in evaluation, and for compilers.
+    """Return whether a call runs as usual: without gradients (nothing is kept), in evaluation, and for compilers.
 
     `trained` is the mode in which the plan was applied: a model that is trained in evaluation mode is recomputed in it.
     """
@@ -219,7 +219,7 @@ def _passes_through(module: nn.Module, *, trained: bool) -> bool:
 
 
 def _with_own_containers(value: Any) -> Any:
-    """Returns the same tensors in other lists and dictionaries, which a run may change without anybody noticing."""
+    """Return the same tensors in other lists and dictionaries, which a run may change without anybody noticing."""
     return tree_unflatten(*tree_flatten(value))
 
 
@@ -332,7 +332,7 @@ class AppliedPlan:
 
 
 def _flat_layers(chain: nn.Sequential, known: set[int]) -> Iterable[nn.Module]:
-    """Yields a chain's layers as the plan names them: a Sequential in it is one layer if it was, or else its layers."""
+    """Yield a chain's layers as the plan names them: a Sequential in it is one layer if it was, or else its layers."""
     for child in chain:
         if id(child) in known or not isinstance(child, nn.Sequential):
             yield child

@@ -48,7 +48,7 @@ class NothingToApplyTo(UserWarning):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Returns whether a module runs its children one after the other, as Sequential itself does."""
+    """Return whether a module runs its children one after the other, as Sequential itself does."""
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
@@ -58,12 +58,12 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns whether torch.compile compiled a module's call."""
+    """Return whether a module's call is compiled by torch.compile."""
     return compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
 
 
 def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
-    """Returns every chain of a model that the options ask for, outermost first, in the order of registration.
+    """Return every chain of a model that the options ask for, outermost first, in the order of registration.
 
     Raises:
         ValueError: A pattern matches no module.
@@ -97,7 +97,7 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
 
 
 def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointOptions) -> list[Chain]:
-    """Returns the modules that can be recomputed as a whole besides the layers of chains: each is a chain of its own.
+    """Return the modules that can be recomputed as a whole besides the layers of chains: each is a chain of its own.
 
     These have a forward of their own, as blocks in a ModuleList have and what is inside of them. What only a step can
     show, whether they run at all and can run again, is for the step's profile to say.
@@ -120,7 +120,7 @@ def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointO
 
 
 def depths(chains: Sequence[Chain]) -> list[list[Chain]]:
-    """Returns groups of chains of which none lies within another: the outermost, those one level further in, ..."""
+    """Return groups of chains of which none lies within another: the outermost, those one level further in, ..."""
 
     def depth(chain: Chain) -> int:
         return sum(other is not chain and is_within(chain.name, other.name) for other in chains)
@@ -136,7 +136,7 @@ def depths(chains: Sequence[Chain]) -> list[list[Chain]]:
 
 
 def candidates(model: nn.Module) -> list[str]:
-    """Returns patterns for `include` that match repeated blocks: ModuleLists of two or more modules of one class."""
+    """Return patterns for `include` that match repeated blocks: ModuleLists of two or more modules of one class."""
     return [
         f"{name}.*" if name else "*"
         for name, module in model.named_modules()
@@ -145,7 +145,7 @@ def candidates(model: nn.Module) -> list[str]:
 
 
 def nothing_found_message(model: nn.Module, options: CheckpointOptions) -> str:
-    """Returns what was looked for, and which patterns would match something."""
+    """Return what was looked for, and which patterns would match something."""
     looked_for = (
         "nn.Sequential modules with Sequential's own forward, and other modules worth running twice"
         if options.include is None
@@ -214,11 +214,11 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
 
 
 def is_within(name: str, ancestor: str) -> bool:
-    """Returns whether a module is another one or lies within it, by their qualified names."""
+    """Return whether a module is another one or lies within it, by their qualified names."""
     return name == ancestor or name.startswith(f"{ancestor}.") or ancestor == ""
 
 
 def ancestors(name: str) -> set[str]:
-    """Returns the qualified names of the modules that a module lies in."""
+    """Return the qualified names of the modules that a module lies in."""
     parts = name.split(".")
     return {".".join(parts[:n]) for n in range(len(parts))} if name else set()

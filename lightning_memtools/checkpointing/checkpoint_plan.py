@@ -79,7 +79,7 @@ class CheckpointPlan:
         return AppliedPlan(module, self.chains, prove=True)
 
     def rows(self) -> Table:
-        """Returns a row per chain and per kind of module: what is recomputed or left out and why, bytes and cost."""
+        """Return a row per chain and per kind of module: what is recomputed or left out and why, bytes and cost."""
         operations = self.plain.operations if self.plain is not None and self.plain.operations else 1
         return Table(
             _HEADS,
@@ -97,7 +97,7 @@ class CheckpointPlan:
         )
 
     def recomputed(self) -> str:
-        """Returns in a few words which modules are recomputed, those that take most of the operations first."""
+        """Return in a few words which modules are recomputed, those that take most of the operations first."""
         found = [
             (
                 sum(one.extra_operations for one in chains),
@@ -109,7 +109,7 @@ class CheckpointPlan:
         return first_of([name for _, name in sorted(found, reverse=True)]) or "nothing"
 
     def _alike(self) -> dict[tuple[str, ...], list[ChainPlan]]:
-        """Returns the chains that are treated alike, by the first columns of their row."""
+        """Return the chains that are treated alike, by the first columns of their row."""
         found: dict[tuple[str, ...], list[ChainPlan]] = {}
         for chain in self.chains:
             name = _NUMBER.sub("*", chain.name) if chain.is_module else chain.name or "(the model)"
@@ -118,7 +118,7 @@ class CheckpointPlan:
         return found
 
     def figures(self, measured_bytes: int | None = None) -> list[str]:
-        """Returns a line each on what the plan saves and costs, the last one on the measured peak if it is given."""
+        """Return a line each on what the plan saves and costs, the last one on the measured peak if it is given."""
         if self.plain is None or self.planned is None:
             return []
         plain, planned = self.plain, self.planned
@@ -136,7 +136,7 @@ class CheckpointPlan:
         return lines
 
     def table(self, measured_bytes: int | None = None) -> str:
-        """Returns the plan in markdown: a row per chain, then the figures."""
+        """Return the plan in markdown: a row per chain, then the figures."""
         parts = ["# Gradient checkpointing"]
         if self.refused is not None:
             parts.append(f"Nothing is recomputed. {self.refused}")
@@ -153,7 +153,7 @@ class CheckpointPlan:
 
 
 def units_under(profile: StepProfile, chains: Sequence[Chain]) -> list[Unit]:
-    """Returns the units of a profile with what the chains leave out pinned, and what a pattern named recomputed."""
+    """Return the units of a profile with what the chains leave out pinned, and what a pattern named recomputed."""
     units = []
     for place, profiled, before in zip(profile.places, profile.units, boundaries(profile.units)[:-1], strict=True):
         unit = profiled
@@ -167,7 +167,7 @@ def units_under(profile: StepProfile, chains: Sequence[Chain]) -> list[Unit]:
 
 
 def rows_of(profile: StepProfile, chains: Sequence[Chain]) -> list[tuple[int, ...]]:
-    """Returns for each chain the places in the row of units where ranges of its layers may begin and end."""
+    """Return for each chain the places in the row of units where ranges of its layers may begin and end."""
     kept = kept_by_unit(profile.units, ())
     forward = sum(unit.operations for unit in profile.units)
     found: list[tuple[int, ...]] = []
@@ -198,7 +198,7 @@ def rows_of(profile: StepProfile, chains: Sequence[Chain]) -> list[tuple[int, ..
 def chain_plans(
     profile: StepProfile, chains: Sequence[Chain], ranges: Ranges, *, forced: bool = True
 ) -> list[ChainPlan]:
-    """Returns ranges of units as ranges of each chain's layers. A chain that is called twice goes by its first call."""
+    """Return ranges of units as ranges of each chain's layers. A chain that is called twice goes by its first call."""
     begins: dict[int, list[tuple[int, int]]] = {}
     for (index, at), (start, _) in profile.spans.items():
         begins.setdefault(start, []).append((index, at))
@@ -206,7 +206,7 @@ def chain_plans(
     of_chain: dict[int, list[Range]] = {}
 
     def place(one: Range, within: int | None) -> Range | None:
-        """Returns a range in the layers of the chain `within` if it is of that one; else notes it with its own."""
+        """Return a range in the layers of the chain `within` if it is of that one; else notes it with its own."""
         found = [each for each in begins.get(one.start, ()) if ends.get((each[0], one.stop), 0) > each[1]]
         if not found:  # of a chain's second call
             return None
@@ -234,7 +234,7 @@ def chain_plans(
 def with_figures(
     plans: Sequence[ChainPlan], chains: Sequence[Chain], profile: StepProfile, units: Sequence[Unit], ranges: Ranges
 ) -> list[ChainPlan]:
-    """Returns the plans with what each chain keeps and computes again. `units` are those of `units_under`."""
+    """Return the plans with what each chain keeps and computes again. `units` are those of `units_under`."""
     before, after = kept_by_unit(profile.units, ()), kept_by_unit(units, ranges)
     inside: dict[int, set[int]] = {}
     for (index, _), span in profile.spans.items():

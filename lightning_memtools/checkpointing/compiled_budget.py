@@ -97,7 +97,7 @@ class CompiledBudget:
         return self.chosen is not None and self.peaks[self.chosen] <= self.limit_bytes
 
     def table(self) -> Table:
-        """Returns a row for each budget that was tried."""
+        """Return a row for each budget that was tried."""
         rows = [
             (f"{budget:g}", format_size(peak), "chosen" if budget == self.chosen else "")
             for budget, peak in self.peaks.items()

@@ -29,7 +29,7 @@ _RATES = ("p", "drop_prob")
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Returns whether a module is a Dropout of any kind that drops values in its current mode."""
+    """Return whether a module is a Dropout of any kind that drops values in its current mode."""
     if not isinstance(module, AnyDropout) and type(module).__name__ not in _DROPOUTS_BY_NAME:
         return False
     rate = next((getattr(module, name) for name in _RATES if hasattr(module, name)), None)
@@ -37,22 +37,22 @@ def is_dropout(module: nn.Module) -> bool:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Returns whether a module is a BatchNorm that normalizes by the batch's statistics in its current mode."""
+    """Return whether a module is a BatchNorm that normalizes by the batch's statistics in its current mode."""
     return isinstance(module, AnyBatchNorm) and module.training
 
 
 def is_special(module: nn.Module) -> bool:
-    """Returns whether the option `bn_dropout` is about this module."""
+    """Return whether the option `bn_dropout` is about this module."""
     return is_dropout(module) or is_batch_norm(module)
 
 
 def updates_statistics(module: nn.Module) -> bool:
-    """Returns whether a forward pass updates running statistics, as BatchNorm does, and InstanceNorm on request."""
+    """Return whether a forward pass updates running statistics, as BatchNorm does, and InstanceNorm on request."""
     return isinstance(module, StatisticsNorm) and module.training and module.track_running_stats
 
 
 def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
-    """Returns why a layer may not be part of a recomputed range; None if it may."""
+    """Return why a layer may not be part of a recomputed range; None if it may."""
     # Run twice, it would communicate twice.
     sync = _first_within(layer, lambda part: isinstance(part, nn.SyncBatchNorm) and part.training)
     if sync is not None:
@@ -69,7 +69,7 @@ def why_outside(layer: nn.Module, bn_dropout: str) -> str | None:
 
 
 def _first_within(module: nn.Module, condition: Callable[[nn.Module], bool]) -> str | None:
-    """Returns the class name of the first module in a tree that meets the condition; parametrizations are included."""
+    """Return the class name of the first module in a tree that meets the condition; parametrizations are included."""
     return next((type(part).__name__ for part in module.modules() if condition(part)), None)
 
 
@@ -154,7 +154,7 @@ class RunLog:
             raise CheckpointError(mismatch_message(self._name(min(layer, seen[0])), evidence))
 
     def incomplete_message(self) -> str:
-        """Returns the message for a second run that kept fewer tensors; it names the layer that kept too few."""
+        """Return the message for a second run that kept fewer tensors; it names the layer that kept too few."""
         layer = self._kept[self._n_kept][0] if self._n_kept < len(self._kept) else self._position
         return mismatch_message(self._name(layer), "it kept fewer tensors for backward")
 
@@ -163,7 +163,7 @@ class RunLog:
 
 
 def mismatch_message(layer: str, evidence: str) -> str:
-    """Returns which layer cannot be recomputed, and how to leave it out."""
+    """Return which layer cannot be recomputed, and how to leave it out."""
     return (
         f"The layer {layer} did not do the same when it was run again for its gradient ({evidence}): its output "
         f"depends on something besides its input and weights. Leave it out of recomputation with exclude=[{layer!r}]."
@@ -173,7 +173,7 @@ def mismatch_message(layer: str, evidence: str) -> str:
 def contexts(
     modules: Sequence[nn.Module], log: RunLog, states: Sequence[tuple[Stream, Any]], kept: Collection[int] = ()
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns the contexts of a range's first and later runs, for `torch.utils.checkpoint`'s context_fn.
+    """Return the contexts of a range's first and later runs, for `torch.utils.checkpoint`'s context_fn.
 
     Args:
         modules: The range's layers that update running statistics.

@@ -15,7 +15,7 @@ _MOST_PLACES = 128
 
 
 def cut(units: Sequence[Unit], segments: int) -> Ranges:
-    """Returns at most `segments` chunks of each chain, all but the last recomputed, with the lowest peak of the model.
+    """Return at most `segments` chunks of each chain, all but the last recomputed, with the lowest peak of the model.
 
     As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as usual: it would be recomputed at once.
     Layers that may not be recomputed run between the ranges of their chunk.
@@ -57,7 +57,7 @@ class _Stretch:
         self.last_peak = np.array([one.peak_bytes for one in plain], dtype=float)
 
     def fit(self, held: float, segments: int, limit: int) -> tuple[float, Ranges] | None:
-        """Returns the chunks that keep least within the limit, and what is held after them; `held` is before them."""
+        """Return the chunks that keep least within the limit, and what is held after them; `held` is before them."""
         n = len(self.kept)
         if not self.is_chain:
             return None if held + self.last_peak[0] > limit else (held + self.last_kept[0], ())
@@ -108,7 +108,7 @@ def _stretches(units: Sequence[Unit]) -> Iterator[tuple[int, int]]:
 
 
 def _ranges(units: Sequence[Unit], start: int, stop: int) -> Iterator[Range]:
-    """Yields a chunk's ranges: the units between those that must stay outside, from where a range may begin."""
+    """Yield a chunk's ranges: the units between those that must stay outside, from where a range may begin."""
     first = start
     while first < stop:
         if units[first].pinned or not units[first].may_start:

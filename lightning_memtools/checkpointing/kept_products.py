@@ -27,7 +27,7 @@ from lightning_memtools._torch import (
 
 
 def is_product(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a call of an operator is a product whose results may be kept.
+    """Return whether a call of an operator is a product whose results may be kept.
 
     Those are the operators that torch counts FLOPs of, but not where they draw random numbers: if such a call were
     left out, later calls would draw other numbers.
@@ -40,7 +40,7 @@ def is_product(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @cache
 def _product(operator: Any) -> tuple[bool, int | None]:
-    """Returns whether an operator is a product, and the position of its rate of dropout if it has one."""
+    """Return whether an operator is a product, and the position of its rate of dropout if it has one."""
     if not isinstance(operator, OpOverload) or operator_packet(operator) not in flop_registry:
         return False, None
     names = [argument.name for argument in operator_schema(operator).arguments]
@@ -61,11 +61,11 @@ class KeptProducts:
         self._results: dict[int, tuple[list[Any], list[int | None], Any]] = {}
 
     def keeping(self) -> _ProductMode:
-        """Returns the context of the first run."""
+        """Return the context of the first run."""
         return _ProductMode(self._kept, self._keep)
 
     def using(self) -> _ProductMode:
-        """Returns the context of a later run. What it uses is released, so that yet another one computes it again."""
+        """Return the context of a later run. What it uses is released, so that yet another one computes it again."""
         return _ProductMode(self._kept, self._use)
 
     def _keep(self, at: int, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,13 +13,13 @@ from torch import nn
 
 
 def configs_with_caches(model: nn.Module) -> list[Any]:
-    """Returns the configurations in a model whose `use_cache` is on, each once."""
+    """Return the configurations in a model whose `use_cache` is on, each once."""
     found = {id(config): config for part in model.modules() if _uses_cache(config := vars(part).get("config"))}
     return list(found.values())
 
 
 def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the outermost modules whose configuration has `use_cache` on, by name."""
+    """Return the outermost modules whose configuration has `use_cache` on, by name."""
     found: dict[str, nn.Module] = {}
     for name, part in model.named_modules():
         around = any(not one or name.startswith(f"{one}.") for one in found)
@@ -42,7 +42,7 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a call is given a cache of keys and values: a Cache of transformers or one that acts as such."""
+    """Return whether a call is given a cache of keys and values: a Cache of transformers or one that acts as such."""
     return any(
         callable(getattr(type(one), "get_seq_length", None)) and callable(getattr(type(one), "update", None))
         for one in (*args, *kwargs.values())

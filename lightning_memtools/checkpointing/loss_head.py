@@ -53,7 +53,7 @@ class ChunkedLoss:
     cost: StepCost
 
     def note(self, peak_bytes: int) -> str:
-        """Returns in a line what the logits take and what another loss would save of a step's peak."""
+        """Return in a line what the logits take and what another loss would save of a step's peak."""
         return (
             f"the logits ({self.rows:,} x {self.classes:,}) take {format_size(self.logits_bytes)} for each copy; with "
             f"{CODE} in place of the linear layer and cross_entropy the peak is {format_size(self.cost.peak_bytes)} "
@@ -62,14 +62,14 @@ class ChunkedLoss:
 
 
 def may_have_large_logits(model: nn.Module) -> bool:
-    """Returns whether a model has a layer for a large vocabulary, and torch a loss that needs no logits of it."""
+    """Return whether a model has a layer for a large vocabulary, and torch a loss that needs no logits of it."""
     return hasattr(F, "linear_cross_entropy") and any(
         isinstance(part, nn.Linear) and part.out_features >= _LEAST_CLASSES for part in model.modules()
     )
 
 
 def step_with_chunked_loss(step: TracedStep, plans: Sequence[ChainPlan] = ()) -> ChunkedLoss | None:
-    """Returns the step, under a plan, with its loss in chunks; None without such a loss, or such a function of torch.
+    """Return the step, under a plan, with its loss in chunks; None without such a loss, or such a function of torch.
 
     It has one where a linear layer of 8,192 outputs or more is followed by `cross_entropy`, with nothing between them
     but changes of type and shape.
@@ -139,7 +139,7 @@ class _LossInChunks(TorchFunctionMode):
         return out
 
     def _chunked(self, made_of: Any, given: dict[str, Any]) -> Tensor | None:
-        """Returns cross_entropy without the logits, as far as linear_cross_entropy can compute it; else None."""
+        """Return cross_entropy without the logits, as far as linear_cross_entropy can compute it; else None."""
         source, head, bias = made_of
         logits, target = given["input"], given["target"]
         if given["label_smoothing"] or target.is_floating_point():

@@ -61,7 +61,7 @@ class ChainPlan:
     extra_operations: int = 0
 
     def without_ranges(self) -> ChainPlan:
-        """Returns the same chain with nothing recomputed."""
+        """Return the same chain with nothing recomputed."""
         return replace(self, ranges=(), kept_bytes=self.plain_kept_bytes, extra_operations=0)
 
 
@@ -133,7 +133,7 @@ class Unit:
     products: tuple[Product, ...] = ()
 
     def backward_need(self, *, again: bool, input_held: bool) -> int:
-        """Returns the peak of its backward pass, above what it and earlier units keep.
+        """Return the peak of its backward pass, above what it and earlier units keep.
 
         Args:
             again: It is in a range that ran again.
@@ -144,7 +144,7 @@ class Unit:
         return max(self.again_backward_peak - (0 if input_held else self.freed_input_bytes), 0)
 
     def keep(self, *, input_held: bool) -> tuple[int, bool]:
-        """Returns the bytes that it adds by keeping its tensors, and whether its output is held then."""
+        """Return the bytes that it adds by keeping its tensors, and whether its output is held then."""
         added = self.own_bytes + self.out_kept + (0 if input_held else self.in_kept)
         if self.same_storage:
             return added, input_held or self.in_kept > 0
@@ -167,7 +167,7 @@ class PlanEstimate:
 
 
 def pieces(start: int, stop: int, ranges: Ranges) -> Iterator[Range | int]:
-    """Yields the ranges of one level and the layers between them, in order."""
+    """Yield the ranges of one level and the layers between them, in order."""
     position = start
     for one in ranges:
         yield from range(position, one.start)
@@ -177,14 +177,14 @@ def pieces(start: int, stop: int, ranges: Ranges) -> Iterator[Range | int]:
 
 
 def runs_again(ranges: Sequence[Range]) -> Iterator[int]:
-    """Yields the layers that run more than once, each as often as it runs again."""
+    """Yield the layers that run more than once, each as often as it runs again."""
     for one in ranges:
         yield from range(one.start, one.stop)
         yield from runs_again(one.inner)
 
 
 def boundaries(units: Sequence[Unit]) -> list[int]:
-    """Returns the size of what is handed on before each unit and after the last."""
+    """Return the bytes of the tensors that are passed into each unit, and out of the last."""
     found = [0]
     for unit in units:
         found.append(unit.out_bytes or (found[-1] if unit.same_storage else 0))
@@ -192,30 +192,30 @@ def boundaries(units: Sequence[Unit]) -> list[int]:
 
 
 def last_saving(units: Sequence[Unit], start: int, stop: int) -> int:
-    """Returns the last unit in a range that keeps anything: running the range again stops in it. -1 if none does."""
+    """Return the last unit in a range that keeps anything: running the range again stops in it. -1 if none does."""
     return next((at for at in range(stop - 1, start - 1, -1) if units[at].saves), -1)
 
 
 def products_of(units: Sequence[Unit], one: Range) -> list[tuple[int, Product]]:
-    """Returns the products that a range keeps, and the unit of each."""
+    """Return the products that a range keeps, and the unit of each."""
     every = [(at, product) for at in range(one.start, one.stop) for product in units[at].products] if one.kept else []
     return [every[number] for number in one.kept]
 
 
 def bytes_kept(units: Sequence[Unit], one: Range) -> int:
-    """Returns the bytes of the products that a range keeps."""
+    """Return the bytes of the products that a range keeps."""
     return sum(product.n_bytes for _, product in products_of(units, one))
 
 
 def held_after(units: Sequence[Unit], one: Range) -> bool:
-    """Returns whether the output of a range is held after it ran: its input is, and products that it keeps."""
+    """Return whether the output of a range is held after it ran: its input is, and products that it keeps."""
     if all(unit.same_storage for unit in units[one.start : one.stop]):
         return True
     return any(at == one.stop - 1 and product.is_output for at, product in products_of(units, one))
 
 
 def ranges_with_products(units: Sequence[Unit], start: int, stop: int) -> list[Range]:
-    """Returns ranges of these units that keep the products which save most operations for their size."""
+    """Return ranges of these units that keep the products which save most operations for their size."""
     end = last_saving(units, start, stop)
     every = [(at, product) for at in range(start, stop) for product in units[at].products]
     useful = [
@@ -231,7 +231,7 @@ def ranges_with_products(units: Sequence[Unit], start: int, stop: int) -> list[R
 def estimate(
     units: Sequence[Unit], ranges: Ranges, first: int = 0, last: int | None = None, *, input_held: bool = True
 ) -> PlanEstimate:
-    """Returns the peak and the extra operations of a plan, following the step unit by unit.
+    """Return the peak and the extra operations of a plan, following the step unit by unit.
 
     With `first` and `last` only these units are followed, as if the others kept nothing.
     """
@@ -288,7 +288,7 @@ def estimate(
 
 
 def kept_by_unit(units: Sequence[Unit], ranges: Ranges) -> list[int]:
-    """Returns the bytes that each unit adds to what is kept for backward; a range's are its first unit's."""
+    """Return the bytes that each unit adds to what is kept for backward; a range's are its first unit's."""
     between = boundaries(units)
     kept = [0] * len(units)
     held = True
@@ -302,7 +302,7 @@ def kept_by_unit(units: Sequence[Unit], ranges: Ranges) -> list[int]:
 
 
 def as_forced(unit: Unit, n_bytes: int) -> Unit:
-    """Returns a unit that is recomputed by every plan: it keeps its input, and needs the rest in its backward pass."""
+    """Return a unit that is recomputed by every plan: it keeps its input, and needs the rest in its backward pass."""
     peak = unit.backward_need(again=True, input_held=True) + unit.own_bytes + unit.out_kept
     return replace(
         unit,
@@ -317,7 +317,7 @@ def as_forced(unit: Unit, n_bytes: int) -> Unit:
 
 
 def joined(units: Sequence[Unit], start: int, stop: int, n_bytes: int) -> Unit:
-    """Returns units as a single one; `n_bytes` is the size of their input."""
+    """Return units as a single one; `n_bytes` is the size of their input."""
     group = units[start:stop]
     if len(group) == 1:
         return group[0]

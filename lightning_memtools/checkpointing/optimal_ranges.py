@@ -108,7 +108,7 @@ class OptimalRanges:
         self._outer = self._solve(0, len(self._cells), again=False)
 
     def frontier(self) -> list[tuple[int, int]]:
-        """Returns peak in bytes and extra operations of every plan that no other one beats, by falling peak."""
+        """Return peak in bytes and extra operations of every plan that no other one beats, by falling peak."""
         costs = self._outer[1, 0] - self._work[-1]
         points: list[tuple[int, int]] = []
         for slot in range(self._n - 1, -1, -1):
@@ -121,14 +121,14 @@ class OptimalRanges:
         return points
 
     def best(self, limit_bytes: float) -> Ranges | None:
-        """Returns the plan of least recomputation whose peak is within the limit; None if there is none."""
+        """Return the plan of least recomputation whose peak is within the limit; None if there is none."""
         slot = min(int(limit_bytes / self._quantum + 1e-6), self._n - 1)
         if slot < 0 or self._outer[1, 0, slot] == INFINITE:
             return None
         return self._plan(0, len(self._cells), slot, again=False)
 
     def _solve(self, start: int, stop: int, *, again: bool) -> Costs:
-        """Returns the least costs from each cell on to `stop`: [whether its input is held, first - start, memory].
+        """Return the least costs from each cell on to `stop`: [whether its input is held, first - start, memory].
 
         `again`: these are what is left of a range that runs again; else of the step, whose first run counts too.
         """
@@ -146,7 +146,7 @@ class OptimalRanges:
         return table
 
     def _keep(self, first: int, stop: int, held: int, *, again: bool) -> tuple[int, int, float, int]:
-        """Returns for a cell that is kept: least memory, memory added, cost, whether its output is held then."""
+        """Return for a cell that is kept: least memory, memory added, cost, whether its output is held then."""
         cell = self._cells[first]
         added, out_held = cell.keep(input_held=bool(held))
         need = added + cell.backward_need(again=again, input_held=bool(held))
@@ -161,7 +161,7 @@ class OptimalRanges:
         return max(self._slots(need), self._slots(added)), self._slots(added), float(cost), int(out_held)
 
     def _recompute(self, first: int, start: int, stop: int, table: Costs, *, again: bool) -> Costs | None:
-        """Returns the least costs where a range begins with this cell, whose input is held."""
+        """Return the least costs where a range begins with this cell, whose input is held."""
         ends = self._ends_within(first, stop, again=again)
         if not ends:
             return None
@@ -172,7 +172,7 @@ class OptimalRanges:
         return found
 
     def _options(self, first: int, start: int, ends: Sequence[int], table: Costs, slots: Any, *, again: bool) -> Costs:
-        """Returns the costs of each range from `first` to one of the ends, with the rest after it."""
+        """Return the costs of each range from `first` to one of the ends, with the rest after it."""
         n = len(ends)
         found: Costs = self._again[first][:n, slots] + table[self._same[first][:n], np.array(ends) - start, slots]
         if not again:  # its first run needs memory too; within another range, no more than running again later
@@ -187,7 +187,7 @@ class OptimalRanges:
         return ends[: bisect_left(ends, stop)] if again else ends
 
     def _plan(self, start: int, stop: int, slot: int, *, again: bool) -> Ranges:
-        """Returns the ranges that have the least cost in this amount of memory."""
+        """Return the ranges that have the least cost in this amount of memory."""
         found: list[Range] = []
         base, table = self._tables[stop] if again else (0, self._outer)
         first, held = start, 1
@@ -216,7 +216,7 @@ class OptimalRanges:
     def _ranges_with_products(
         self, units: Sequence[Unit], rows: Sequence[Row], at_of: dict[int, int]
     ) -> dict[int, list[_WithProducts]]:
-        """Returns the ranges of single layers that keep products, by place."""
+        """Return the ranges of single layers that keep products, by place."""
         found: dict[int, list[_WithProducts]] = {}
         for start, stop in sorted({pair for row in rows for pair in itertools.pairwise(row)}):
             first, last = at_of[start], at_of[stop]
@@ -231,7 +231,7 @@ class OptimalRanges:
         return found
 
     def _missing(self, first: int, held: int) -> int:
-        """Returns the memory that a range adds which begins with a cell."""
+        """Return the memory that a range adds which begins with a cell."""
         return 0 if held else self._slots(self._between[first])
 
     def _slots(self, n_bytes: float) -> int:
@@ -239,7 +239,7 @@ class OptimalRanges:
 
 
 def thinned(units: Sequence[Unit], row: Sequence[int], most: int) -> Row:
-    """Returns at most so many places of a row, at small tensors, besides its first one."""
+    """Return at most so many places of a row, at small tensors, besides its first one."""
     if len(row) <= most:
         return tuple(row)
     sizes = boundaries(units)
@@ -248,7 +248,7 @@ def thinned(units: Sequence[Unit], row: Sequence[int], most: int) -> Row:
 
 
 def _few_enough(units: Sequence[Unit], rows: Sequence[Row]) -> list[Row]:
-    """Returns rows between whose places ranges take neither too long to solve nor too much memory."""
+    """Return rows between whose places ranges take neither too long to solve nor too much memory."""
     found = [thinned(units, row, _MOST_PLACES) for row in rows]
     most = _MOST_PLACES
     while most > 1 and _is_too_much(found):
@@ -270,7 +270,7 @@ def _is_too_much(rows: Sequence[Row]) -> bool:
 
 
 def _ends(rows: Sequence[Row]) -> dict[int, list[int]]:
-    """Returns for each place where ranges may begin the places where these may end."""
+    """Return for each place where ranges may begin the places where these may end."""
     found: dict[int, set[int]] = {}
     for row in rows:
         for at, first in enumerate(row[:-1]):
@@ -279,7 +279,7 @@ def _ends(rows: Sequence[Row]) -> dict[int, list[int]]:
 
 
 def _places_of(units: Sequence[Unit], rows: Sequence[Row]) -> list[int]:
-    """Returns every place where a range may begin or end, and all places outside of ranges."""
+    """Return every place where a range may begin or end, and all places outside of ranges."""
     places = set(range(len(units) + 1))
     for start, stop in _stretches(rows):
         places -= set(range(start + 1, stop))
@@ -287,7 +287,7 @@ def _places_of(units: Sequence[Unit], rows: Sequence[Row]) -> list[int]:
 
 
 def _stretches(rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """Returns the first and the last place of the rows that lie in no other."""
+    """Return the first and the last place of the rows that lie in no other."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted({(row[0], row[-1]) for row in rows}, key=lambda one: (one[0], -one[1])):
         if not found or start >= found[-1][1]:
@@ -296,7 +296,7 @@ def _stretches(rows: Sequence[Row]) -> list[tuple[int, int]]:
 
 
 def _flat_rows(units: Sequence[Unit]) -> list[Row]:
-    """Returns the longest rows of units of one chain that may be recomputed."""
+    """Return the longest rows of units of one chain that may be recomputed."""
     alike = itertools.groupby(range(len(units)), lambda at: None if units[at].pinned else units[at].chain)
     groups = [[*found] for chain, found in alike if chain is not None]
     return [tuple(range(one[0], one[-1] + 2)) for one in groups]

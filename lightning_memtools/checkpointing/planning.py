@@ -132,7 +132,7 @@ class StepPlanner:
         self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
 
     def plan(self, options: CheckpointOptions, *, nearest: bool = False) -> CheckpointPlan:
-        """Returns the plan for these options; see `plan_checkpoints`.
+        """Return the plan for these options; see `plan_checkpoints`.
 
         Args:
             options: The options.
@@ -164,7 +164,7 @@ class StepPlanner:
         return plan
 
     def least_peak(self, options: CheckpointOptions) -> int | None:
-        """Returns the lowest peak of any plan in bytes, as computed from the profile: some percent off a traced one.
+        """Return the lowest peak of any plan in bytes, as computed from the profile: some percent off a traced one.
 
         None where only a trace can tell: a plan recomputes a layer in all its calls, but the profile counts the first;
         and where the estimate of the plain step is too high, those of plans may be, too.
@@ -173,7 +173,7 @@ class StepPlanner:
         return _GroupPlan(self._group(widest), self._all_chains(options), options).least_peak()
 
     def with_advice(self, plan: CheckpointPlan) -> CheckpointPlan:
-        """Returns the plan, with a note where much of its peak is what no plan lowers: a language model's logits."""
+        """Return the plan, with a note where much of its peak is what no plan lowers: a language model's logits."""
         if plan.planned is None:
             return plan
         self.progress.doing = "tracing a step with another loss"
@@ -187,7 +187,7 @@ class StepPlanner:
         return replace(plan, notes=(*plan.notes, head.note(peak)))
 
     def _skipping_or_recomputing(self, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
-        """Returns the plan that runs no BatchNorm or Dropout layer twice, or one that does if there is none."""
+        """Return the plan that runs no BatchNorm or Dropout layer twice, or one that does if there is none."""
         try:
             plan = self.plan(replace(options, bn_dropout="skip"))
         except BudgetTooSmallError:
@@ -201,7 +201,7 @@ class StepPlanner:
         return replace(other, notes=(*other.notes, note))
 
     def _best(self, options: CheckpointOptions) -> CheckpointPlan:
-        """Returns the best plan."""
+        """Return the best plan."""
         if not _takes_all(options):
             return self._best_of_depths(options)
         # A profile covers whatever some `bn_dropout` allows, so that all of them share it.
@@ -217,7 +217,7 @@ class StepPlanner:
         return bool(chains) and bool(rows_of(self._group(chains).profile, chains))
 
     def _best_of_depths(self, options: CheckpointOptions) -> CheckpointPlan:
-        """Plans each depth of nesting of chains, and returns the best plan: for `segments`, and for modules by name.
+        """Plan each depth of nesting of chains, and return the best plan: for `segments`, and for modules by name.
 
         What lies within the layers of the outermost chains is planned only if these save little.
         """
@@ -248,7 +248,7 @@ class StepPlanner:
         return (plan.peak_bytes or 0) < (other.peak_bytes or 0)
 
     def _product(self, plan: CheckpointPlan) -> int:
-        """Returns the product of memory and operations, which "auto" keeps low, as traced."""
+        """Return the product of memory and operations, which "auto" keeps low, as traced."""
         assert plan.planned is not None
         resident = plan.planned.resident_bytes
         return max(plan.planned.peak_bytes - resident, 1) * plan.planned.operations
@@ -274,7 +274,7 @@ class StepPlanner:
             return self._profile(chains)
 
     def _alternatives(self, options: CheckpointOptions) -> str:
-        """Says what each other `bn_dropout` would give."""
+        """Describe what each other `bn_dropout` would give."""
         found = []
         for other in get_args(BnDropout):
             if other in {options.bn_dropout, "auto"}:
@@ -300,7 +300,7 @@ class _PlanningGroup:
         self._predicted: dict[tuple[tuple[str, Ranges], ...], StepCost] = {}
 
     def optimal(self, units: list[Unit], rows: list[Row]) -> OptimalRanges:
-        """Returns all optimal plans of these units. The last ones are kept; of many units they can take 100 MB."""
+        """Return all optimal plans of these units. The last ones are kept; of many units they can take 100 MB."""
         for known, optimal in self._solved:
             if known == (units, rows):
                 return optimal
@@ -313,7 +313,7 @@ class _PlanningGroup:
         return self._solved[-1][1]
 
     def predicted(self, plans: Sequence[ChainPlan]) -> StepCost:
-        """Returns the memory and operations of the step under these plans, traced at most once."""
+        """Return the memory and operations of the step under these plans, traced at most once."""
         key = tuple((plan.name, plan.ranges) for plan in plans if plan.ranges)
         if not key:
             return self.profile.plain
@@ -366,7 +366,7 @@ class _GroupPlan:
         return CheckpointPlan(plans, self._plain, self._group.predicted(plans))
 
     def _best_product(self) -> CheckpointPlan:
-        """Returns the plan with the lowest product of memory and operations, of the few that were traced."""
+        """Return the plan with the lowest product of memory and operations, of the few that were traced."""
         optimal = self._group.optimal(self._units, self._rows)
         operations = self._plain.operations + sum(plan.extra_operations for plan in self._chain_plans(()))
         most = MOST_OPERATIONS * self._plain.operations
@@ -392,7 +392,7 @@ class _GroupPlan:
         return best
 
     def _fitting(self, limit: int) -> CheckpointPlan:
-        """Returns the plan with the least recomputation whose traced peak is within the limit."""
+        """Return the plan with the least recomputation whose traced peak is within the limit."""
         optimal = self._group.optimal(self._units, self._rows)
         aim = float(limit)
         tried: list[CheckpointPlan] = []
@@ -438,12 +438,12 @@ class _GroupPlan:
 
 
 def _takes_all(options: CheckpointOptions) -> bool:
-    """Returns whether all modules are candidates, and not only chains or what patterns name."""
+    """Return whether all modules are candidates, and not only chains or what patterns name."""
     return options.include is None and options.segments is None
 
 
 def _worth_showing(plans: Sequence[ChainPlan], profile: StepProfile) -> Iterator[ChainPlan]:
-    """Yields the plans that recompute something, the outermost Sequentials, and what only running showed not to."""
+    """Yield the plans that recompute something, the outermost Sequentials, and what only running showed not to."""
     left_out = {plans[index].name for index, _ in profile.outside if plans[index].is_module}
     chains = {plan.name for plan in plans if not plan.is_module}
     for plan in plans:
@@ -453,7 +453,7 @@ def _worth_showing(plans: Sequence[ChainPlan], profile: StepProfile) -> Iterator
 
 
 def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:
-    """Returns the plan, or the same without its ranges if it does not lower the peak by this share."""
+    """Return the plan, or the same without its ranges if it does not lower the peak by this share."""
     assert plan.plain is not None
     assert plan.planned is not None
     was, now = plan.plain.peak_bytes, plan.planned.peak_bytes

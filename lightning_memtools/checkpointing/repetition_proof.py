@@ -52,7 +52,7 @@ def layer_that_differs(
 
 
 def holds_fake_tensors(value: Any) -> bool:
-    """Returns whether values cannot be compared, because there are none."""
+    """Return whether values cannot be compared, because there are none."""
     return any(isinstance(one, FakeTensor) or one.is_meta for one in tensors_in(value))
 
 
@@ -86,7 +86,7 @@ def _fingerprints_of(
 
 
 def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
-    """Returns whether a tensor may be a seed or offset of attention on a GPU: a number on the host, unset at dropout 0.
+    """Return whether a tensor may be a seed or offset of attention on a GPU: a number on the host, unset at dropout 0.
 
     Source: `_efficient_attention_forward` in aten/src/ATen/native/transformers/cuda/attention.cu.
     """

@@ -41,7 +41,7 @@ def refuse_peaks(options: CheckpointOptions, model: nn.Module) -> None:
 
 
 def within_units(plan: CheckpointPlan, step: TracedStep) -> CheckpointPlan:
-    """Returns the plan with ranges of several sharded modules cut into one for each; without such modules, the plan."""
+    """Return the plan with ranges of several sharded modules cut into one for each; without such modules, the plan."""
     sharded = [name for name, module in step.model.named_modules() if is_fsdp_module(module)]
     if not sharded or plan.refused is not None:
         return plan
@@ -52,7 +52,7 @@ def within_units(plan: CheckpointPlan, step: TracedStep) -> CheckpointPlan:
 
 
 def _cut(chain: ChainPlan, sharded: Sequence[str], model: nn.Module) -> Iterator[ChainPlan]:
-    """Yields the chain with what of its ranges holds no sharded module, and the sharded modules as chains of one."""
+    """Yield the chain with what of its ranges holds no sharded module, and the sharded modules as chains of one."""
     holding = [any(is_within(name, layer) for name in sharded) for layer in chain.layers]
     if not any(holding[at] for one in chain.ranges for at in range(one.start, one.stop)):
         yield chain

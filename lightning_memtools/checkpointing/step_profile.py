@@ -348,7 +348,7 @@ def _run_again(trace: StepTrace, recorder: _Recorder) -> dict[tuple[int, str], s
 
 
 def _what_changed(model: nn.Module, chains: Sequence[Chain], recorder: _Recorder, changed: Any) -> dict[Any, str]:
-    """Returns the layers that hold what running changes, with the name of it; by chain and layer."""
+    """Return the layers that hold what running changes, with the name of it; by chain and layer."""
     found: dict[Any, str] = {}
     owners = {owner for owner, _ in changed}
     for index, chain in enumerate(chains):
@@ -364,7 +364,7 @@ def _what_changed(model: nn.Module, chains: Sequence[Chain], recorder: _Recorder
 
 
 def _state_of(model: nn.Module) -> dict[tuple[int, str], Any]:
-    """Returns what modules hold that a forward pass could change: numbers, strings, lengths, tensors and buffers.
+    """Return what modules hold that a forward pass could change: numbers, strings, lengths, tensors and buffers.
 
     Running statistics are left out: exact_recomputation.py takes care of these, but of no other buffer.
     """

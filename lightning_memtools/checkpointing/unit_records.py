@@ -54,7 +54,7 @@ class UnitRecord:
 
 
 def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[Unit, ...]:
-    """Returns the units that were measured; those between chains and at the places `pinned` must not run again.
+    """Return the units that were measured; those between chains and at the places `pinned` must not run again.
 
     A block counts as kept by the first unit that keeps it.
     """
@@ -105,7 +105,7 @@ def units_of(records: Sequence[UnitRecord], pinned: Collection[Place]) -> tuple[
 
 
 def _size_of(blocks: dict[int, int], among: Collection[int]) -> int:
-    """Returns the size of those blocks that are among these."""
+    """Return the size of those blocks that are among these."""
     return sum(size for key, size in blocks.items() if key in among)
 
 
@@ -120,7 +120,7 @@ def _product_of(one: ProductRecord, record: UnitRecord, passed: Collection[int])
 
 
 def _may_start(records: Sequence[UnitRecord]) -> list[bool]:
-    """Returns for each unit whether a range may begin with it: nobody overwrites its input, or a view of it."""
+    """Return for each unit whether a range may begin with it: nobody overwrites its input, or a view of it."""
     found: list[bool] = []
     overwritten = False
     for record in reversed(records):

@@ -271,7 +271,7 @@ def _check_there_is(program: str, *, module: bool) -> None:
 
 
 def _end_session(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child's remaining processes: Ctrl-C only reaches this one, and loaders may outlive a script."""
+    """Kill the child and all processes it started. Ctrl-C does not reach them, and workers may outlive the script."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -218,7 +218,7 @@ def find_gpu(text: object) -> Gpu | None:
 
 
 def context_bytes(capacity: object) -> int:
-    """Return the memory that a CUDA context takes of a GPU given by name; none of a capacity in bytes.
+    """Return the bytes of the CUDA context: 500 MiB on a GPU given by name, 0 for a capacity given in bytes.
 
     Raises:
         ValueError: The GPU comes with different sizes, and the text gives none.

@@ -48,7 +48,7 @@ class UpdateVeto(Generic[Note]):
 
     @torch.no_grad()
     def check(self, optimizer: Optimizer, numbers: Tensor, n_deciding: int, note: Note) -> None:
-        """Hold the coming step back if one of the first `n_deciding` numbers is NaN or Inf. Does not wait."""
+        """Skip the coming update if one of the first `n_deciding` numbers is NaN or Inf, without waiting."""
         bad = ~torch.isfinite(numbers[:n_deciding]).all()
         self._n_bad.add_(bad)
         halts = self._n_bad > self._max_skips

@@ -42,7 +42,7 @@ def _sizes_in(batch: Any) -> list[int]:
 
 
 def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, int]]:
-    """Cut a batch into parts of nearly equal size, each with its number of samples; their order is the batch's.
+    """Split a batch into parts of nearly equal size, in its order. Return each with its number of samples.
 
     Tensors and arrays that are as long as the batch are cut, and lists and tuples of as many items, whatever they are;
     everything else goes into every part.

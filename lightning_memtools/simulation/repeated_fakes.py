@@ -96,7 +96,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of an operator; NotImplemented where the FakeTensorMode has to run it.
+        """Return the result of an operator; NotImplemented where the FakeTensorMode has to run it.
 
         A mode above this one can call it instead of the operator, which saves a way through torch's dispatcher.
         """
@@ -126,7 +126,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Returns the images of one pixel that an operator on elements made, contiguous: as its kernels lay them out.
+        """Return the images of one pixel that an operator on elements made, contiguous: as its kernels lay them out.
 
         Such images are contiguous in either memory format (TensorIterator.cpp), and what enlarges them then is not
         channels last.
@@ -144,7 +144,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return found[0] if is_one else tuple(found)
 
     def _of_number(self, func: Any, first: Any, *others: Any) -> Any:
-        """Returns the result of an operator on one number whose value is known; None for any other operator.
+        """Return the result of an operator on one number whose value is known; None for any other operator.
 
         Optimizers count their steps in such numbers, one for each parameter: in many a step these would take more time
         than all the rest.
@@ -186,7 +186,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: SizeNames | None = None) -> Any:
-    """Returns what a result depends on, in names of sizes if these are given; None if it may depend on more."""
+    """Return what a result depends on, in names of sizes if these are given; None if it may depend on more."""
     found: list[Any] = [func, torch.get_default_dtype()]
     if not all(_note(one, found, sizes) for one in args):
         return None
@@ -198,7 +198,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: SizeNa
 
 
 def _key_in_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SizeNames] | None:
-    """Returns the key in names of sizes, and the sizes; None where these do not tell the result."""
+    """Return the key in names of sizes, and the sizes; None where these do not tell the result."""
     if not has_sizes_of_arguments(func):
         return None
     sizes = SizeNames()
@@ -214,7 +214,7 @@ def _remember(key: Any, known: Known) -> None:
 
 
 def _in_names(known: Known, sizes: SizeNames) -> Any:
-    """Returns a result in names of sizes; None if it has other sizes, or is not dense."""
+    """Return a result in names of sizes; None if it has other sizes, or is not dense."""
     if known is None or isinstance(known, str):
         return known
     is_one, made = known
@@ -223,7 +223,7 @@ def _in_names(known: Known, sizes: SizeNames) -> Any:
 
 
 def _in_sizes(named: Any, sizes: SizeNames) -> Known:
-    """Returns a result that `_in_names` gave, with these sizes."""
+    """Return a result that `_in_names` gave, with these sizes."""
     if named is None or isinstance(named, str):
         return named  # type: ignore[return-value]
     is_one, made = named
@@ -232,7 +232,7 @@ def _in_sizes(named: Any, sizes: SizeNames) -> Known:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Returns whether an operator always returns views of its first argument."""
+    """Return whether an operator always returns views of its first argument."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     # `contiguous`, `reshape` and others that are made of several operators promise a view, but may copy.
@@ -244,7 +244,7 @@ def _is_view(func: Any) -> bool:
 
 @cache
 def _is_repeatable(func: Any) -> bool:
-    """Returns whether an operator returns new tensors only, or changes its first argument only and returns that.
+    """Return whether an operator returns new tensors only, or changes its first argument only and returns that.
 
     Their shapes follow from those of its arguments.
     """
@@ -276,7 +276,7 @@ def _note(value: Any, found: list[Any], sizes: SizeNames | None = None) -> bool:
 
 
 def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
-    """Returns a description of a result; None if its tensors are not new and dense, nor the first argument."""
+    """Return a description of a result; None if its tensors are not new and dense, nor the first argument."""
     if args and out is args[0]:
         return "the first argument"
     results: list[Any] = [out] if isinstance(out, Tensor) else list(out)
@@ -292,7 +292,7 @@ def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known
 
 
 def _is_dense(one: Tensor) -> bool:
-    """Returns whether a tensor is what `torch.empty_strided` makes of its shape and strides."""
+    """Return whether a tensor is what `torch.empty_strided` makes of its shape and strides."""
     if one.layout is not torch.strided or one.storage_offset() or one.is_conj() or one.is_neg():
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))

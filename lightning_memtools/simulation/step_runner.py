@@ -262,7 +262,7 @@ class _PlainModule(LightningModule):
         return None if self._make_optimizer is None else self._make_optimizer(list(self.model.parameters()))
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Free the gradients, also where no optimizer does."""
+        """Zero the optimizer's gradients; without an optimizer, those of the whole model."""
         del epoch, batch_idx
         (self.model if self._make_optimizer is None else optimizer).zero_grad()
 

@@ -100,7 +100,7 @@ class StepCost:
 
     @property
     def resident_bytes(self) -> int:
-        """The memory that is allocated all the time."""
+        """The bytes that stay allocated for the whole step: the static bytes without gradients."""
         return self.static_bytes - self.gradient_bytes
 
 

@@ -72,7 +72,7 @@ class AllocatorConfig:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorConfig:
-        """Read a string such as ``"expandable_segments:True,max_split_size_mb:64"``, as in PYTORCH_ALLOC_CONF.
+        """Parse settings as in PYTORCH_ALLOC_CONF: ``"expandable_segments:True,max_split_size_mb:64"``.
 
         Settings that torch 2.13 knows but that do not change where device memory goes are checked, and then ignored.
 

@@ -168,7 +168,7 @@ class LeakDetector:
     def read(
         self, unaccounted_bytes: int, owned: Owned, *, collect: Callable[[], int] | None = None
     ) -> LeakReport | None:
-        """Take one reading, at the same point of every epoch; the first is the baseline of the others.
+        """Take one reading of the memory. Call it at the same point of every epoch; the first is the baseline.
 
         Args:
             unaccounted_bytes: The allocated memory without what is owned.

@@ -32,7 +32,7 @@ class Patches:
         self.undone = False
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Set ``owner.name`` to ``make(original)``, which keeps the original's name and docstring."""
+        """Replace the attribute ``owner.name`` by ``make(original)``, with the original's name and docstring."""
         original = getattr(owner, name)
         # An inherited attribute is restored by deleting the new one.
         own = vars(owner).get(name, _ABSENT)
