@@ -111,6 +111,11 @@ def is_accumulating(trainer: Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def loss_of(output: Any) -> Any:
+    """Return the loss in what a training step returned: the output itself, or the item "loss" of a mapping."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
 def values_logged_in_step(trainer: Trainer) -> dict[str, Tensor]:
     """Return what training_step gave to `self.log(..., on_step=True)` for the present batch: name to device scalar.
 
@@ -261,7 +266,7 @@ def _is_of_user(owner: object, hook: str) -> bool:
 
 
 class _MethodWithAddition:
-    """Takes a method's place on one object. A pickled or copied object gets its own method back."""
+    """Replaces a method of one object, and runs a function before or after it. Pickling and copying restore the method."""
 
     def __init__(
         self,
@@ -721,7 +726,7 @@ class LoggedValues:
 
     def _note_loss(self, run: Callable[..., Any], *args: Any, **given: Any) -> Any:
         output = run(*args, **given)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = loss_of(output)
         self._loss = loss.detach() if isinstance(loss, Tensor) else None
         return output
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import STEP_NAMES, ReplayLoop, StepLoop, twin_of
+from lightning_memtools._lightning import STEP_NAMES, ReplayLoop, StepLoop, loss_of, twin_of
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.simulation.fakes import copy_optimizer
@@ -314,7 +314,7 @@ def forward_of(
         out = runner.run_forward(batch, batch_idx)
         if not runner.is_automatic:
             return None
-        return out["loss"] if isinstance(out, Mapping) else out
+        return loss_of(out)
 
     return forward
 
@@ -363,7 +363,7 @@ def _has_loss(out: Any) -> bool:
     Raises:
         TypeError: The result is something else.
     """
-    loss = out.get("loss") if isinstance(out, Mapping) else out
+    loss = loss_of(out)
     if out is None:
         return False
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
