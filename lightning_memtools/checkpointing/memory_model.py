@@ -197,7 +197,7 @@ def last_saving(units: Sequence[Unit], start: int, stop: int) -> int:
 
 
 def products_of(units: Sequence[Unit], one: Range) -> list[tuple[int, Product]]:
-    """Return the products that a range keeps, and the unit of each."""
+    """Return the matrix products that a range keeps instead of recomputing them, each with its unit's index."""
     every = [(at, product) for at in range(one.start, one.stop) for product in units[at].products] if one.kept else []
     return [every[number] for number in one.kept]
 
@@ -317,7 +317,7 @@ def as_forced(unit: Unit, n_bytes: int) -> Unit:
 
 
 def joined(units: Sequence[Unit], start: int, stop: int, n_bytes: int) -> Unit:
-    """Return units as a single one; `n_bytes` is the size of their input."""
+    """Merge units start to stop into one unit. `n_bytes` is the size of the first one's input."""
     group = units[start:stop]
     if len(group) == 1:
         return group[0]

@@ -239,7 +239,7 @@ class OptimalRanges:
 
 
 def thinned(units: Sequence[Unit], row: Sequence[int], most: int) -> Row:
-    """Return at most so many places of a row, at small tensors, besides its first one."""
+    """Return the first place of a row and at most `most` others, chosen where the tensor passed on is small."""
     if len(row) <= most:
         return tuple(row)
     sizes = boundaries(units)

@@ -113,7 +113,7 @@ def _torch_starts() -> bool:
 
 
 def _environment_of(capacity: str | None) -> dict[str, str]:
-    """Return the environment of the process with a device like the named GPU, without a limit of memory."""
+    """Return environment variables for a process whose stub device is the named GPU with unlimited memory."""
     gpu = None if capacity is None else find_gpu(capacity)
     return environment(null_devices() if gpu is None else null_devices(gpu.name, 2**40))
 

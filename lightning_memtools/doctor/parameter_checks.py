@@ -150,7 +150,7 @@ class MissingGradients:
         yield from ()
 
     def batch_end(self, _batch: object, _index: int) -> Iterator[Finding]:
-        """Measure how much the optimizer's step has shrunk those without a gradient."""
+        """Measure how much the optimizer's step has shrunk the parameters that have no gradient."""
         self._n_steps += 1
         for seen, before in self._before:
             if float(before):

@@ -49,7 +49,7 @@ _DEVICE_FIGURES: Mapping[str, Callable[[MemoryPoint, MemoryStats], float | None]
 
 
 def device_scalars(stage: Stage, point: MemoryPoint, *, since: MemoryStats) -> dict[str, float]:
-    """Return the scalars of a device at a point of a stage, without those that the device cannot tell.
+    """Return the scalars of a device at a point of a stage; those that it does not report are left out.
 
     Args:
         stage: The stage that the point belongs to.

@@ -77,7 +77,7 @@ class Block:
 
     @property
     def allocated(self) -> bool:
-        """True while somebody holds it."""
+        """True while the block is in use."""
         return self.state == ALLOCATED
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 
 class Count:
-    """Counts one kind of thing: the current number, the highest number, and all that there ever were."""
+    """A counter with its current value, its highest value, and the total of all additions."""
 
     __slots__ = ("current", "peak", "total")
 

@@ -157,7 +157,10 @@ def flash_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...]
 
 @instead_of(aten._scaled_dot_product_efficient_attention.default)
 def efficient(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Half outputs of heads above 128 are summed in float32. Seed and offset of dropout stay on the host."""
+    """Allocate the output, the log-sum-exp, and the workspace of heads above 128, whose halves are summed in float32.
+
+    Seed and offset of dropout stay on the host.
+    """
     del func
     query, key, value, _, wants_sums = args[:5]
     del key
@@ -176,7 +179,10 @@ def efficient(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwa
 
 @instead_of(aten._scaled_dot_product_efficient_attention_backward.default)
 def efficient_backward(ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Products of gradient and output, and sums of gradients in float32 (attention_backward.cu, kernel_backward.h)."""
+    """Allocate the products of gradient and output, and the gradients' float32 sums, beside the results.
+
+    Source: attention_backward.cu and kernel_backward.h.
+    """
     gradient, query, key, value, _, out = args[:6]
     batch, heads, length, _ = query.shape
     with ledger.workspace(copy_bytes(gradient.transpose(1, 2))):

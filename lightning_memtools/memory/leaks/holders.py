@@ -27,7 +27,7 @@ _MAX_KEY_LENGTH = 40
 
 
 class ReferenceKind(Enum):
-    """The ways in which a Python object can hold another."""
+    """How one Python object refers to another."""
 
     ATTRIBUTE = auto()
     KEY = auto()  # a value of a dict

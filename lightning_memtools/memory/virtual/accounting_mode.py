@@ -258,10 +258,9 @@ class AccountingMode(OperatorMode):
         return func(*args, **kwargs)
 
     def _run_or_refuse(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; where the host has no memory for it, the simulated device's refusal comes first.
+        """Run an operator, unless its result could never fit on the device: then raise SimulatedOutOfMemory first.
 
-        A tensor that could never fit on the device is not made at all: the host may have no room for it either, and
-        would end the process when it is filled.
+        The host may have no room for such a tensor either, and would end the process when it is filled.
         """
         n_bytes = bytes_to_make(func, args, kwargs)
         if n_bytes and self._ledger.exceeds_free(n_bytes):

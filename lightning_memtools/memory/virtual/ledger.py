@@ -57,7 +57,7 @@ class DeviceListener:
         """Called after a block was freed, with the last category and module that were known."""
 
     def on_library_workspace(self, n_bytes: int) -> None:
-        """Called where a library would take a workspace for a moment that the device does not count."""
+        """Called where a library would allocate a short-lived workspace that the device does not count."""
 
 
 class VirtualLedger:

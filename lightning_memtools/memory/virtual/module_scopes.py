@@ -25,7 +25,7 @@ def stores_gradient() -> bool:
 
 
 class ModuleScopes:
-    """The calls that one thread is in.
+    """The stack of module calls of one thread.
 
     Attributes:
         scopes: The calls, innermost last: paths of modules that are being called, `OPTIMIZER` within an optimizer's
