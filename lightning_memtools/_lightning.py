@@ -266,7 +266,7 @@ def _is_of_user(owner: object, hook: str) -> bool:
 
 
 class _MethodWithAddition:
-    """Replaces a method of one object, and runs a function before or after it. Pickling and copying restore the method."""
+    """Replaces a method of one object by itself with something before or after it. A pickle or copy has the method."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ _MAX_KEY_LENGTH = 40
 
 
 class ReferenceKind(Enum):
-    """How one Python object refers to another."""
+    """The kinds of references between Python objects."""
 
     ATTRIBUTE = auto()
     KEY = auto()  # a value of a dict
