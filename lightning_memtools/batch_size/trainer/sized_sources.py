@@ -20,8 +20,9 @@ from lightning_memtools._lightning import (
     source_of,
     twins,
 )
-from lightning_memtools._torch import tree_flatten, tree_unflatten
+from lightning_memtools._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_memtools.batch_size.resized_loaders import CannotResizeError, resize_loader
+from lightning_memtools.memory.loader_sizes import batch_size_of
 from lightning_memtools.memory.peaks import STAGES, Stage
 
 
@@ -198,6 +199,13 @@ def unwrap_sources(trainer: Trainer) -> None:
     fit, other = trainer.fit_loop, (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in (fit, fit.epoch_loop.val_loop, *other):
         vars(source_of(loop)).pop("dataloader", None)
+
+
+def size_of_passed(trainer: Trainer, stage: Stage) -> int | None:
+    """Return the size of the loaders that were passed to the Trainer; None for those of a hook."""
+    source = source_of(loop_of(trainer, stage))
+    loaders = [] if source.is_module() else tree_leaves(source.instance)
+    return batch_size_of(loaders[0]) if loaders else None
 
 
 def has_data(trainer: Trainer, stage: Stage) -> bool:
