@@ -162,11 +162,11 @@ def _jump(
     if left == 1:
         aim = min(aim, _LAST_AIM * predicted)
     size = min(ceiling, max(round_down(aim), smallest))
-    if size == ceiling and upper != math.inf:
-        # A size that failed says only that it is too large. Near the prediction, step back a little, once. Then go to
-        # the middle between what fits and what does not, on a scale of ratios: what is measured there predicts anew.
-        failed_once = sum(not trial.fits for trial in trials) == 1
-        near = failed_once and predicted <= _OFF * upper
+    n_failures = sum(not trial.fits for trial in trials)
+    if n_failures and (size == ceiling or (n_failures > 1 and not trials[-1].fits)):
+        # A size that failed says little more than that it is too large. Near the prediction, step back a little, once.
+        # Then go to the middle between what fits and what does not, on a scale of ratios, and predict anew from there.
+        near = n_failures == 1 and predicted <= _OFF * upper
         back = round_down(upper * (1 - precision) if near else math.sqrt(max(lower, 1) * upper))
         size = back if back > lower else ceiling
     return size
