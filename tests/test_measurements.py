@@ -67,6 +67,36 @@ def test_the_figures_are_those_of_the_results():
         assert row in PAGE, row
 
 
+def test_the_page_of_published_peaks_says_what_was_measured():
+    result = RESULTS["litgpt"]
+    summary, cases = result["summary"], result["cases"]
+    page, readme = (
+        " ".join((ROOT / one).read_text("utf-8").split()) for one in ("docs/published-peaks.md", "README.md")
+    )
+    assert summary["right_verdicts"] == summary["comparable"]
+    met = f"{summary['within_0.2_pct']} of {summary['peaks']}"
+    assert met in readme
+    assert f"{met} of litgpt's on A10G within 0.2%, the other within {summary['worst_error_pct']:.1f}%" in PAGE
+    assert f"{summary['right_verdicts']} of {summary['comparable']} configs" in PAGE
+    for figures in (
+        f"Of {summary['peaks']} published peaks, {summary['within_0.2_pct']} are met",
+        f"The worst is {summary['worst_error_pct']:.1f}% off",
+        f"in {summary['out_of_memory']} of these {summary['comparable']}",
+        f"{summary['configs']} configs were run",
+    ):
+        assert figures in page, figures
+    rows = (ROOT / "docs" / "published-peaks.md").read_text("utf-8").splitlines()
+    for name, one in cases.items():
+        published, ours = (
+            "out of memory" if size is None else f"{size:.2f}"
+            for size in (one["published_gb"], None if one["status"] == 3 else one["peak_allocated"] / 1e9)
+        )
+        apart = "" if one["error_pct"] is None else f"{one['error_pct']:+.2f}%"
+        apart = "not comparable" if one["is_less_than_weights_and_adamw"] else apart
+        cells = (name.removesuffix(".yaml"), one["devices"], one["micro_batch_size"], published, ours)
+        assert f"| {' | '.join(map(str, cells))} | {apart} |" in rows
+
+
 def test_the_table_of_growth_is_that_of_the_results():
     assert "None is above 1." in GROWTH
     for name, one in RESULTS["growth"]["cases"].items():

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from lightning_memtools._torch import has_readable_values
 from lightning_memtools.memory.allocator import AllocationTrace
 from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.simulation.known_values import is_too_large
 from lightning_memtools.simulation.step_runner import batch_size_of
 
 _MOST = 2**31
@@ -157,23 +159,24 @@ def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Return the batch as meta tensors, with another first dimension where that is the batch size."""
+    """Return the batch with another first dimension where that is the batch size.
+
+    Small tensors in host memory repeat their rows, so that a step which reads lengths or a mask finds some. The others
+    are meta tensors.
+    """
     old = batch_size_of(batch)
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
             return tensor
+        shape = (size, *tensor.shape[1:])
         # Dimensions keep their order in memory: a channels_last image stays one.
         order = sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), -i), reverse=True)
-        if order[0] != 0:
-            shape = (size, *tensor.shape[1:])
-            return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-        return torch.empty_strided(
-            (size, *tensor.shape[1:]),
-            tensor.stride(),
-            dtype=tensor.dtype,
-            device="meta",
-            requires_grad=tensor.requires_grad,
-        )
+        made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        if order[0] == 0:
+            made = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if old and tensor.is_cpu and has_readable_values(tensor) and not is_too_large(made):
+            made = torch.empty_like(made, device="cpu").copy_(tensor.detach()[torch.arange(size) % old])
+        return made.requires_grad_(tensor.requires_grad)
 
     return map_tensors(batch, resize)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
+from lightning_memtools import estimate_memory
+from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch, resized
 from lightning_memtools.memory.allocator import AllocatorConfig, CachingAllocator, replay
 
 MIB = 2**20
@@ -132,3 +135,48 @@ def test_a_step_that_fails_with_two_samples_as_well_is_not_hidden() -> None:
 
     with pytest.raises(ValueError, match="not with 2"):
         largest_batch(1, attempt=attempt, serves=lambda _: False, limit=100)
+
+
+def test_a_batch_of_another_size_repeats_small_tensors_so_that_their_values_can_be_read():
+    encoder, (target, weight) = resized(
+        (
+            {"x": torch.zeros(3, 4), "lengths": torch.tensor([4, 2, 1]), "scale": torch.ones(5)},
+            (torch.ones(3, 2), None),
+        ),
+        size=7,
+    )
+    assert encoder["lengths"].tolist() == [4, 2, 1, 4, 2, 1, 4]
+    assert encoder["x"].shape == (7, 4)
+    assert encoder["scale"].shape == (5,)
+    assert (target.shape, weight) == ((7, 2), None)
+    images = torch.zeros(2, 3, 512, 512).to(memory_format=torch.channels_last)
+    assert resized(images, size=9).is_meta
+    assert resized(images, size=9).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_largest_batch_of_a_forecast_that_masks_by_lengths():
+    class Forecast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, x):
+            hidden, _ = self.recurrent(x["values"])
+            encoder, decoder = (torch.arange(int(x[name].max())) < x[name][:, None] for name in ("past", "future"))
+            return self.head(hidden * torch.cat([encoder, decoder], dim=1)[..., None])
+
+    def step(model, batch):
+        x, (target, weight) = batch
+        assert weight is None
+        return (model(x)[..., 0] - target).abs().mean()
+
+    def of(n):
+        x = {"values": torch.randn(n, 25, 4), "past": torch.arange(n) % 20 + 1, "future": torch.full((n,), 5)}
+        return estimate_memory(
+            Forecast(), (x, (torch.ones(n, 25), None)), step=step, optimizer=torch.optim.SGD, capacity="24MiB"
+        )
+
+    most = of(20).max_batch_size("24MiB")
+    assert most > 20
+    assert of(20 * (most // 20)).fits("24MiB")
+    assert not of(2 * most).fits("24MiB")

@@ -223,6 +223,16 @@ def test_every_allocation_is_that_of_cuda(truth, name):
 
 
 @pytest.mark.cuda_memory
+@pytest.mark.filterwarnings("ignore:GPU available but not used")  # the virtual device is the CPU
+def test_a_bag_of_embeddings_with_sparse_gradients_has_cudas_peak(truth):
+    build = partial(nn.EmbeddingBag, 5000, 128, sparse=True, mode="sum")
+    case = case_of(truth, build, {"x": ((256, 32), INT)}, {"optimizer": "SGD"})
+    peak = truth.real_peaks(case)["allocated"]
+    assert truth.estimated(case)[0]["allocated"] == peak
+    assert truth.on_virtual_device(case)[0]["allocated"] == peak
+
+
+@pytest.mark.cuda_memory
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("name", UNFUSED)
 def test_unfused_attention_allocates_what_cudas_does(truth, name, precision):

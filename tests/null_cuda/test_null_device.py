@@ -196,6 +196,24 @@ def test_streams_and_events_never_wait(forks):
     assert forks(code) == "True True"
 
 
+def test_batches_that_a_second_stream_fetches_are_reused_at_once(forks):
+    code = """
+        import torch
+        side = torch.cuda.Stream()
+        def fetch():
+            with torch.cuda.stream(side):
+                return torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
+        following = fetch()
+        for _ in range(10):
+            batch, following = following, None
+            batch.record_stream(torch.cuda.current_stream())
+            following = fetch()
+            del batch
+        print(torch.cuda.max_memory_reserved() // 2**20)
+    """
+    assert forks(code) == "128"
+
+
 def test_the_memory_history_is_torchs_own(forks):
     code = """
         import torch

@@ -9,7 +9,7 @@ import torch
 
 from lightning_memtools._torch import FakeTensorMode, fake_copy, storage_id
 from lightning_memtools.memory.virtual.ledger import VirtualLedger
-from lightning_memtools.memory.virtual.storages import flat, storage_key
+from lightning_memtools.memory.virtual.storages import flat, parts, storage_key
 
 
 def can_be_copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -50,12 +50,13 @@ class Shadows:
                 real = results[number] if is_result else results[-1]
                 if not isinstance(fake, torch.Tensor) or not isinstance(real, torch.Tensor):
                     continue
-                storage = real.untyped_storage()
                 # CUDA's kernel may have written its result into an argument, which is the result from now on.
-                entry = self._ledger.find(storage_key(originals.get(id(fake), fake)))
-                is_known = is_result and self._ledger.find(storage_id(storage)) is not None
-                if entry is not None and not is_known:
-                    self._ledger.pass_on(entry, storage)
+                for made_part, part in zip(parts(originals.get(id(fake), fake)), parts(real), strict=True):
+                    storage = part.untyped_storage()
+                    entry = self._ledger.find(storage_key(made_part))
+                    is_known = is_result and self._ledger.find(storage_id(storage)) is not None
+                    if entry is not None and not is_known:
+                        self._ledger.pass_on(entry, storage)
 
         return made, pass_on
 

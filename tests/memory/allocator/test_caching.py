@@ -347,3 +347,17 @@ def test_torch_is_not_imported() -> None:
     code = "import sys, lightning_memtools.memory.allocator; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(("every", "reserved_mib"), [(1, 128), (5, 384), (100, 704)])
+def test_batches_that_a_second_stream_fetches_wait_for_each_synchronize(every, reserved_mib):
+    allocator = CachingAllocator()
+    following = allocator.malloc(64 * MIB, stream=1)
+    for step in range(1, 11):
+        batch, following = following, allocator.malloc(64 * MIB, stream=1)
+        allocator.record_stream(batch, 0)
+        allocator.free(batch)
+        if step % every == 0:
+            allocator.synchronize()
+    assert allocator.stats().peak_allocated == 128 * MIB
+    assert allocator.stats().peak_reserved == reserved_mib * MIB
