@@ -225,7 +225,7 @@ def main() -> None:
         return
     gc.freeze()  # BatchSizeFinder collects after each trial, which takes a second over all objects of torch
     path = RESULTS / "batch_size.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": [], "on_real_tensors": []}
+    known: dict[str, Any] = json.loads(path.read_text()) if sys.argv[1:] else {"rows": [], "on_real_tensors": []}
     for name in sys.argv[1:] or list(MODELS):
         rows: list[dict[str, Any]] = []
         real: list[dict[str, Any]] = []

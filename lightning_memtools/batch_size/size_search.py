@@ -40,7 +40,7 @@ _NEAR = 0.2
 # Below this size the steps stay at one sample.
 _FEW = 8
 # A slope that grows by less than this factor over the measured range is rounding and no curvature.
-_BEND = 1.1
+_BEND = 1.05
 # Between sizes closer than this, rounding would determine the slope.
 _APART = 0.8
 

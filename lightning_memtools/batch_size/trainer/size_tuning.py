@@ -196,7 +196,7 @@ class SizeTuning:
             self._kept = size * trainer.accumulate_grad_batches * trainer.world_size
         if self._kept is None:
             raise ValueError('keep="effective": the configured batch size is not known. Give effective_batch_size.')
-        return replace(self.settings, effective_batch_size=self._kept)
+        return replace(self.settings, keep="learning_rate", effective_batch_size=self._kept)
 
     def _apply(
         self, trainer: Trainer, attributes: BatchSizeAttributes, stages: Sequence[Stage], *, begins: bool

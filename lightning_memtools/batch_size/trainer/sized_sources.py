@@ -143,6 +143,9 @@ class SizedLoaders:
         self._attributes = attributes
         self._size_of = size_of
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"alter": None}  # of a trial; a Trainer may be copied to another process in it
+
     def __call__(self) -> Any:
         """Return the loaders, with the size of the stage."""
         try:

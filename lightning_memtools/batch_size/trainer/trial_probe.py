@@ -94,6 +94,9 @@ class TrialProbe(EitherCallback):
         self._reserved: list[int] = []  # after each step
         self._validations = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_reader": None, "whole": {}, "batch": None}  # a copy of the Trainer measures nothing
+
     def enter(self, stage: Stage) -> None:
         """Begin or continue to measure a stage."""
         self.pause()
