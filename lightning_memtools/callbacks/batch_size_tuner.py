@@ -24,10 +24,12 @@ from lightning_memtools.simulation.step_runner import is_lightning_module
 class BatchSizeTuner(EitherCallback, Neighbour):
     """Finds the largest batch that fits, before training begins.
 
-    It measures the peak at two sizes, predicts the largest size that fits, runs it, and corrects the prediction with
-    what it measured: only sizes that were run are used. A trial is two optimizer steps (or two evaluation batches) in
-    the Trainer's own loops, with the callbacks that take part in training. After each trial weights, optimizer, random
-    streams, loops, data loaders and attributes are restored bit for bit. Schedulers are built for the new size.
+    It runs the configured size, and never takes a smaller one if that runs. From the peaks of two sizes it predicts the
+    largest that fits, runs it, and corrects the prediction with what it measured: only sizes that were run are used. A
+    trial is a few steps of every optimizer (or two evaluation batches) in the Trainer's own loops, with the callbacks
+    that take part in training; a large one goes on until the allocator reserves no more. After each trial weights,
+    optimizer, random streams, loops, data loaders and attributes are restored bit for bit. Schedulers are built for the
+    new size.
 
     On a device without memory statistics (a CPU outside of a VirtualDevice) the size is left as it is.
 
@@ -39,8 +41,9 @@ class BatchSizeTuner(EitherCallback, Neighbour):
 
     Args:
         batch_arg_name: The attribute or hyperparameter of the model or the data module that the `*_dataloader` hooks
-            read; or several. One that begins with a stage ("val_batch_size") is for that stage alone. DataLoaders
-            passed to the Trainer need none: they are rebuilt with the new size.
+            read; or several. One that begins with a stage ("val_batch_size") is for that stage alone. An item of a
+            dict is given by a dot ("loader_kwargs.batch_size"). DataLoaders passed to the Trainer need none: they are
+            rebuilt with the new size.
         margin: The part of the device that stays free: a share of its capacity, or a size such as "1GiB".
         init_val: The first size that is tried; None for the configured one.
         max_val: No larger size is tried; None for no such limit.

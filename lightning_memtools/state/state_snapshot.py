@@ -175,7 +175,7 @@ class StateSnapshot:
         return True
 
     def _record_array(self, array: Any) -> None:
-        if hasattr(array, "flags") and array.flags.writeable and hasattr(array, "dtype"):
+        if getattr(getattr(array, "flags", None), "writeable", False):  # a dtype has flags too, a number
             copied = array.copy()
 
             def restore() -> None:

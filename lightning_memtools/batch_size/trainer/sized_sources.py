@@ -32,6 +32,7 @@ class BatchSizeAttributes:
     Args:
         trainer: Attached to the model and the data module.
         names: The names to look for. One that begins with a stage, such as `val_batch_size`, is for that stage alone.
+            `loader_kwargs.batch_size` is an item of the dict in an attribute.
     """
 
     def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
@@ -108,14 +109,20 @@ class BatchSizeAttributes:
                     lambda owner=owner: getattr(owner, name),  # type: ignore[misc]
                     lambda value, owner=owner: setattr(owner, name, value),  # type: ignore[misc]
                 )
+            attribute, _, key = name.partition(".")
+            items = getattr(owner, attribute, None) if key else None
+            if isinstance(items, dict) and key in items:
+                yield lambda items=items: items[key], lambda value, items=items: items.__setitem__(key, value)  # type: ignore[misc]
 
     def _similar(self, name: str) -> list[str]:
         known: dict[str, None] = {}
         for owner in self._owners.values():
             known.update(dict.fromkeys(key for key in vars(owner) if not key.startswith("_")))
             known.update(dict.fromkeys(str(key) for key in getattr(owner, "hparams", None) or ()))
+            held = [(attribute, items) for attribute, items in vars(owner).items() if type(items) is dict]
+            known.update(dict.fromkeys(f"{attribute}.{key}" for attribute, items in held for key in items))
         close = difflib.get_close_matches(name, known, n=5)
-        return list(dict.fromkeys([*close, *(key for key in known if "batch" in key.lower())]))
+        return list(dict.fromkeys([*close, *(key for key in known if "batch" in key.rpartition(".")[2].lower())]))
 
 
 class SizedLoaders:
