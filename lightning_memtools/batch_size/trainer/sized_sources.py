@@ -100,6 +100,7 @@ class BatchSizeAttributes:
 
     def _holders(self, name: str) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
         """Yield a getter and a setter for each place that has this name."""
+        attribute, _, key = name.partition(".")
         for owner in self._owners.values():
             hparams = getattr(owner, "hparams", None)
             if isinstance(hparams, Mapping) and name in hparams:
@@ -109,7 +110,6 @@ class BatchSizeAttributes:
                     lambda owner=owner: getattr(owner, name),  # type: ignore[misc]
                     lambda value, owner=owner: setattr(owner, name, value),  # type: ignore[misc]
                 )
-            attribute, _, key = name.partition(".")
             items = getattr(owner, attribute, None) if key else None
             if isinstance(items, dict) and key in items:
                 yield lambda items=items: items[key], lambda value, items=items: items.__setitem__(key, value)  # type: ignore[misc]
