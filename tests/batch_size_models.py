@@ -151,7 +151,7 @@ class Contrastive(Sized):
 
     def loss(self, batch: Any) -> Tensor:
         x = self.body(batch)
-        return nn.functional.cross_entropy((x @ x.T).tanh(), torch.arange(len(x)))
+        return nn.functional.cross_entropy((x @ x.T).tanh(), torch.arange(len(x), device=x.device))
 
 
 class Lengths(Dataset[Tensor]):
