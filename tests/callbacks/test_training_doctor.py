@@ -49,7 +49,7 @@ def test_a_finding_is_printed_written_and_logged(tmp_path, capsys):
     (finding,) = doctor.report.serious
     assert "mse_loss at tests/callbacks" in finding.place
     out = " ".join(capsys.readouterr().out.split())
-    assert "warning" in out
+    assert "error" in out
     assert "loss_broadcast" in out
     (path,) = tmp_path.rglob("memtools/doctor.json")
     assert json.loads(path.read_text())["serious"] == 1
