@@ -53,7 +53,7 @@ def test_a_last_batch_that_does_no_harm_is_left_alone(model, loader):
     assert not serious(found(model, loader, steps=2))
 
 
-class Copied(DataLoader):
+class Copied(DataLoader[Any]):
     """Makes its own batches, as loaders of single-cell models do: every one has eight samples."""
 
     def __iter__(self):
