@@ -24,6 +24,7 @@ from lightning_memtools._lightning import (
     wraps_updates,
     write_checkpoint,
 )
+from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, StepConditions, plain_facts, precision_now
 from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun
@@ -38,6 +39,7 @@ from lightning_memtools.nonfinite.halt_report import (
     RankFindings,
     findings_to_report,
     overflow_error,
+    state_error,
 )
 from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard, gradients_under
 from lightning_memtools.reporting.console import print_on_console
@@ -92,6 +94,7 @@ class HaltRun:
         self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = guard.bad_before = frozenset(each.name for each in self._bad_now())
         self._has_warned, self._n_logged = False, 0
+        self._finite_at = training_step(trainer)
         self._undo = [
             guard.close,
             watch_updates(trainer, lambda optimizer: self.conclude(guard.before_update(optimizer))),
@@ -140,20 +143,51 @@ class HaltRun:
     def _before_saving(self) -> None:
         """Raise if a checkpoint that is about to be written would hold NaN or Inf. Collective.
 
-        An update can overflow although its gradients are finite.
+        An update can overflow although its gradients are finite, and buffers are written by forward.
         """
         self.read_rest()
-        everyone = self._ranks.objects(tuple(each for each in self._bad_now() if each.name not in self._bad_at_start))
-        if not any(everyone):
+        step = training_step(self._trainer)
+        found = [
+            [bad for bad in kind if bad.name not in self._bad_at_start]
+            for kind in (bad_optimizer_state(self._module, self._trainer.optimizers), bad_state(self._module))
+        ]
+        everyone = self._ranks.objects(found)
+        if not any(states or rest for states, rest in everyone):
+            self._finite_at = step
             return
         assert self.guard is not None
         forbid_saving_on_exception(self._trainer)
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        rates = [float(group["lr"]) for group in groups if "lr" in group]
-        step = training_step(self._trainer)
-        error = overflow_error(everyone, step=step, history=self.guard.history, learning_rates=rates)
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        names = {plain_name(name) for name, one in self._module.named_parameters() if id(one) in updated}
+        # Finite gradients can make Inf of an optimizer's state, but no NaN.
+        has_nan = any(bad.n_nan for states, _ in everyone for bad in states)
+        if not has_nan and any(bad.name in names for _, rest in everyone for bad in rest):
+            rates = [float(group["lr"]) for group in groups if "lr" in group]
+            weights_first = [[*rest, *states] for states, rest in everyone]
+            error = overflow_error(weights_first, step=step, history=self.guard.history, learning_rates=rates)
+        else:
+            error = state_error(
+                [[*states, *rest] for states, rest in everyone],
+                step=step,
+                finite_at=self._finite_at,
+                writers=self._writers(),
+                history=self.guard.history,
+            )
         self._release_checkpoints()
         raise self._reported(error)
+
+    def _writers(self) -> dict[str, str]:
+        """Return what usually writes each buffer and each entry of an optimizer's state, by name."""
+        modules = dict(self._module.named_modules())
+        writers = {}
+        for name, _ in self._module.named_buffers():
+            owner = name.rpartition(".")[0]
+            writers[plain_name(name)] = f"{owner} ({type(modules[owner]).__name__})" if owner else "the model"
+        for optimizer in self._trainer.optimizers:
+            states = bad_optimizer_state(self._module, [optimizer])
+            writers |= {bad.name: f"{type(optimizer).__name__}.step()" for bad in states}
+        return writers
 
     def leave_clean_state(self) -> None:
         """Undo a bad step that was not read yet, after another error: a checkpoint may follow."""

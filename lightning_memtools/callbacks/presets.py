@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -16,7 +17,7 @@ from lightning_memtools.callbacks.training_doctor import TrainingDoctor
 _DEFAULT = {cls.__name__: cls for cls in (MemoryMonitor, LossCurves, EmptyCache, OOMReport, HaltOnNaN, TrainingDoctor)}
 
 
-def default_callbacks(**options: dict[str, Any] | bool) -> list[Callback]:
+def default_callbacks(**options: Mapping[str, Any] | bool) -> list[Callback]:
     """Return the callbacks that only watch and protect: `Trainer(callbacks=default_callbacks())`.
 
     Callbacks that change how training runs (gradient checkpointing, batch size) are added by name.
@@ -27,12 +28,13 @@ def default_callbacks(**options: dict[str, Any] | bool) -> list[Callback]:
             values.
 
     Raises:
-        TypeError: A name is none of theirs, a value is neither a dict nor a bool, or a callback has no such argument.
+        TypeError: A name is none of theirs, a value is neither a mapping nor a bool, or a callback has no such
+            argument.
     """
     for name, given in options.items():
         if name not in _DEFAULT:
             raise TypeError(f"default_callbacks() has no {name}; it returns {', '.join(_DEFAULT)}. Add others by name.")
-        if not isinstance(given, dict | bool):
-            raise TypeError(f"{name}={given!r} is neither a dict of its arguments nor a bool.")
+        if not isinstance(given, Mapping | bool):
+            raise TypeError(f"{name}={given!r} is neither a mapping of its arguments nor a bool.")
     arguments = {name: {} if (given := options.get(name, True)) is True else given for name in _DEFAULT}
-    return [_DEFAULT[name](**given) for name, given in arguments.items() if isinstance(given, dict)]
+    return [_DEFAULT[name](**given) for name, given in arguments.items() if isinstance(given, Mapping)]

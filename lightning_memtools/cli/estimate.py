@@ -161,7 +161,11 @@ def _estimate(chosen: argparse.Namespace) -> None:
         console.print(f"Note: {note}", markup=False)
     console.print(console_table(estimate.module_table(chosen.modules)))
     rows = [(name, "yes" if fits else "no") for name, fits in estimate.fitting_gpus()]
-    console.print(console_table(Table(("GPU", "fits"), rows if chosen.all_gpus else around_the_boundary(rows))))
+    console.print(
+        console_table(
+            Table(("GPU", "fits"), rows if chosen.all_gpus else around_the_boundary(rows, _gpu_named(chosen.capacity)))
+        )
+    )
     if chosen.max_batch:
         with working("The largest batch is looked for"):
             largest = estimate.max_batch_size(chosen.capacity)
@@ -171,10 +175,18 @@ def _estimate(chosen: argparse.Namespace) -> None:
         console.print(f"Snapshot for https://pytorch.org/memory_viz: {chosen.snapshot}", markup=False)
 
 
-def around_the_boundary(rows: list[tuple[str, str]], n: int = 3) -> list[tuple[str, str]]:
-    """Return at most n rows on each side of the first GPU that fits; rows are sorted by size."""
+def _gpu_named(capacity: str | None) -> str | None:
+    gpu = None if capacity is None else find_gpu(capacity)
+    return None if gpu is None else gpu.name
+
+
+def around_the_boundary(rows: list[tuple[str, str]], asked: str | None = None, n: int = 3) -> list[tuple[str, str]]:
+    """Return at most n rows on each side of the first GPU that fits, and that of the GPU that was asked for.
+
+    The rows are sorted by size.
+    """
     first = next((i for i, (_, fits) in enumerate(rows) if fits == "yes"), len(rows))
-    return rows[max(0, first - n) : first + n]
+    return [row for i, row in enumerate(rows) if first - n <= i < first + n or row[0] == asked]
 
 
 def optimizer_of(name: str) -> Any:

@@ -120,6 +120,10 @@ def load(target: str) -> Callable[[], Any]:
     module_name, colon, name = target.partition(":")
     if not colon or not name:
         raise UsageError(f"{target!r} names no callable: write MODULE:CALLABLE, such as my_project:model_and_batch.")
+    if module_name.endswith(".py"):
+        # An import would run the script as the parent of a module "py".
+        dotted = module_name.removesuffix(".py").replace("/", ".").lstrip(".")
+        raise UsageError(f"{module_name!r} is a file: write the module's name, {dotted}:{name}.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

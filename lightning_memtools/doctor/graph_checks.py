@@ -44,6 +44,7 @@ class RetainedGraphs:
 
     MIN_STEPS = 4
     MIN_SHARE = 0.8
+    IN_A_ROW = 6
 
     def __init__(self, case: TrainingCase) -> None:
         self._case = case
@@ -51,6 +52,7 @@ class RetainedGraphs:
         self._clocks: list[int] = []
         self._allocated: list[int] = []
         self._is_marked = False
+        self._is_reported = False
 
     def batch_start(self, _batch: Any, _index: int) -> Iterator[Finding]:
         """A new step begins."""
@@ -74,15 +76,22 @@ class RetainedGraphs:
         reader = reader_for(self._case.device)
         if reader is not None:
             self._allocated.append(reader.stats().allocated or 0)
-        yield from ()
+        # A sum may be reset at the end of a short epoch, so the graphs are not looked for in the end alone.
+        earlier = self._marks[:-2][-self.IN_A_ROW :]
+        if len(earlier) == self.IN_A_ROW and all(mark() is not None for mark in earlier):
+            yield from self._report()
 
     def conclude(self) -> Iterator[Finding]:
         """Report if the graphs of nearly all earlier steps are alive."""
+        yield from self._report()
+
+    def _report(self) -> Iterator[Finding]:
         # The last two may be alive by right: the latest loss, and an attribute that is about to be replaced.
         earlier = self._marks[:-2]
         n_alive = sum(mark() is not None for mark in earlier)
-        if n_alive < self.MIN_STEPS or n_alive < self.MIN_SHARE * len(earlier):
+        if self._is_reported or n_alive < self.MIN_STEPS or n_alive < self.MIN_SHARE * len(earlier):
             return
+        self._is_reported = True
         held = self._held_tensors(self._clocks[-2] if len(self._clocks) > 1 else 0)
         name, per_step = self._holder_of(held)
         growth = ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_memtools._torch import AnyBatchNorm, write_count
 from lightning_memtools.doctor.findings import Finding
@@ -62,8 +62,11 @@ def _normalizes(case: TrainingCase) -> bool:
 
 def _ends_with_one(case: TrainingCase) -> bool:
     size, n_samples = batch_size_of(case.train_loader), n_samples_of(case.train_loader)
-    # Another batch sampler may form batches of its own sizes.
-    is_plain = type(getattr(case.train_loader, "batch_sampler", None)) is BatchSampler
+    # Another batch sampler, or a loader's own __iter__, may form batches of its own sizes.
+    loader: Any = case.train_loader
+    is_plain = (
+        type(getattr(loader, "batch_sampler", None)) is BatchSampler and type(loader).__iter__ is DataLoader.__iter__
+    )
     if not is_plain or not size or not n_samples or drops_last(case.train_loader):
         return False
     n_batches = -(-n_samples // size)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import l2_norm_of_each
 from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.step_trial import trial_of
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.reporting.phrases import counted, first_of
 
@@ -115,6 +118,13 @@ class MissingGradients:
         self._before: list[tuple[_Seen, Tensor]] = []
         self._shrinks: dict[str, float] = {}
         self._n_steps = 0
+        self._is_cut_by_checkpoint = False
+
+    def batch_start(self, batch: Any, index: int) -> Iterator[Finding]:
+        """Note whether a checkpoint in the step gives no gradients."""
+        if not index and self._case.forward is not None:
+            self._is_cut_by_checkpoint = trial_of(self._case, batch).has_cutting_checkpoint
+        yield from ()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> Iterator[Finding]:
         """Note which gradients are missing, and the norms of the others."""
@@ -187,14 +197,29 @@ class MissingGradients:
             )
 
     def _missing(self, missing: Sequence[_Seen]) -> Finding:
+        """Return a remark: parts of a model that a loss leaves out on purpose, such as a pooler, are common."""
+        names = [seen.name for seen in missing]
+        evidence = (
+            f"{counted(len(missing), 'parameter', 'parameters')} in the optimizer had no gradient (None) in any of "
+            f"{missing[0].n_steps} steps."
+        )
+        if self._is_cut_by_checkpoint:
+            return Finding(
+                "missing_gradients",
+                "warning",
+                _common_module(names),
+                f"{evidence} torch.utils.checkpoint ran with use_reentrant=True on inputs without gradient.",
+                "What is computed inside has no gradient then: these parameters are never trained.",
+                "checkpoint(..., use_reentrant=False)",
+            )
         return Finding(
             "missing_gradients",
-            "warning",
-            first_of([seen.name for seen in missing]),
-            f"{counted(len(missing), 'parameter', 'parameters')} in the optimizer had no gradient (None) in any of "
-            f"{missing[0].n_steps} steps.",
+            "info",
+            _common_module(names),
+            evidence,
             "They are never trained, and DDP raises unless find_unused_parameters is set.",
-            "Use them in the loss (no detach() on the way), or call requires_grad_(False) on them.",
+            "Nothing, if the loss leaves them out on purpose; requires_grad_(False) says so. Else look for a detach() "
+            "between them and the loss.",
         )
 
     def _shrinking(self, shrunk: Sequence[_Seen]) -> Finding:
@@ -217,6 +242,12 @@ class MissingGradients:
             for seen, norm in zip(all_seen, norms.tolist(), strict=True):
                 seen.n_zero += norm == 0
         self._norms.clear()
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """Return the innermost module that holds all of these parameters; the first names where that is the model."""
+    module = posixpath.commonpath([name.rpartition(".")[0].replace(".", "/") for name in names])
+    return module.replace("/", ".") if module and len(names) > 1 else first_of(names)
 
 
 class SymmetricWeights:

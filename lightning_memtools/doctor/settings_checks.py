@@ -24,7 +24,7 @@ class RejectedSettings:
     def before_training(self) -> Iterator[Finding]:
         """Look at the combination."""
         case = self._case
-        if case.precision != "16-mixed":
+        if case.precision not in {"16-mixed", "bf16-mixed"}:
             return
         for optimizer in case.optimizers:
             name = type(optimizer).__name__
@@ -33,12 +33,12 @@ class RejectedSettings:
                     "rejected_settings",
                     "error",
                     f"{name}(fused=True)",
-                    f"precision='16-mixed' with gradient_clip_val={case.clip:g} and an optimizer that unscales "
+                    f"precision={case.precision!r} with gradient_clip_val={case.clip:g} and an optimizer that unscales "
                     "gradients in its own kernels.",
                     "Lightning raises 'does not allow for gradient clipping' at the first optimizer step.",
-                    "fused=False, precision='bf16-mixed', or no clipping.",
+                    "fused=False, precision='bf16-true', or no clipping.",
                 )
-            if isinstance(optimizer, torch.optim.LBFGS):
+            if isinstance(optimizer, torch.optim.LBFGS) and case.precision == "16-mixed":
                 yield Finding(
                     "rejected_settings",
                     "error",
@@ -48,7 +48,7 @@ class RejectedSettings:
                     "precision='32-true' or 'bf16-mixed', or another optimizer.",
                 )
         half = [name for name, p in case.model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
-        if half:
+        if half and case.precision == "16-mixed":
             yield Finding(
                 "rejected_settings",
                 "error",

@@ -6,6 +6,7 @@ import ast
 import inspect
 import linecache
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ _TAKE_TWO_DEVICES = _MOVES | {Tensor.type_as, Tensor.copy_, Tensor.__setitem__, 
 # Fake tensors cannot serve a step that reads values; a copy with values can, if it is not too large for the host.
 _NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _MAX_COPIED_BYTES = 2**29
+_CUT = "None of the inputs have requires_grad=True"  # torch.utils.checkpoint warns so
+_FACTORS = frozenset({"MulBackward0", "DivBackward0", "NegBackward0", "AddBackward0", "SubBackward0"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ class TrialFacts:
         meetings: By the name of a plain attribute on another device than the model: the line where an operator takes it
             together with a tensor of the model's device.
         sum_lines: Lines of losses that add up over the batch.
-        sums_last: True where the loss itself is the result of a sum.
+        sums_last: True where the loss itself is the result of a sum, or of one times a factor.
+        has_cutting_checkpoint: True if torch.utils.checkpoint with use_reentrant=True ran on inputs without gradient.
     """
 
     error: Exception | None = None
@@ -92,6 +96,7 @@ class TrialFacts:
     meetings: dict[str, CodeLine] = field(default_factory=dict)
     sum_lines: list[CodeLine] = field(default_factory=list)
     sums_last: bool = False
+    has_cutting_checkpoint: bool = False
 
 
 def try_step(case: TrainingCase, batch: Any, *, size: int | None = None) -> TrialFacts:
@@ -182,13 +187,22 @@ def _try(case: TrainingCase, batch: Any, exchange: TensorExchange) -> TrialFacts
         ):
             copied = copy_of_batch(batch, None, values=isinstance(exchange, RealExchange))
             strays = {name: vars(module)[key] for name, (module, key) in names_of_strays.items()}
-            with _StepWatch(facts, tensors_in(copied), strays):
+            with _StepWatch(facts, tensors_in(copied), strays), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 loss = case.forward(case.model, copied)
-            if isinstance(loss, Tensor) and loss.grad_fn is not None:
-                facts.sums_last = loss.grad_fn.name() == "SumBackward0"
+            facts.has_cutting_checkpoint = any(_CUT in str(one.message) for one in caught)
+            if isinstance(loss, Tensor):
+                facts.sums_last = _is_sum(loss.grad_fn)
     except Exception as error:  # noqa: BLE001, whatever the user's step raises is a result
         facts.error = error
     return facts
+
+
+def _is_sum(node: Any) -> bool:
+    """Return True if a loss is a sum, or the sum or multiple of one; whether over the batch, its gradient tells."""
+    while node is not None and node.name() in _FACTORS:
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    return node is not None and node.name() == "SumBackward0"
 
 
 def _step_of(case: TrainingCase) -> Any:
@@ -248,6 +262,9 @@ class _StepWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self._has_strays:
             self._follow_strays(func, list(tensors_in((args, kwargs))), result)
+        tensors = list(tensors_in((args, kwargs)))
+        if tensors and all(id(one) in self._batch for one in tensors):
+            self._batch |= {id(one): one for one in tensors_in(result)}  # a target of another shape or type
         if func in _ELEMENTWISE_LOSSES:
             inputs = [*args, *(kwargs[name] for name in ("input", "target") if name in kwargs)][:2]
             self._note_broadcast(_ELEMENTWISE_LOSSES[func], inputs)

@@ -31,7 +31,7 @@ _BYTES_PER_UNIT = {
     "tib": 2**40,
 }
 _LETTERS = {"K", "M", "G", "T"}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
 # For GPUs whose driver's figure is not known. Of the known figures, the smallest share of the marketing size is 0.977
 # without error correction in the memory itself, and 0.911 with it: tests/memory/test_capacity.py keeps the estimates
@@ -68,9 +68,11 @@ def is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
 
 
 def _suggested_units(text: object) -> str:
-    """Return a question that names the units of a size whose unit is one letter, as in "1G"; "" for all else."""
+    """Return a question that names the units of a size without one ("24") or with one letter ("1G"); "" for others."""
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     letter = match[2].upper() if match else ""
+    if match and not letter and float(match[1]) < 1000:  # noqa: PLR2004, "4090" is a GPU
+        letter = "G"
     if match is None or letter not in _LETTERS:
         return ""
     return f" Did you mean '{match[1]}{letter}iB' or '{match[1]}{letter}B'?"

@@ -27,6 +27,7 @@ class NonFiniteCause(StrEnum):
     EXPLODING = "exploding gradient"
     LOW_PRECISION = "low-precision overflow"
     UPDATE = "bad update"
+    STATE = "bad buffer or optimizer state"
     DOMAIN = "domain error of the loss or the network"
     # Only a rerun of the step can tell these two.
     OVERFLOW = "overflow"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -394,6 +394,38 @@ def overflow_error(
         "Next: lower the learning rate, set Trainer(gradient_clip_val=1.0), and start from an earlier checkpoint.",
     ]
     cause = NonFiniteCause.EXPLODING.value
+    return NonFiniteError("\n".join(lines), step=step, rank=rank, cause=cause, parameters=bad, **_of_steps(history))
+
+
+def state_error(
+    everyone: Sequence[Sequence[BadTensor]],
+    *,
+    step: int,
+    finite_at: int,
+    writers: Mapping[str, str],
+    history: Sequence[PastStep],
+) -> NonFiniteError:
+    """Return the error of a buffer or optimizer state that is bad although losses and gradients are finite.
+
+    Args:
+        everyone: The bad tensors of each rank, that one first.
+        step: The training step.
+        finite_at: The step at which they were last known to be finite.
+        writers: What usually writes each of them, in words, by name.
+        history: The steps before.
+    """
+    rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
+    writer = writers.get(bad[0].name, "your code")
+    cause = NonFiniteCause.STATE.value
+    because = "losses and gradients were finite, so that an update did not make it of them"
+    unknown = f"It was finite at step {finite_at}. What wrote it since is not known; {writer} usually does."
+    inputs = "also in branches that do not reach the loss and in validation; then start from an earlier checkpoint."
+    lines = [
+        f"{bad[0]} is not finite at step {step} (rank {rank}). No checkpoint was written.",
+        f"Bad weights, buffers and optimizer state: {named(bad, 'none')}.",
+        f"Cause: {cause}: {because}. {unknown}",
+        f"Next: look at what {writer} writes and from which inputs, {inputs}",
+    ]
     return NonFiniteError("\n".join(lines), step=step, rank=rank, cause=cause, parameters=bad, **_of_steps(history))
 
 

@@ -476,6 +476,62 @@ def test_an_update_that_overflows_by_itself_reaches_no_checkpoint(tmp_path):
         assert_finite(file)
 
 
+class SideBranch(Net):
+    """Normalizes values that do not reach the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = torch.nn.BatchNorm1d(4)
+
+    def training_step(self, batch, batch_idx):
+        self.side(torch.full((2, 4), torch.nan) if batch_idx == 3 else torch.randn(2, 4))
+        return super().training_step(batch, batch_idx)
+
+
+class Averaged(Net):
+    """Keeps an average of its outputs, which is divided by zero in one step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.lerp_(outputs["loss"], 0.1).div_(1 - int(batch_idx == 3)).sub_(self.average * int(batch_idx == 3))
+
+
+class Corrupted(Net):
+    """Writes NaN into one entry of Adam's state that the next update would read."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 3:
+            self.trainer.optimizers[0].state[self.net[3].weight]["exp_avg"][0, 0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "writer", "finite_at"),
+    [
+        (SideBranch, "side.running_mean", "side (BatchNorm1d)", 2),
+        (Averaged, "average", "the model", 3),  # the hook comes after the checkpoint of its step
+        (Corrupted, "exp_avg of net.3.weight", "Adam.step()", 3),
+    ],
+)
+def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update(
+    tmp_path, model, name, writer, finite_at
+):
+    saver = ModelCheckpoint(tmp_path / "every", every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
+    error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model(), loader())
+    assert error.cause == NonFiniteCause.STATE
+    assert error.parameters[0].name == name
+    assert writer in str(error)
+    assert f"It was finite at step {finite_at}." in str(error)
+    assert "learning rate" not in str(error)
+    for file in (tmp_path / "every").glob("*.ckpt"):
+        assert_finite(file)
+
+
 def test_weights_that_were_bad_already_reach_no_checkpoint_on_exception(tmp_path):
     model = Net()
     with torch.no_grad():

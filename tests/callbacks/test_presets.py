@@ -1,5 +1,7 @@
 """default_callbacks(): which callbacks it returns, and with which arguments."""
 
+from types import MappingProxyType
+
 import pytest
 import yaml
 
@@ -24,6 +26,7 @@ def test_plain_values_as_in_a_yaml_file_give_arguments_and_leave_callbacks_out()
         TrainingDoctor: false
         EmptyCache: {}
     """)
+    options["LossCurves"] = MappingProxyType({})  # as a config of Hydra is no dict
     found = default_callbacks(**options)
     assert names_of(found) == [name for name in NAMES if name != "TrainingDoctor"]
     monitor, halt = found[0], found[4]
@@ -37,7 +40,7 @@ def test_plain_values_as_in_a_yaml_file_give_arguments_and_leave_callbacks_out()
             {"GradientCheckpointing": {}},
             r"no GradientCheckpointing; it returns MemoryMonitor, .* Add others by name",
         ),
-        ({"HaltOnNaN": 3}, "HaltOnNaN=3 is neither a dict of its arguments nor a bool"),
+        ({"HaltOnNaN": 3}, "HaltOnNaN=3 is neither a mapping of its arguments nor a bool"),
         ({"HaltOnNaN": {"skips": 3}}, "skips"),
     ],
 )

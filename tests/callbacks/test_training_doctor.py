@@ -43,18 +43,27 @@ def fit(root: Path, model: L.LightningModule, doctor: TrainingDoctor, **options:
 
 def test_a_finding_is_printed_written_and_logged(tmp_path, capsys):
     doctor = TrainingDoctor(steps=4)
-    with pytest.warns(UserWarning, match="TrainingDoctor found 1 serious mistake.* missing_gradients"):
-        fit(tmp_path, Unused(), doctor, logger=TensorBoardLogger(tmp_path))
+    found = pytest.warns(UserWarning, match="TrainingDoctor found 1 serious mistake.* loss_broadcast")
+    with pytest.warns(UserWarning, match="Using a target size"), found:
+        fit(tmp_path, Flat(), doctor, logger=TensorBoardLogger(tmp_path))
     (finding,) = doctor.report.serious
-    assert finding.place == "unused.weight, unused.bias"
+    assert "mse_loss at tests/callbacks" in finding.place
     out = " ".join(capsys.readouterr().out.split())
-    assert "warning" in out
-    assert "missing_gradients" in out
+    assert "error" in out
+    assert "loss_broadcast" in out
     (path,) = tmp_path.rglob("memtools/doctor.json")
     assert json.loads(path.read_text())["serious"] == 1
     markdown = path.with_suffix(".md").read_text()
-    assert "unused.weight, unused.bias" in markdown
+    assert finding.place in markdown
     assert markdown in "\n".join(texts_of(next(tmp_path.rglob("*.tfevents.*")).parent)["memtools/doctor"])
+
+
+def test_parameters_without_gradients_are_no_mistake(tmp_path):
+    doctor = TrainingDoctor(steps=4)
+    fit(tmp_path, Unused(), doctor)
+    assert not doctor.report.serious
+    (finding,) = (one for one in doctor.report.findings if one.check == "missing_gradients")
+    assert finding.place == "unused"
 
 
 def test_healthy_training_prints_nothing(tmp_path, capsys):

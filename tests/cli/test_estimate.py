@@ -78,6 +78,7 @@ def test_it_prints_figures_and_gpus(capfd):
 def test_only_the_gpus_around_the_boundary_are_listed():
     rows = [(str(n), "no") for n in range(5)] + [(str(n), "yes") for n in range(5, 10)]
     assert [name for name, _ in around_the_boundary(rows)] == ["2", "3", "4", "5", "6", "7"]
+    assert [name for name, _ in around_the_boundary(rows, "0")] == ["0", "2", "3", "4", "5", "6", "7"]
     assert around_the_boundary(rows[:5]) == rows[2:5]
     assert around_the_boundary(rows[5:]) == rows[5:8]
 
@@ -111,6 +112,8 @@ def test_as_a_command_of_its_own_it_fails_with_a_message(tmp_path):
         (["no_such_module:x"], "No module 'no_such_module'"),
         (["my_target:missing"], "has no 'missing'"),
         (["my_target"], "write MODULE:CALLABLE"),
+        (["my_target.py:model_and_batch"], "my_target:model_and_batch"),
+        (["./folder/my_target.py:Net"], "folder.my_target:Net"),
         (["my_target:number"], "is 4, which cannot be called"),
         (["my_target:nothing"], "returned 3. Return (model, batch)"),
         (["my_target:model_and_batch", "--optimizer", "Eve"], "no optimizer 'Eve'"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import VirtualDevice
@@ -48,6 +51,17 @@ def test_the_error_that_is_predicted_comes_true():
 )
 def test_a_last_batch_that_does_no_harm_is_left_alone(model, loader):
     assert not serious(found(model, loader, steps=2))
+
+
+class Copied(DataLoader[Any]):
+    """Makes its own batches, as loaders of single-cell models do: every one has eight samples."""
+
+    def __iter__(self):
+        return (next(super(Copied, self).__iter__()) for _ in range(5))
+
+
+def test_a_loader_that_makes_its_own_batches_is_left_alone():
+    assert not serious(found(network(norm=True), Copied(rows(33).dataset, 8), steps=5))
 
 
 def test_shared_memory_that_is_too_small_is_found_with_the_need(monkeypatch):
@@ -259,7 +273,10 @@ class Settings(NamedTuple):
         (Settings("lbfgs", "16-mixed", None), "LBFGS"),
         (Settings("sgd", "16-mixed", None, half=True), "Attempting to unscale FP16 gradients"),
         (Settings("fused", "16-mixed", None), None),
-        (Settings("fused", "bf16-mixed", 1.0), None),
+        (Settings("fused", "bf16-mixed", 1.0), "does not allow for gradient clipping"),
+        (Settings("fused", "bf16-true", 1.0), None),
+        (Settings("fused", "bf16-mixed", None), None),
+        (Settings("lbfgs", "bf16-mixed", None), None),
         (Settings("sgd", "16-mixed", 1.0), None),
     ],
 )
@@ -276,10 +293,55 @@ def test_combinations_that_lightning_rejects_late(settings, text):
     assert text is None or text in effects[0]
 
 
-def test_parameters_without_a_gradient_are_found():
+@pytest.mark.parametrize(
+    ("precision", "fused", "clip"),
+    [("bf16-mixed", True, 1.0), ("bf16-mixed", False, 1.0), ("bf16-true", True, 1.0), ("bf16-mixed", True, None)],
+)
+def test_lightning_rejects_clipping_where_the_doctor_says_so_and_takes_its_advice(tmp_path, precision, fused, clip):
+    class Model(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch, _):
+            return self.net(batch[0].to(self.dtype)).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), fused=fused)
+
+        def train_dataloader(self):
+            return rows()
+
+    trainer = L.Trainer(accelerator="cpu", precision=precision, gradient_clip_val=clip, max_steps=1, logger=False,
+                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                        default_root_dir=tmp_path)  # fmt: skip
+    model = Model()
+    case = TrainingCase(model=model, optimizers=[model.configure_optimizers()], precision=precision, clip=clip)
+    findings = list(RejectedSettings(case).before_training())
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping") if findings else nullcontext():
+        trainer.fit(model)
+    assert trainer.global_step == (not findings)
+
+
+def test_parameters_that_a_reentrant_checkpoint_cuts_off_are_found_and_the_fix_helps():
+    def steps(*, reentrant: bool) -> Any:
+        def step(model: Any, batch: Any) -> Any:
+            inner = checkpoint(model[0], batch[0], use_reentrant=reentrant)
+            return F.mse_loss(model[1:](inner), batch[1])
+
+        return step
+
+    finding = only(found(network(), rows(), steps(reentrant=True)), "missing_gradients")
+    assert (finding.severity, finding.place) == ("warning", "0")
+    assert finding.fix == "checkpoint(..., use_reentrant=False)"
+    findings = found(network(), rows(), steps(reentrant=False))
+    assert "missing_gradients" not in {finding.check for finding in findings}
+
+
+def test_parameters_without_a_gradient_are_worth_a_remark_that_names_their_module():
     model = nn.ModuleDict({"used": network(), "unused": nn.Linear(3, 2)})
     finding = only(found(model, rows(), lambda m, batch: squared(m["used"], batch)), "missing_gradients")
-    assert finding.place == "unused.weight, unused.bias"
+    assert (finding.severity, finding.place) == ("info", "unused")
     assert "2 parameters in the optimizer had no gradient (None) in any of 8 steps" in finding.evidence
 
 
@@ -349,6 +411,25 @@ def test_total_loss_with_a_graph_is_found_with_its_holder():
         return loss
 
     assert not serious(found(Sums(), rows(), detached))
+
+
+@pytest.mark.parametrize("epoch", [8, 11, 16])
+def test_a_sum_that_each_short_epoch_resets_is_found(epoch):
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.total_loss, self.n = network(), torch.zeros(()), 0
+
+    def step(model: Any, batch: Any) -> Any:
+        if model.n % epoch == 0:
+            model.total_loss = torch.zeros(())
+        model.n += 1
+        loss = squared(model.net, batch)
+        model.total_loss += loss
+        return loss
+
+    finding = only(found(Sums(), rows(32, 1), step, steps=20), "retained_graphs")
+    assert (finding.severity, finding.place) == ("error", "Sums.total_loss")
 
 
 def test_outputs_kept_with_their_graphs_are_found_in_a_closure():
@@ -432,6 +513,21 @@ def test_a_difference_by_hand_that_broadcasts_is_found_too():
     assert not serious(found(network(), rows(), step))
 
 
+def test_a_target_that_the_step_squeezes_is_found_too():
+    def step(model: nn.Module, batch: Any) -> Any:
+        return ((model(batch[0]) - batch[1].squeeze().float()) ** 2).mean()
+
+    finding = only(found(network(), rows(), step), "loss_broadcast")
+    assert "broadcast to (8, 8)" in finding.evidence
+
+
+def test_distances_to_fixed_places_are_left_alone():
+    def step(model: nn.Module, batch: Any) -> Any:
+        return (model(batch[0]) - torch.linspace(-1, 1, 16)).square().mean() + squared(model, batch)
+
+    assert not serious(found(network(), rows(), step))
+
+
 def test_all_pairs_on_purpose_are_left_alone():
     def step(model: nn.Module, batch: Any) -> Any:
         scores, targets = model(batch[0])[:, 0], batch[1]
@@ -450,11 +546,21 @@ def test_a_sum_over_the_batch_is_found_by_the_gradients_growth(norm):
     assert "The gradient grows 2.00 times" in finding.evidence
 
 
+@pytest.mark.parametrize("factor", [lambda x: x / 2, lambda x: -x * 0.5, lambda x: x + 1.0])
+def test_a_sum_with_a_factor_is_found(factor):
+    def step(model: nn.Module, batch: Any) -> Any:
+        return factor(((model(batch[0]) - batch[1]) ** 2).sum())
+
+    finding = only(found(network(), rows(), step, steps=1), "loss_sum")
+    assert "The gradient grows 2.00 times" in finding.evidence
+
+
 def test_a_sum_that_is_divided_is_left_alone():
     def step(model: nn.Module, batch: Any) -> Any:
         return F.mse_loss(model(batch[0]), batch[1], reduction="sum") / len(batch[0])
 
     assert not serious(found(network(), rows(), step))
+    assert not serious(found(network(), rows(), lambda m, b: ((m(b[0]) - b[1]) ** 2).sum() / len(b[0])))
 
 
 def test_a_part_left_in_eval_mode_is_found():

@@ -73,8 +73,8 @@ def test_detach_to_train_only_one_of_two_chained_models():
         return F.mse_loss(model["second"](model["first"](batch[0]).detach()), batch[1])
 
     finding = only(found(chained, rows(), step), "missing_gradients")
-    assert finding.place == "first.weight, first.bias"
-    assert "no detach() on the way" in finding.fix
+    assert finding.place == "first"
+    assert "detach()" in finding.fix
 
 
 def test_bus_error_insufficient_shared_memory_with_dataloader_workers(monkeypatch):
@@ -156,7 +156,7 @@ def test_weight_decay_shrinks_parameters_that_get_no_gradient_an_unused_layer4_o
     model = WithoutLayer4()
     batches = [(torch.randn(4, 3, 32, 32), torch.arange(4))]
     finding = only(found(model, batches, step, steps=3), "missing_gradients")
-    assert finding.place == "net.layer4.0.conv1.weight, net.layer4.0.bn1.weight, net.layer4.0.bn1.bias and 27 more"
+    assert finding.place == "net.layer4"
     assert "30 parameters in the optimizer had no gradient (None) in any of 3 steps" in finding.evidence
 
     for parameter in model.net.layer4.parameters():

@@ -49,6 +49,7 @@ def test_a_name_with_several_sizes_needs_one() -> None:
     [
         ("RTX 4900", "'RTX 4090 24GB'"),
         ("4090", "'RTX 4090 24GB'"),
+        ("24", "'24GiB' or '24GB'"),
         ("H10O 80GB", "'H100 80GB'"),
         ("A100 60GB", "'A100 80GB'"),
     ],

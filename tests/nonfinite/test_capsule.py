@@ -23,7 +23,14 @@ from torch.utils.data import DataLoader
 from lightning_memtools import HaltOnNaN, replay
 from lightning_memtools.cli.main import main
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from lightning_memtools.state.capsule.capsule_file import CapsuleError, compact, from_plain, n_bytes_of, to_plain
+from lightning_memtools.state.capsule.capsule_file import (
+    CapsuleError,
+    compact,
+    from_plain,
+    n_bytes_of,
+    read_capsule,
+    to_plain,
+)
 from tests.lightning_models import trainer
 from tests.nonfinite.replay_models import batches, halted
 
@@ -45,6 +52,12 @@ def refusal(path: Path, **arguments: Any) -> str:
     with pytest.raises(CapsuleError) as caught:
         replay(path, **({"trust": True} | arguments))
     return str(caught.value)
+
+
+def test_another_file_is_no_capsule(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\n")
+    with pytest.raises(CapsuleError, match=r"train.py is no capsule of HaltOnNaN: those are zip files"):
+        read_capsule(tmp_path / "train.py")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])

@@ -276,6 +276,10 @@ def read_capsule(path: Path) -> dict[str, Any]:
         saved: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         size, written = path.stat().st_size, about.get("bytes")
+        with path.open("rb") as file:
+            begins = file.read(2)
+        if not about and begins not in {b"", b"PK"}:
+            raise CapsuleError(f"{path} is no capsule of HaltOnNaN: those are zip files.") from error
         if written is not None and size != written:
             why = f"it is truncated: {size} bytes of {written}"
         else:
