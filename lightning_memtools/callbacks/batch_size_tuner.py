@@ -87,7 +87,7 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         multiple_of: int = 1,
         effective_batch_size: int | None = None,
         stages: Sequence[str] = ("train", "val"),
-        max_trials: int = 8,
+        max_trials: int = 10,
         at_epochs: Sequence[int] = (),
         precision: float = 0.05,
         max_time: float | None = None,
