@@ -1,5 +1,8 @@
 """BatchSizeTuner against the truth and against Lightning's BatchSizeFinder, on simulated GPUs of several capacities.
 
+Where .venv-cuda is there, each search is also made on PyTorch's own CUDA allocator, over stubs of NVIDIA's libraries,
+and followed by 50 steps of training: `fit_of_50_steps_on_cuda`.
+
 Everything runs on fake tensors: the simulated allocator sees what it sees with real ones, and nothing is computed, so
 sizes that fill 8 GiB can be run by the thousand. The cost of a search is therefore given in optimizer steps and in the
 samples that they took; a few rows are also run on real tensors, for CPU seconds.
@@ -19,12 +22,16 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -40,11 +47,19 @@ from tests.fake_training import InMemory, fake_tensors, fakes_of
 
 MARGIN = 0.05
 CAPACITIES = ("2GiB", "3GiB", "4GiB", "8GiB")
+SMALL = ("256MiB", "512MiB", "768MiB")
+ON_SMALL = ("dropout", "batchnorm", "attention", "workspace", "many weights")
+OTHER_CAPACITIES = {
+    "adversarial, by hand": ("64MiB", "128MiB", "512MiB"),
+    "index limit": ("512MiB", "2GiB"),
+}
 STEP = {"contrastive": 64, "batchnorm": 2}
 """Only multiples of this are admitted where the maximum is in the thousands."""
 OTHERS = {"dropout": "1GiB", "attention": "1GiB"}
 """Memory that another process holds on an additional device of 4 GiB."""
 FITS = "fits"
+ROOT = Path(__file__).parents[1]
+_ON_CUDA, _STEPS_ON_CUDA, _OUTCOME = "--on-cuda", 50, "outcome: "
 SECONDS = {"workspace": "512MiB", "batchnorm": "512MiB", "checkpointing": "512MiB"}
 """Models that are also tuned on real tensors, with the capacity of the device."""
 
@@ -59,6 +74,8 @@ def plain_fit(kind: type[Sized], size: int, n_bytes: int, others: str) -> str:
             trainer_for(kind, root, max_steps=6, limit_val_batches=0).fit(model)
         except torch.OutOfMemoryError:
             return "out of memory"
+        except RuntimeError as error:
+            return str(error)
         retries = device.stats().alloc_retries
         return f"{retries} allocation retries in 6 steps" if retries else FITS
 
@@ -150,7 +167,38 @@ def row(name: str, kind: type[Sized], capacity: str, others: str) -> dict[str, A
         if one["size"] > truth:  # judged on the whole device, as "power" knows no margin
             one["a_plain_fit_of_it"] = plain_fit(kind, one["size"], parse_size(capacity), others)
     return {"model": name, "capacity": capacity, "used_by_others": others, "true_maximum": truth,
-            "sizes_run_for_the_truth": n_ran, **found}  # fmt: skip
+            "configured_size": kind().batch_size, "sizes_run_for_the_truth": n_ran,
+            "fit_of_50_steps_on_cuda": fit_on_cuda(name, capacity, others),
+            **found}  # fmt: skip
+
+
+def fit_on_cuda(name: str, capacity: str, others: str) -> dict[str, Any] | None:
+    """Searches on PyTorch's CUDA allocator, and trains for 50 steps; returns size and outcome, None without a build."""
+    python = ROOT / ".venv-cuda" / "bin" / "python"
+    if not python.exists():
+        return None
+    n_bytes = parse_size(capacity) - parse_size(others)
+    command = [python, "-m", "lightning_memtools.null_cuda", "--capacity", f"{n_bytes}B", Path(__file__), _ON_CUDA]
+    ran = subprocess.run(
+        [*command, name], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    lines = [line.removeprefix(_OUTCOME) for line in ran.stdout.splitlines() if line.startswith(_OUTCOME)]
+    return json.loads(lines[0]) if lines else {"size": None, "outcome": ran.stderr.strip().splitlines()[-1][:200]}
+
+
+def run_on_cuda(name: str) -> None:
+    kind, tuner = MODELS[name], tuner_of(name)
+    steps = _STEPS_ON_CUDA * (2 if name.startswith("adversarial") else 1)  # of both optimizers
+    with tempfile.TemporaryDirectory() as root:
+        model = kind()
+        trainer = trainer_for(kind, root, tuner, max_steps=steps, limit_val_batches=0, accelerator="gpu", devices=1)
+        outcome = FITS
+        try:
+            trainer.fit(model)
+        except torch.OutOfMemoryError:
+            outcome = f"out of memory in step {trainer.global_step}"
+    trials = [] if tuner.result is None else [[one.size, one.outcome] for one in tuner.result.trials]
+    print(_OUTCOME + json.dumps({"size": model.batch_size, "outcome": outcome, "tried": trials}), flush=True)
 
 
 def in_seconds(name: str, kind: type[Sized], capacity: str) -> dict[str, Any]:
@@ -172,14 +220,18 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if sys.argv[1:2] == [_ON_CUDA]:
+        run_on_cuda(sys.argv[2])
+        return
     gc.freeze()  # BatchSizeFinder collects after each trial, which takes a second over all objects of torch
     path = RESULTS / "batch_size.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": [], "on_real_tensors": []}
+    known: dict[str, Any] = json.loads(path.read_text()) if sys.argv[1:] else {"rows": [], "on_real_tensors": []}
     for name in sys.argv[1:] or list(MODELS):
         rows: list[dict[str, Any]] = []
         real: list[dict[str, Any]] = []
         kind = MODELS[name]
-        devices = [(capacity, "0MiB") for capacity in CAPACITIES]
+        small = SMALL if name in ON_SMALL else ()
+        devices = [(capacity, "0MiB") for capacity in (*small, *OTHER_CAPACITIES.get(name, CAPACITIES))]
         devices += [("4GiB", OTHERS[name])] if name in OTHERS else []
         for capacity, others in devices:
             rows.append(row(name, kind, capacity, others))
@@ -207,6 +259,12 @@ def summary(rows: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any]]
         "truth": "a plain fit of 6 steps on a device less by the margin, without retries; see the script",
         "runs": len(rows),
         "never_over_the_truth": all(one["share_of_true_maximum"] <= 1 for one in found),
+        "median_share": statistics.median(one["share_of_true_maximum"] for one in found),
+        "never_below_the_configured_size": all(
+            one["size"] >= min(row["configured_size"], row["true_maximum"])
+            for one, row in zip(found, rows, strict=True)
+        ),
+        "fits_of_50_steps_on_cuda": sum((row["fit_of_50_steps_on_cuda"] or {}).get("outcome") == FITS for row in rows),
         "least_share": min(one["share_of_true_maximum"] for one in found),
         "share_of_runs_in_three_trials": round(sum(one["trials"] <= 3 for one in found) / len(found), 3),
         "most_trials": max(one["trials"] for one in found),

@@ -459,6 +459,11 @@ def validate_every(trainer: Trainer, n_batches: int) -> None:
     vars(trainer)["_val_check_time_interval"] = None
 
 
+def stop_validating(trainer: Trainer) -> None:
+    """Validate no more in this fit."""
+    trainer.check_val_every_n_epoch = 2**62
+
+
 def set_root_directory(trainer: Trainer, directory: str) -> None:
     """Set the default directory for files; `default_root_dir` can only be set in the Trainer's constructor."""
     vars(trainer)["_default_root_dir"] = directory

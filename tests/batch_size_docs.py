@@ -51,6 +51,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(found: Mapping[str, Any]) -> str:
     text = f"{found['size']} ({found['share_of_true_maximum']:.1%}), {found['trials']}, {found['samples']}"
+    if "failure" in found:  # the finder ended the fit with this error, when its attribute had this size
+        return f"{text}; ended with {found['failure'].split(':')[0]}"
     return text + (f"; {found['a_plain_fit_of_it']}" if "a_plain_fit_of_it" in found else "")
 
 
@@ -65,6 +67,11 @@ def table_of_seconds(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _lines(lines: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def large(row: Mapping[str, Any]) -> bool:
+    """Returns whether a row's device has at least 2 GiB."""
+    return str(row["capacity"]).endswith("GiB")
 
 
 def both_tables() -> str:

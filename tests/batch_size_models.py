@@ -151,7 +151,7 @@ class Contrastive(Sized):
 
     def loss(self, batch: Any) -> Tensor:
         x = self.body(batch)
-        return nn.functional.cross_entropy((x @ x.T).tanh(), torch.arange(len(x)))
+        return nn.functional.cross_entropy((x @ x.T).tanh(), torch.arange(len(x), device=x.device))
 
 
 class Lengths(Dataset[Tensor]):
@@ -222,6 +222,48 @@ class Accumulating(Dropouts):
     options: dict[str, Any] = {"accumulate_grad_batches": 4, "precision": "bf16-mixed"}  # noqa: RUF012, read only
 
 
+class Adversarial(Sized):
+    """Two networks that are trained in turn, by hand, with toggled optimizers."""
+
+    samples = (1024,)
+    n = 100_000
+
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__(batch_size)
+        self.automatic_optimization = False
+
+    def build(self) -> nn.Module:
+        self.generator = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1024))
+        return nn.Sequential(nn.Linear(1024, 512), nn.LeakyReLU(), nn.Linear(512, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.randn(len(batch), 64, device=self.device)
+        losses = (
+            lambda: -self.body(self.generator(noise)).mean(),
+            lambda: self.body(self.generator(noise).detach()).mean() - self.body(batch).mean(),
+        )
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss())
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=1e-4) for part in (self.generator, self.body)]
+
+
+class IndexLimit(Dropouts):
+    """Raises where a kernel would refuse so many elements, long before memory ends."""
+
+    most = 40
+
+    def loss(self, batch: Any) -> Tensor:
+        if len(batch) > self.most:
+            raise RuntimeError("Expected canUse32BitIndexMath(input) to be true, but got false.")
+        return super().loss(batch)
+
+
 MODELS: dict[str, type[Sized]] = {
     "dropout": Dropouts,
     "batchnorm": Normed,
@@ -232,6 +274,8 @@ MODELS: dict[str, type[Sized]] = {
     "workspace": Workspace,
     "many weights": Heavy,
     "accumulation, bf16": Accumulating,
+    "adversarial, by hand": Adversarial,
+    "index limit": IndexLimit,
 }
 
 

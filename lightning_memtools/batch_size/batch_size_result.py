@@ -26,6 +26,7 @@ class RankReading:
             An optimizer that makes temporary copies has a peak of its own, which does not.
         base_allocated: Held before the second batch was fetched: weights, gradients and optimizer state.
         failure: Why this rank could not run the size; empty where it could.
+        seconds_per_batch: The mean time of a training batch; None where none was measured.
     """
 
     peak: int | None = None
@@ -34,6 +35,7 @@ class RankReading:
     batch_allocated: int | None = None
     base_allocated: int | None = None
     failure: str = ""
+    seconds_per_batch: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -51,6 +53,8 @@ class SizeTrial:
         readings: One for each rank.
         seconds: Duration of the trial.
         accumulate: Micro-batches per optimizer step that belong to this size.
+        is_configured: True for the size that was set before the search. It fits if it runs to its end, also where it
+            leaves less than the margin.
     """
 
     stage: str
@@ -58,11 +62,26 @@ class SizeTrial:
     readings: Sequence[RankReading]
     seconds: float = 0.0
     accumulate: int = 1
+    is_configured: bool = False
 
     @property
     def fits(self) -> bool:
-        """True if every rank ran the size within its limit."""
+        """True if every rank ran the size within its limit; for the configured size, if every rank ran it."""
+        if self.is_configured:
+            return not any(reading.failure for reading in self.readings)
         return all(reading.fits for reading in self.readings)
+
+    @property
+    def is_within_margin(self) -> bool:
+        """True if the configured size runs but leaves less than the margin free."""
+        return self.fits and not all(reading.fits for reading in self.readings)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Training samples per second over all ranks, at the slowest rank's pace; None where none was measured."""
+        times = [reading.seconds_per_batch for reading in self.readings]
+        known = [one for one in times if one]
+        return self.size * len(times) / max(known) if len(known) == len(times) else None
 
     @property
     def tightest(self) -> RankReading:
@@ -73,7 +92,7 @@ class SizeTrial:
     def outcome(self) -> str:
         """Return "fits", or the reason why the size does not fit, with the rank."""
         if self.fits:
-            return "fits"
+            return "fits, with less than the margin left" if self.is_within_margin else "fits"
         reading = self.tightest
         reason = reading.failure or "over the limit"
         rank = f" (rank {list(self.readings).index(reading)})" if len(self.readings) > 1 else ""
@@ -110,8 +129,9 @@ class BatchSizeResult:
         train = self.sizes.get("train")
         return None if train is None else train * self.accumulate * self.n_ranks
 
-    def rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Return stage, size, outcome, peak and limit of each trial, as text."""
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return stage, size, outcome, peak and limit of each trial as text, and the samples per second if measured."""
+        is_timed = any(trial.samples_per_second for trial in self.trials)
         return [
             (
                 trial.stage,
@@ -119,13 +139,17 @@ class BatchSizeResult:
                 trial.outcome,
                 _peak_in_words(trial.tightest),
                 format_size(trial.tightest.limit),
+                *([f"{trial.samples_per_second:.4g}" if trial.samples_per_second else ""] if is_timed else []),
             )
             for trial in self.trials
         ]
 
     def table(self) -> str:
         """Return the trials as a markdown table."""
-        return markdown_table(Table(("stage", "batch size", "outcome", "peak", "limit"), self.rows(), align="lrlrr"))
+        rows = self.rows()
+        n_columns = len(rows[0]) if rows else 5
+        heads = ("stage", "batch size", "outcome", "peak", "limit", "samples per second")[:n_columns]
+        return markdown_table(Table(heads, rows, align="lrlrrr"[:n_columns]))
 
     def summary(self) -> str:
         """Return the sizes, the cost of the search and the effective batch size in one sentence."""

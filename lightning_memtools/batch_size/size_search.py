@@ -25,13 +25,8 @@ _SECOND = 0.35
 _AIM = 0.992
 # The last trial should rather fit than come near.
 _LAST_AIM = 0.95
-# The search ends when the largest size that fits is this share of the prediction, or of the smallest known not to fit.
-_ENOUGH = 0.976
-_CLOSE = 0.975
 # A prediction that is this many times a size that failed is wrong, and not just imprecise.
 _OFF = 1.2
-# The first steps back from a size that failed near the prediction, as shares of it.
-_BACK = (0.02, 0.06, 0.12)
 # No jump goes farther than this many times what has run: a few samples do not show a term that grows with the square.
 _FARTHEST = 1000
 # The same while the batch has taken less than what a tensor's segment is rounded up to.
@@ -39,35 +34,56 @@ _FARTHEST_FROM_LITTLE = 128
 _LITTLE = 2 * 2**20
 # Segments of CUDA's caching allocator have 20 MiB (kLargeBuffer in c10/core/AllocatorConfig.h).
 _SEGMENT = 20 * 2**20
-# The first step beyond a prediction that is too coarse to end the search, as a share of the size that fits; each of the
-# next is twice as long. Sizes that are nearer to each other than the second share are such steps.
-_FIRST_STEP, _NEAR = 0.02, 0.2
+# Steps beyond a prediction that is too coarse to end the search begin with the search's precision, and each of the next
+# is twice as long. Sizes that are nearer to each other than this share are such steps.
+_NEAR = 0.2
 # Below this size the steps stay at one sample.
 _FEW = 8
 # A slope that grows by less than this factor over the measured range is rounding and no curvature.
-_BEND = 1.1
+_BEND = 1.05
 # Between sizes closer than this, rounding would determine the slope.
 _APART = 0.8
 
 
 def find_largest(
-    run: Callable[[int], SizeTrial], *, start: int, round_down: RoundDown, smallest: Callable[[], int], max_trials: int
+    run: Callable[[int], SizeTrial],
+    *,
+    start: Sequence[int],
+    round_down: RoundDown,
+    smallest: Callable[[], int],
+    max_trials: int,
+    precision: float,
+    goes_on: Callable[[Sequence[SizeTrial]], bool] = lambda _: True,
 ) -> list[SizeTrial]:
     """Run trials until the largest size that fits is known well enough; returns all of them, in order.
 
     Args:
         run: Runs a size. It may run and report a smaller one, where the data turn out to have fewer samples.
-        start: The first size; it is rounded to an admitted one.
+        start: The first sizes, rounded to admitted ones. One that trials have already decided is left out.
         round_down: Rounds to admitted sizes. It is called anew before each trial, since a trial may reveal limits.
         smallest: Returns the smallest admitted size.
         max_trials: The most trials to run.
+        precision: The search ends when the largest size that fits is nearer than this share to the prediction, or to
+            the smallest size that does not fit.
+        goes_on: Is asked before each trial but the first. False ends the search.
     """
     trials: list[SizeTrial] = []
-    size: int | None = max(round_down(start), smallest())
-    while size is not None and len(trials) < max_trials:
+    waiting = list(start)
+    while len(trials) < max_trials and (not trials or goes_on(trials)):
+        size = max(round_down(waiting.pop(0)), smallest()) if waiting else None
+        if size is not None and _is_decided(size, trials):
+            continue
+        if size is None:
+            left = max_trials - len(trials)
+            size = next_size(trials, round_down=round_down, smallest=smallest(), left=left, precision=precision)
+        if size is None:
+            break
         trials.append(run(size))
-        size = next_size(trials, round_down=round_down, smallest=smallest(), left=max_trials - len(trials))
     return trials
+
+
+def _is_decided(size: int, trials: Sequence[SizeTrial]) -> bool:
+    return any(trial.size >= size if trial.fits else trial.size <= size for trial in trials)
 
 
 def largest_that_fits(trials: Sequence[SizeTrial]) -> SizeTrial | None:
@@ -75,13 +91,16 @@ def largest_that_fits(trials: Sequence[SizeTrial]) -> SizeTrial | None:
     return max((trial for trial in trials if trial.fits), key=lambda trial: trial.size, default=None)
 
 
-def next_size(trials: Sequence[SizeTrial], *, round_down: RoundDown, smallest: int, left: int) -> int | None:
+def next_size(  # noqa: PLR0911, one return for each way on
+    trials: Sequence[SizeTrial], *, round_down: RoundDown, smallest: int, left: int, precision: float
+) -> int | None:
     """Return the size to run next; None when the search is over."""
     found = largest_that_fits(trials)
     lower = 0 if found is None else found.size
     upper = min((trial.size for trial in trials if not trial.fits and trial.size > lower), default=math.inf)
     ceiling = round_down(upper - 1)  # infinity less one is infinity
-    if ceiling <= lower or lower >= _CLOSE * ceiling:
+    enough = 1 - precision
+    if ceiling <= lower or lower >= enough * ceiling or (found is not None and found.is_within_margin):
         return None
     if lower == 0 and left == 1:
         return smallest
@@ -90,21 +109,33 @@ def next_size(trials: Sequence[SizeTrial], *, round_down: RoundDown, smallest: i
     if predicted is None:  # the device reports no peaks, or no size has run to its end yet
         return _by_halves(lower, upper, round_down, smallest)
     if len(ended) == 1 and lower and upper == math.inf and predicted != math.inf:
-        return _second_size(ended[0], predicted, ceiling, round_down)
-    if lower >= round_down(predicted) or lower >= _ENOUGH * predicted:
-        # Where the prediction is too coarse to end the search, go on until a size fails, then halve the interval.
-        return None if _is_precise(ended[-1]) else _beyond_the_prediction(trials, lower, upper, round_down)
+        return _second_size(ended[0], predicted, ceiling, round_down, enough)
+    is_precise = _is_precise(ended[-1], precision)
+    is_reached = lower >= round_down(predicted) or lower >= enough * predicted
+    if is_reached and is_precise:
+        return None
+    if not is_precise and (is_reached or (upper != math.inf and trials[-1].fits)):
+        # The prediction is too coarse to end the search: go on until a size fails, then halve the interval.
+        return _beyond_the_prediction(trials, lower, upper, round_down, precision)
     size = _jump(
-        trials, ended, predicted, lower=lower, upper=upper, round_down=round_down, smallest=smallest, left=left
+        trials,
+        ended,
+        predicted,
+        lower=lower,
+        upper=upper,
+        round_down=round_down,
+        smallest=smallest,
+        left=left,
+        precision=precision,
     )
     if size <= lower or size in {trial.size for trial in trials}:
         size = _by_halves(lower, upper, round_down, smallest) or 0
     return size if lower < size <= ceiling else None
 
 
-def _second_size(first: SizeTrial, predicted: float, ceiling: int, round_down: RoundDown) -> int:
+def _second_size(first: SizeTrial, predicted: float, ceiling: int, round_down: RoundDown, enough: float) -> int:
     """Return the second size: only part of the way to the prediction, because one size says little about the slope."""
-    far = round_down(predicted) if ceiling <= _ENOUGH * predicted else round_down(_SECOND * predicted)
+    far = round_down(predicted) if ceiling <= enough * predicted else round_down(_SECOND * predicted)
     took_little = any((r.batch_allocated or 0) - (r.base_allocated or 0) < _LITTLE for r in first.readings)
     far = min(far, round_down((_FARTHEST_FROM_LITTLE if took_little else _FARTHEST) * first.size))
     return min(ceiling, max(far, round_down(2 * first.size), round_down(first.size + 1)))
@@ -120,6 +151,7 @@ def _jump(
     round_down: RoundDown,
     smallest: int,
     left: int,
+    precision: float,
 ) -> int:
     """Return the predicted size, below all sizes that have failed."""
     ceiling = round_down(upper - 1)
@@ -131,34 +163,32 @@ def _jump(
         aim = min(aim, _LAST_AIM * predicted)
     size = min(ceiling, max(round_down(aim), smallest))
     n_failures = sum(not trial.fits for trial in trials)
-    if size == ceiling and upper != math.inf and n_failures:
-        # A size that ran out of memory says only that it is too large. Near the prediction, step back three times, then
-        # halve the interval; where the prediction was far off, continue in the middle (of a scale of ratios).
-        if predicted > _OFF * upper and n_failures <= len(_BACK):
-            back = round_down(math.sqrt(max(lower, 1) * upper))
-        elif n_failures <= len(_BACK):
-            back = round_down(upper * (1 - _BACK[n_failures - 1]))
-        else:
-            back = round_down((lower + upper) / 2)
+    if n_failures and (size == ceiling or (n_failures > 1 and not trials[-1].fits)):
+        # A size that failed says little more than that it is too large. Near the prediction, step back a little, once.
+        # Then go to the middle between what fits and what does not, on a scale of ratios, and predict anew from there.
+        near = n_failures == 1 and predicted <= _OFF * upper
+        back = round_down(upper * (1 - precision) if near else math.sqrt(max(lower, 1) * upper))
         size = back if back > lower else ceiling
     return size
 
 
-def _is_precise(trial: SizeTrial) -> bool:
+def _is_precise(trial: SizeTrial, precision: float) -> bool:
     """Return True if a segment of the allocator is small beside the memory that a batch may take."""
     for reading in trial.readings:
         available = (reading.limit or 0) - (reading.base_allocated or 0)
-        if reading.limit is not None and available < _SEGMENT / (1 - _ENOUGH):
+        if reading.limit is not None and available * precision < _SEGMENT:
             return False
     return True
 
 
-def _beyond_the_prediction(trials: Sequence[SizeTrial], lower: int, upper: float, round_down: RoundDown) -> int | None:
+def _beyond_the_prediction(
+    trials: Sequence[SizeTrial], lower: int, upper: float, round_down: RoundDown, precision: float
+) -> int | None:
     """Return a size above one that fits: in doubling steps until a size fails, then halfway to that one."""
     if upper == math.inf:
         below = max((trial.size for trial in trials if trial.fits and trial.size < lower), default=0)
         last = lower - below
-        step = 2 * last if last <= _NEAR * lower and lower >= _FEW else _FIRST_STEP * lower
+        step = 2 * last if last <= _NEAR * lower and lower >= _FEW else precision * lower
     else:
         step = (upper - lower) / 2
     size, ceiling = lower + max(int(step), 1), round_down(upper - 1)

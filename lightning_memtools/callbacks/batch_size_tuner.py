@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -14,6 +15,7 @@ from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
 from lightning_memtools.batch_size.resized_loaders import WorstCase
 from lightning_memtools.batch_size.trainer.size_tuning import SizeTuning
 from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.simulation.step_runner import is_lightning_module
@@ -22,10 +24,12 @@ from lightning_memtools.simulation.step_runner import is_lightning_module
 class BatchSizeTuner(EitherCallback, Neighbour):
     """Finds the largest batch that fits, before training begins.
 
-    It measures the peak at two sizes, predicts the largest size that fits, runs it, and corrects the prediction with
-    what it measured: only sizes that were run are used. A trial is two optimizer steps (or two evaluation batches) in
-    the Trainer's own loops, with the callbacks that take part in training. After each trial weights, optimizer, random
-    streams, loops, data loaders and attributes are restored bit for bit. Schedulers are built for the new size.
+    It runs the configured size, and never takes a smaller one if that runs. From the peaks of two sizes it predicts the
+    largest that fits, runs it, and corrects the prediction with what it measured: only sizes that were run are used. A
+    trial is a few steps of every optimizer (or two evaluation batches) in the Trainer's own loops, with the callbacks
+    that take part in training; a large one goes on until the allocator reserves no more. After each trial weights,
+    optimizer, random streams, loops, data loaders and attributes are restored bit for bit. Schedulers are built for the
+    new size.
 
     On a device without memory statistics (a CPU outside of a VirtualDevice) the size is left as it is.
 
@@ -37,10 +41,11 @@ class BatchSizeTuner(EitherCallback, Neighbour):
 
     Args:
         batch_arg_name: The attribute or hyperparameter of the model or the data module that the `*_dataloader` hooks
-            read; or several. One that begins with a stage ("val_batch_size") is for that stage alone. DataLoaders
-            passed to the Trainer need none: they are rebuilt with the new size.
+            read; or several. One that begins with a stage ("val_batch_size") is for that stage alone. An item of a
+            dict is given by a dot ("loader_kwargs.batch_size"). DataLoaders passed to the Trainer need none: they are
+            rebuilt with the new size.
         margin: The part of the device that stays free: a share of its capacity, or a size such as "1GiB".
-        init_val: The first size that is tried.
+        init_val: The first size that is tried; None for the configured one.
         max_val: No larger size is tried; None for no such limit.
         multiple_of: Only multiples of this are tried.
         effective_batch_size: Samples per optimizer step over all ranks. The largest micro-batch that divides it and
@@ -49,6 +54,15 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         stages: The stages to tune: train, val, test, predict. Within fit, val is tuned beside training's memory.
         max_trials: The most trials per stage.
         at_epochs: Training epochs at whose beginning to search again, besides the search before training.
+        precision: The search ends when the size is within this share of the largest one that can fit.
+        max_time: Seconds after which no more trials begin, once a size fits; None for no limit.
+        keep: "learning_rate" takes the largest batch and leaves the learning rate as it is. "effective" keeps the
+            samples per optimizer step that are configured (batch size x `accumulate_grad_batches` x ranks), as
+            `effective_batch_size` does with a number.
+        objective: "memory" takes the largest size that fits. "throughput" takes the smallest size within 3% of the most
+            training samples per second, among the configured size and larger ones that fit.
+        on_failure: "raise" ends the fit if no search can be run or no size fits; "warn" warns, and trains with the
+            configured size.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -68,18 +82,24 @@ class BatchSizeTuner(EitherCallback, Neighbour):
         *,
         batch_arg_name: str | Sequence[str] = "batch_size",
         margin: float | str = 0.05,
-        init_val: int = 2,
+        init_val: int | None = None,
         max_val: int | None = None,
         multiple_of: int = 1,
         effective_batch_size: int | None = None,
         stages: Sequence[str] = ("train", "val"),
-        max_trials: int = 8,
+        max_trials: int = 10,
         at_epochs: Sequence[int] = (),
+        precision: float = 0.05,
+        max_time: float | None = None,
+        keep: Literal["learning_rate", "effective"] = "learning_rate",
+        objective: Literal["memory", "throughput"] = "memory",
+        on_failure: Literal["raise", "warn"] = "raise",
     ) -> None:
         given: dict[str, Any] = {
             "batch_arg_name": batch_arg_name, "margin": margin, "init_val": init_val, "max_val": max_val,
             "multiple_of": multiple_of, "effective_batch_size": effective_batch_size, "stages": stages,
-            "max_trials": max_trials, "at_epochs": at_epochs,
+            "max_trials": max_trials, "at_epochs": at_epochs, "precision": precision, "max_time": max_time,
+            "keep": keep, "objective": objective, "on_failure": on_failure,
         }  # fmt: skip
         vars(self).update(given)
         self.result: BatchSizeResult | None = None
@@ -142,7 +162,15 @@ class BatchSizeTuner(EitherCallback, Neighbour):
 
     def _run(self, search: Callable[..., BatchSizeResult | None], trainer: Trainer, *arguments: Any) -> None:
         self._tuning.settings.worst_case = self.worst_case
-        self.result = search(trainer, *arguments) or self.result
+        try:
+            self.result = search(trainer, *arguments) or self.result
+        except Exception as error:
+            if self._tuning.settings.on_failure == "raise":
+                raise
+            self._tuning.give_up(trainer)
+            warnings.warn(
+                f"BatchSizeTuner found no batch size, so the configured one stays. {in_one_line(error)}", stacklevel=2
+            )
 
 
 def tune_batch_size(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.reporting.phrases import counted, first_of
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 
@@ -47,7 +48,7 @@ class CheckpointKeys:
                 # Objects other than tensors are refused, and are no mistake: loading them would run their code.
                 "info" if is_refused else "error",
                 path,
-                f"It could not be read: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+                f"It could not be read: {in_one_line(error)}"
                 + ("" if is_zipfile(path) else ". It is no zip file, as torch.save writes them"),
                 "Its keys were not compared with the model's.",
                 "Save the state_dict alone, or compare by hand: model.load_state_dict(state, strict=False)."

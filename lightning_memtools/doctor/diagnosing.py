@@ -20,6 +20,7 @@ from lightning_memtools.doctor.examination import Examination
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.doctor.step_trial import place_of_error
 from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.simulation.step_runner import (
@@ -247,7 +248,7 @@ def _step_failed(error: Exception, model: nn.Module) -> Finding:
         "step",
         "error",
         place_of_error(error, model),
-        f"The step raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}",
+        f"The step raised {in_one_line(error)}",
         "Training ends there; the checks that need more steps say nothing.",
         "Mend the step first, and examine again.",
     )

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_memtools.doctor.check_registry import made_checks
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.doctor.training_case import TrainingCase
+from lightning_memtools.memory.error_frames import in_one_line
 
 
 class Examination:
@@ -116,7 +117,7 @@ def _failed(name: str, error: Exception) -> Finding:
         name,
         "info",
         "the check itself",
-        f"It raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}",
+        f"It raised {in_one_line(error)}",
         "It was left out; the other checks went on.",
         f"Leave it out with ignore=[{name!r}] if this returns.",
     )

@@ -15,6 +15,7 @@ from lightning_memtools.doctor.findings import Finding
 from lightning_memtools.doctor.step_trial import gradient_growth, place_of_error, trial_of
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.arriving_values import ArrivingValues
+from lightning_memtools.memory.error_frames import in_one_line
 
 
 class StepTrial:
@@ -37,8 +38,7 @@ class StepTrial:
                 "trial",
                 "info",
                 place_of_error(facts.error, self._case.model),
-                f"A trial of the training step on fake tensors raised {type(facts.error).__name__}: "
-                f"{(str(facts.error).splitlines() or [''])[0][:200]}",
+                f"A trial of the training step on fake tensors raised {in_one_line(facts.error)}",
                 "The checks that need the trial say less.",
                 "Nothing, if the step runs on real data: code that reads values cannot run without them.",
             )

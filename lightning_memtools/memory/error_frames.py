@@ -1,4 +1,4 @@
-"""Reads and clears the local variables in the frames of an error."""
+"""An error in a line, and the local variables in its frames, read and cleared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from types import FrameType
 from typing import Any
 
 from lightning_memtools.memory.oom_errors import error_chain
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message, of at most 200 characters."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def forget_frames(error: BaseException) -> None:

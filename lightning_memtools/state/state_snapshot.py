@@ -108,9 +108,16 @@ class StateSnapshot:
         return self._record_object(value)
 
     def _record_tensor(self, tensor: Tensor) -> list[Any]:
-        if not is_in_memory(tensor):
-            return []
         requires_grad, grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
+
+        def restore_gradient() -> None:
+            if tensor.is_leaf:
+                tensor.grad = grad
+                tensor.requires_grad_(requires_grad)
+
+        if not is_in_memory(tensor):  # a fake one has no values
+            self._restorers.append(restore_gradient)
+            return [grad]
         try:
             copied = _without_expansion(tensor).to("cpu", copy=True)
         except (RuntimeError, NotImplementedError):
@@ -123,9 +130,7 @@ class StateSnapshot:
             else:
                 with torch.inference_mode(tensor.is_inference()):
                     _without_expansion(tensor).copy_(copied)
-            if tensor.is_leaf:
-                tensor.grad = grad
-                tensor.requires_grad_(requires_grad)
+            restore_gradient()
 
         self._restorers.append(restore)
         return [grad]
@@ -170,7 +175,7 @@ class StateSnapshot:
         return True
 
     def _record_array(self, array: Any) -> None:
-        if hasattr(array, "flags") and array.flags.writeable and hasattr(array, "dtype"):
+        if getattr(getattr(array, "flags", None), "writeable", False):  # a dtype has flags too, a number
             copied = array.copy()
 
             def restore() -> None:

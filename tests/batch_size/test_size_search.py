@@ -46,10 +46,15 @@ class Device:
         self.ran.clear()
         return fits
 
-    def search(self, limits=None, start=2, max_trials=8):
+    def search(self, limits=None, start=2, max_trials=8, precision=0.025):
         limits = limits or SizeLimits()
         trials = find_largest(
-            self.run, start=start, round_down=limits.round_down, smallest=limits.smallest, max_trials=max_trials
+            self.run,
+            start=[start],
+            round_down=limits.round_down,
+            smallest=limits.smallest,
+            max_trials=max_trials,
+            precision=precision,
         )
         found = largest_that_fits(trials)
         return 0 if found is None else found.size
@@ -228,17 +233,19 @@ class SmallDevice:
 
 
 def test_eight_trials_come_near_on_devices_of_a_few_segments():
-    """Steps of one sample near the end left 70% here, and less than 98% in one case of twenty."""
+    """With a precision of 5%, from the configured size on."""
     shares = []
     for seed in range(3000):
         device = SmallDevice(random.Random(seed))  # noqa: S311
         if device.peaks(20)[1] > device.limit:
             continue
-        trials = find_largest(device.run, start=2, round_down=SizeLimits().round_down, smallest=lambda: 1, max_trials=8)
+        trials = find_largest(
+            device.run, start=[16], round_down=SizeLimits().round_down, smallest=lambda: 1, max_trials=8, precision=0.05
+        )
         found = largest_that_fits(trials).size
         shares.append(found / device.largest_from(found))
     shares.sort()
     assert len(shares) > 1000
-    assert shares[0] > 0.74
-    assert shares[len(shares) // 25] >= 0.98
-    assert shares[len(shares) // 100] >= 0.97
+    assert shares[0] >= 0.9
+    assert shares[len(shares) // 50] >= 0.95
+    assert shares[len(shares) // 2] >= 0.98

@@ -25,7 +25,7 @@ class Owner:
         self.progress, self.array, self.bytes = Progress(), np.arange(3.0), bytearray(b"abc")
         self.own_random = random.Random(3)  # noqa: S311, no secret
         self.generator = torch.Generator().manual_seed(5)
-        self.numpy_random, self.tuple = np.random.default_rng(1), ([1], 2)
+        self.numpy_random, self.tuple, self.dtype = np.random.default_rng(1), ([1], 2), np.dtype("f4")
         self.circle = self
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -21,6 +22,7 @@ from lightning_memtools.batch_size.trainer.applied_sizes import (
 from lightning_memtools.batch_size.trainer.sized_sources import (
     BatchSizeAttributes,
     has_data,
+    size_of_passed,
     unwrap_sources,
     wrap_sources,
 )
@@ -29,6 +31,8 @@ from lightning_memtools.batch_size.trainer.trial_isolation import left_out_of_co
 from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.null_cuda.launch import computes_nothing
 from lightning_memtools.reporting.carried_device import put_on_device
 from lightning_memtools.reporting.console import print_on_console, progress_printed
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
@@ -53,6 +57,7 @@ class SizeTuning:
         self.settings = settings
         self.found: dict[Stage, int] = {}
         self.accumulate: int | None = None
+        self._kept: int | None = None
         self.optimizer_setup = OptimizerSetup()
         self.cache_releaser: CacheReleaser | None = None
         # Read by the loops' sources, which outlive a search.
@@ -69,7 +74,7 @@ class SizeTuning:
             later: The callbacks whose hooks before a fit are still to come; they are called before each trial.
         """
         stages = self.settings.stages_in_fit
-        if not stages or not _can_start(trainer):
+        if not stages or not _can_start(trainer, self.settings):
             return None
         module = trainer.lightning_module
         result = None
@@ -94,12 +99,12 @@ class SizeTuning:
 
     def search_again(self, trainer: Trainer) -> BatchSizeResult | None:
         """Search in the middle of training; return the result, or None where no trial can be run."""
-        return self._search(trainer, self.settings.stages_in_fit) if _can_start(trainer) else None
+        return self._search(trainer, self.settings.stages_in_fit) if _can_start(trainer, self.settings) else None
 
     def begin_evaluation(self, trainer: Trainer, stage: Stage) -> BatchSizeResult | None:
         """Search before a call of validate, test or predict, or use a known size; return the result of a search."""
         put_on_device(trainer, trainer.lightning_module)
-        if stage not in self.settings.stages or not _can_start(trainer):
+        if stage not in self.settings.stages or not _can_start(trainer, self.settings):
             return None
         result = None
         if stage in self.found:
@@ -113,6 +118,13 @@ class SizeTuning:
             loop.setup_data()
             loop.reset()
         return result
+
+    def give_up(self, trainer: Trainer) -> None:
+        """Have the fit or evaluation go on as if there had been no search."""
+        unwrap_sources(trainer)
+        put_on_device(trainer, trainer.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            renew_fit_loaders(trainer, at_once=False)
 
     def undo(self, trainer: Trainer) -> None:
         """Have the loops request their loaders as before. The sizes stay as they were found. Idempotent."""
@@ -137,7 +149,11 @@ class SizeTuning:
         before = self._sizes_before(trainer, attributes)
         rates = _learning_rates(trainer)
         self._sizes = dict(before)
-        search = StageSearch(trainer, self.settings, attributes, self._sizes, not_restored=SizeTuning)
+        configured = {
+            stage: before[stage] or size_of_passed(trainer, stage) for stage in tuned if stage not in self.found
+        }
+        settings = self._settings_with_effective(trainer, configured)
+        search = StageSearch(trainer, settings, attributes, self._sizes, configured=configured, not_restored=SizeTuning)
         shows = (
             progress_printed(lambda: f"BatchSizeTuner is {search.doing}") if trainer.is_global_zero else nullcontext()
         )
@@ -167,6 +183,21 @@ class SizeTuning:
             print_on_console("\n".join([f"BatchSizeTuner: {result.summary()}", *(f"  {one}" for one in result.notes)]))
         return result
 
+    def _settings_with_effective(self, trainer: Trainer, configured: Mapping[Stage, int | None]) -> TunerSettings:
+        """Return the settings; with keep="effective" the configured samples per step are in them.
+
+        Raises:
+            ValueError: The configured batch size is not known.
+        """
+        if self.settings.keep != "effective" or trainer.state.fn != TrainerFn.FITTING:
+            return self.settings
+        size = configured.get("train")
+        if size is not None:
+            self._kept = size * trainer.accumulate_grad_batches * trainer.world_size
+        if self._kept is None:
+            raise ValueError('keep="effective": the configured batch size is not known. Give effective_batch_size.')
+        return replace(self.settings, keep="learning_rate", effective_batch_size=self._kept)
+
     def _apply(
         self, trainer: Trainer, attributes: BatchSizeAttributes, stages: Sequence[Stage], *, begins: bool
     ) -> None:
@@ -191,7 +222,7 @@ class SizeTuning:
 
     def _note_on_learning_rate(self, trainer: Trainer, old: int | None, rates_before: Sequence[float]) -> list[str]:
         new = self.found.get("train")
-        if old is None or new is None or old == new or self.settings.effective_batch_size is not None:
+        if old is None or new is None or old == new or self.accumulate is not None:
             return []
         if _learning_rates(trainer) != rates_before:
             return []
@@ -199,7 +230,7 @@ class SizeTuning:
         rates = ", ".join(f"{rate:g}" for rate in sorted(set(rates_before)))
         rates += " at its highest" if trainer.lr_scheduler_configs else ""
         changed = f"The effective batch went from {old * per_size} to {new * per_size} samples"
-        advice = f"effective_batch_size={old * per_size} would keep the old one."
+        advice = 'keep="effective" would keep the old one by gradient accumulation.'
         return [f"{changed}; the learning rate is still {rates}. {advice}"]
 
 
@@ -209,11 +240,11 @@ def _learning_rates(trainer: Trainer) -> list[float]:
     return [max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if name in group) for group in groups]
 
 
-def _can_start(trainer: Trainer) -> bool:
+def _can_start(trainer: Trainer, settings: TunerSettings) -> bool:
     """Return True if trials can be run; if not, say why.
 
     Raises:
-        RuntimeError: The strategy or the model does not allow trials.
+        RuntimeError: The strategy or the model does not allow trials, or the device does not compute.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         _say(trainer, "skipped, because fast_dev_run=True keeps the batch size as it is.")
@@ -222,7 +253,12 @@ def _can_start(trainer: Trainer) -> bool:
     if reason is not None:
         raise RuntimeError(f"BatchSizeTuner cannot run trials here: {reason}, and remove BatchSizeTuner.")
     device = trainer.strategy.root_device
-    if device.type == "cpu" and reader_for(device) is None:
+    is_timed = settings.objective == "throughput"
+    if is_timed and (VirtualDevice.current() is not None or computes_nothing(device)):
+        raise RuntimeError(
+            'BatchSizeTuner(objective="throughput") needs the real device: on a simulated one, steps take other times.'
+        )
+    if device.type == "cpu" and reader_for(device) is None and not is_timed:
         _say(trainer, "a CPU keeps no memory statistics, so the batch size stays as it is. Inside "
              "`with VirtualDevice('24GiB'):` it is found for that device.")  # fmt: skip
         return False

@@ -20,8 +20,9 @@ from lightning_memtools._lightning import (
     source_of,
     twins,
 )
-from lightning_memtools._torch import tree_flatten, tree_unflatten
+from lightning_memtools._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_memtools.batch_size.resized_loaders import CannotResizeError, resize_loader
+from lightning_memtools.memory.loader_sizes import batch_size_of
 from lightning_memtools.memory.peaks import STAGES, Stage
 
 
@@ -31,6 +32,7 @@ class BatchSizeAttributes:
     Args:
         trainer: Attached to the model and the data module.
         names: The names to look for. One that begins with a stage, such as `val_batch_size`, is for that stage alone.
+            `loader_kwargs.batch_size` is an item of the dict in an attribute.
     """
 
     def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
@@ -98,6 +100,7 @@ class BatchSizeAttributes:
 
     def _holders(self, name: str) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
         """Yield a getter and a setter for each place that has this name."""
+        attribute, _, key = name.partition(".")
         for owner in self._owners.values():
             hparams = getattr(owner, "hparams", None)
             if isinstance(hparams, Mapping) and name in hparams:
@@ -107,14 +110,19 @@ class BatchSizeAttributes:
                     lambda owner=owner: getattr(owner, name),  # type: ignore[misc]
                     lambda value, owner=owner: setattr(owner, name, value),  # type: ignore[misc]
                 )
+            items = getattr(owner, attribute, None) if key else None
+            if isinstance(items, dict) and key in items:
+                yield lambda items=items: items[key], lambda value, items=items: items.__setitem__(key, value)  # type: ignore[misc]
 
     def _similar(self, name: str) -> list[str]:
         known: dict[str, None] = {}
         for owner in self._owners.values():
             known.update(dict.fromkeys(key for key in vars(owner) if not key.startswith("_")))
             known.update(dict.fromkeys(str(key) for key in getattr(owner, "hparams", None) or ()))
+            held = [(attribute, items) for attribute, items in vars(owner).items() if type(items) is dict]
+            known.update(dict.fromkeys(f"{attribute}.{key}" for attribute, items in held for key in items))
         close = difflib.get_close_matches(name, known, n=5)
-        return list(dict.fromkeys([*close, *(key for key in known if "batch" in key.lower())]))
+        return list(dict.fromkeys([*close, *(key for key in known if "batch" in key.rpartition(".")[2].lower())]))
 
 
 class SizedLoaders:
@@ -141,6 +149,9 @@ class SizedLoaders:
         self._stage = stage
         self._attributes = attributes
         self._size_of = size_of
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"alter": None}  # of a trial; a Trainer may be copied to another process in it
 
     def __call__(self) -> Any:
         """Return the loaders, with the size of the stage."""
@@ -198,6 +209,13 @@ def unwrap_sources(trainer: Trainer) -> None:
     fit, other = trainer.fit_loop, (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in (fit, fit.epoch_loop.val_loop, *other):
         vars(source_of(loop)).pop("dataloader", None)
+
+
+def size_of_passed(trainer: Trainer, stage: Stage) -> int | None:
+    """Return the size of the loaders that were passed to the Trainer; None for those of a hook."""
+    source = source_of(loop_of(trainer, stage))
+    loaders = [] if source.is_module() else tree_leaves(source.instance)
+    return batch_size_of(loaders[0]) if loaders else None
 
 
 def has_data(trainer: Trainer, stage: Stage) -> bool:

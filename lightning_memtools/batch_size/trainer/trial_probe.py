@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EitherCallback, gradient_scaler
+from lightning_memtools._lightning import EitherCallback, gradient_scaler, stop_validating
 from lightning_memtools.batch_size.batch_size_result import OUT_OF_MEMORY
 from lightning_memtools.batch_size.trainer.trial_isolation import CollectiveInTrialError
+from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import batch_size_in, bytes_in, tensors_in
 from lightning_memtools.memory.oom_errors import is_killed_worker, is_out_of_memory
 from lightning_memtools.memory.peaks import PeakWindow, Stage, peak_counter
@@ -18,6 +21,9 @@ from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 
 STEPS = 2
 """Optimizer steps before and after validation: the second has the peak, with gradients and optimizer state."""
+# A trial that takes more than this share of the limit goes on until reserved memory has stayed the same for as many
+# optimizer steps as the second number says, but not beyond the third.
+_VERIFIED_FROM, _STEADY_STEPS, _MOST_STEPS = 0.5, 3, 24
 # More micro-batches per step than any schedule of optimizer steps needs that a trial should wait for.
 _MOST_BATCHES = 64
 # A gradient scaler begins with 65536 and halves: after so many steps it has found its scale.
@@ -25,8 +31,8 @@ _SCALING_STEPS = 16
 
 _IN_STAGE = {"train": " in training", "val": " in validation"}
 
-ANOTHER_ERROR = "an error of another kind"
-"""The failure of a trial that ended with an error that is not about memory."""
+ANOTHER_ERROR = "another error"
+"""The beginning of the failure of a trial that ended with an error that is not about memory."""
 
 
 class TrialOver(BaseException):
@@ -36,10 +42,15 @@ class TrialOver(BaseException):
 class TrialProbe(EitherCallback):
     """Measures the memory of a trial, and ends it when enough was measured. Must be the last callback.
 
+    Training ends after two steps of every optimizer. Where it takes more than half of what it may, it goes on until
+    reserved memory has not grown for three steps: blocks of a cache that is not yet settled may not serve a later step.
+
     Args:
         reader: Reads the device's memory; None where it cannot be read.
+        limit: The most bytes that may be reserved; None for no limit.
         accumulate: Micro-batches per optimizer step.
         validates: True if validation has to run before the trial ends.
+        n_timed: The number of further optimizer steps whose time is measured.
 
     Attributes:
         stage: The stage that runs.
@@ -50,9 +61,18 @@ class TrialProbe(EitherCallback):
         observed_size: The number of samples in each stage's first batch.
         batches: How many batches of each stage have run to their end.
         eval_batches: The number of batches after which a trial of evaluation or prediction ends.
+        seconds_per_batch: The mean time of a training batch, with its loading, over the timed steps. None before.
     """
 
-    def __init__(self, reader: MemoryReader | None, *, accumulate: int, validates: bool = False) -> None:
+    def __init__(
+        self,
+        reader: MemoryReader | None,
+        limit: int | None = None,
+        *,
+        accumulate: int,
+        validates: bool = False,
+        n_timed: int = 0,
+    ) -> None:
         self.stage: Stage = "train"
         self.batches: dict[Stage, int] = {}
         self.base_allocated: dict[Stage, int] = {}
@@ -61,12 +81,21 @@ class TrialProbe(EitherCallback):
         self.whole: dict[Stage, PeakWindow] = {}
         self.batch: PeakWindow | None = None if reader is None else peak_counter(reader).open()
         self.eval_batches = 0
+        self.seconds_per_batch: float | None = None
+        self._n_timed = n_timed * accumulate
+        self._timed_from: tuple[int, float] | None = None  # the number of batches, and the time
         self._reader = reader
+        self._limit = limit
         self._accumulate = accumulate
         self._validates = validates
         self._steps = 0
-        self._stepped = False
+        self._stepped: dict[int, int] = {}  # optimizers, by the steps that each has made
+        self._has_stepped = False
+        self._reserved: list[int] = []  # after each step
         self._validations = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_reader": None, "whole": {}, "batch": None}  # a copy of the Trainer measures nothing
 
     def enter(self, stage: Stage) -> None:
         """Begin or continue to measure a stage."""
@@ -90,7 +119,8 @@ class TrialProbe(EitherCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Exclude what the optimizer allocates for its step, which does not depend on the batch either."""
-        self._stepped = True
+        self._has_stepped = True
+        self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
         # With manual optimization another network's forward may follow.
         if self.batch is not None and pl_module.automatic_optimization:
             self.batch.pause()
@@ -98,14 +128,17 @@ class TrialProbe(EitherCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End after two optimizer steps, or two more once validation has interrupted them."""
+        """End once each optimizer has made two steps, two more have followed validation, and memory is steady."""
         self._count()
-        self._steps += self._stepped
-        self._stepped = False
+        if self._has_stepped:
+            self._has_stepped = False
+            self._steps += 1
+            self._reserved.append(self._reserved_now())
         enough = self._steps >= (2 * STEPS if self._validates else STEPS) and not self._is_skipping(trainer)
         enough = enough and (self._validations > 0 or not self._validates)
+        enough = enough and (self._is_steady(trainer) or self._steps >= _MOST_STEPS)
         if enough or self.batches["train"] >= _MOST_BATCHES * self._accumulate:
-            raise TrialOver
+            self._time(pl_module.device)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure validation apart from training."""
@@ -114,7 +147,9 @@ class TrialProbe(EitherCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the window of validation."""
         self.pause()
-        self._validations += not trainer.sanity_checking
+        if not trainer.sanity_checking:
+            self._validations += 1
+            stop_validating(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.stage = "train"  # the loop fetches its next batch now
 
@@ -146,13 +181,46 @@ class TrialProbe(EitherCallback):
             if allocated is not None:
                 self.base_allocated[stage] = max(allocated - bytes_in(batch), 0)
 
+    def _time(self, device: torch.device) -> None:
+        """End the trial, after the steps that are timed. The device is waited for twice: before and after them."""
+        n_batches = self.batches["train"]
+        if self._timed_from is not None and n_batches < self._timed_from[0] + self._n_timed:
+            return
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        if self._timed_from is None and self._n_timed:
+            self._timed_from = n_batches, time.perf_counter()
+            return
+        if self._timed_from is not None:
+            self.seconds_per_batch = (time.perf_counter() - self._timed_from[1]) / self._n_timed
+        raise TrialOver
+
+    def _reserved_now(self) -> int:
+        return 0 if self._reader is None else self._reader.stats().reserved or 0
+
+    def _is_steady(self, trainer: Trainer) -> bool:
+        """Return True once every optimizer has stepped twice, and reserved memory of a large batch no longer grows."""
+        if any(self._stepped.get(id(one), 0) < STEPS for one in trainer.optimizers):
+            return False
+        last = self._reserved[-_STEADY_STEPS - 1 :]
+        is_small = self._limit is None or last[-1] < _VERIFIED_FROM * self._limit
+        return is_small or (len(last) > _STEADY_STEPS and len(set(last)) == 1)
+
     def _is_skipping(self, trainer: Trainer) -> bool:
         """Return True while a gradient scaler that still looks for its scale has skipped every step."""
         is_scaling = gradient_scaler(trainer) is not None and self._steps < _SCALING_STEPS
         return is_scaling and not any(optimizer.state for optimizer in trainer.optimizers)
 
 
-def failure_of(
+def may_depend_on_size(error: BaseException | None) -> bool:
+    """Return True for an error that a smaller batch may avoid.
+
+    After an error of CUDA itself no kernel runs any more in this process.
+    """
+    return isinstance(error, Exception) and not isinstance(error, CollectiveInTrialError | torch.AcceleratorError)
+
+
+def failure_of(  # noqa: PLR0911, one return for each reason
     probe: TrialProbe, stage: Stage, error: BaseException | None, *, before: MemoryStats, now: MemoryStats, limit: float
 ) -> str:
     """Return why a trial of a stage failed, with the stage that failed where it is another; empty if it succeeded.
@@ -168,10 +236,10 @@ def failure_of(
     where = "" if probe.stage == stage else _IN_STAGE[probe.stage]
     if error is not None:
         if not isinstance(error, CollectiveInTrialError) and is_out_of_memory(error):
-            kind = OUT_OF_MEMORY
-        else:
-            kind = "a data-loader worker was killed" if is_killed_worker(error) else ANOTHER_ERROR
-        return kind + where
+            return OUT_OF_MEMORY + where
+        if is_killed_worker(error):
+            return "a data-loader worker was killed" + where
+        return f"{ANOTHER_ERROR}{where}: {in_one_line(error)}"
     if not probe.batches.get(stage):
         return "the data gave no batch"
     if (now.ooms or 0) > (before.ooms or 0):

@@ -41,6 +41,7 @@ from lightning_memtools.batch_size.trainer.trial_probe import (
     TrialOver,
     TrialProbe,
     failure_of,
+    may_depend_on_size,
 )
 from lightning_memtools.batch_size.trainer.tuner_settings import TunerSettings
 from lightning_memtools.memory.error_frames import forget_frames
@@ -55,6 +56,8 @@ from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 _EVAL_BATCHES = 2
+# Optimizer steps over which samples per second are measured.
+_TIMED_STEPS = 6
 
 
 class TrialRunner:
@@ -124,11 +127,18 @@ class TrialRunner:
         """Return the micro-batches per optimizer step that belong to a training size."""
         return self._accumulate if self.per_rank is None else max(self.per_rank // size, 1)
 
-    def run(self, stage: Stage, size: int, limits: SizeLimits) -> SizeTrial:
+    def run(self, stage: Stage, size: int, limits: SizeLimits, *, is_bound: bool = False) -> SizeTrial:
         """Run a size, or the largest admitted one below it once the loaders have shown how many samples there are.
 
+        Args:
+            stage: The stage that is tuned.
+            size: The batch size.
+            limits: The admitted sizes.
+            is_bound: True if an error that is not about memory is a failure of this size, since a smaller one has run:
+                an index or a kernel's grid may be too large. False raises it.
+
         Raises:
-            Exception: The error of the user's code, unchanged, if it is not about memory.
+            Exception: The error of the user's code, unchanged.
         """
         begin = time.perf_counter()
         if self._reader is not None:
@@ -142,14 +152,21 @@ class TrialRunner:
             # Unwrapped, since DDP runs collectives in forward and backward. Its buckets stay allocated, because the
             # snapshot holds the wrapper, and restores it.
             self.trainer.strategy.model = self.trainer.lightning_module
-            probe = TrialProbe(self._reader, accumulate=self.trainer.accumulate_grad_batches, validates=self._validates)
+            limit = self._settings.limit(self._reader)
+            probe = TrialProbe(
+                self._reader,
+                limit,
+                accumulate=self.trainer.accumulate_grad_batches,
+                validates=self._validates,
+                n_timed=_TIMED_STEPS if stage == "train" and self._settings.objective == "throughput" else 0,
+            )
             error = self._run_loops(stage, probe)
             probe.pause()
-            now, limit = self._stats(), self._settings.limit(self._reader)
+            now = self._stats()
             failure = failure_of(probe, stage, error, before=before, now=now, limit=limit or math.inf)
-            if not failure.startswith(ANOTHER_ERROR):
+            if not failure.startswith(ANOTHER_ERROR) or (is_bound and may_depend_on_size(error)):
                 error = None
-            reading = RankReading(failure=failure)
+            reading = RankReading(failure=failure, seconds_per_batch=probe.seconds_per_batch)
             window = probe.whole.get(stage)
             if window is not None and probe.batch is not None:
                 reading = RankReading(
@@ -159,6 +176,7 @@ class TrialRunner:
                     batch_allocated=(probe.batch if stage == "train" else window).allocated,
                     base_allocated=probe.base_allocated.get(stage),
                     failure=failure,
+                    seconds_per_batch=probe.seconds_per_batch,
                 )
             for one, shapes in probe.batch_shapes.items():
                 self.batch_shapes.setdefault(one, set()).update(shapes)
@@ -172,18 +190,20 @@ class TrialRunner:
         return SizeTrial(
             stage=stage,
             size=size,
-            readings=self._readings_of_ranks(reading, error),
+            readings=self._readings_of_ranks(reading, error, is_bound=is_bound),
             seconds=time.perf_counter() - begin,
             accumulate=self.accumulate_for(size) if stage == "train" else 1,
         )
 
-    def _readings_of_ranks(self, mine: RankReading, error: BaseException | None) -> list[RankReading]:
-        """Return the readings of all ranks, on every rank; raise an error that is not about memory. Collective."""
+    def _readings_of_ranks(
+        self, mine: RankReading, error: BaseException | None, *, is_bound: bool
+    ) -> list[RankReading]:
+        """Return the readings of all ranks, on every rank; raise an error of this rank. Collective."""
         readings: list[RankReading] = self._ranks.objects(mine)
         if error is not None:
             raise error
         for rank, reading in enumerate(readings):
-            if reading.failure.startswith(ANOTHER_ERROR):
+            if reading.failure.startswith(ANOTHER_ERROR) and not is_bound:
                 raise RuntimeError(f"BatchSizeTuner stopped: rank {rank} raised an error in its step, shown there.")
         return readings
 

@@ -12,6 +12,12 @@ from lightning_memtools.memory.peaks import STAGES, Stage
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.stats import MemoryReader
 
+_CHOICES = {
+    "keep": ("learning_rate", "effective"),
+    "on_failure": ("raise", "warn"),
+    "objective": ("memory", "throughput"),
+}
+
 
 @dataclass(slots=True, kw_only=True)
 class TunerSettings:
@@ -23,13 +29,18 @@ class TunerSettings:
 
     batch_arg_name: str | Sequence[str]
     margin: float | str
-    init_val: int
+    init_val: int | None
     max_val: int | None
     multiple_of: int
     effective_batch_size: int | None
     stages: Sequence[str]
     max_trials: int
     at_epochs: Sequence[int]
+    precision: float
+    max_time: float | None
+    keep: str
+    objective: str
+    on_failure: str
     worst_case: WorstCase | None = None
 
     def __post_init__(self) -> None:
@@ -46,7 +57,19 @@ class TunerSettings:
             raise ValueError(f"batch_arg_name={self.batch_arg_name!r} names no attribute. Give a name, or several.")
         if not _several(self.at_epochs) or not all(is_count(epoch, least=0) for epoch in self.at_epochs):
             raise ValueError(f"at_epochs={self.at_epochs!r} must be whole numbers from 0 on, such as [5, 10].")
+        self._check_ends()
         checked_margin(self.margin)
+
+    def _check_ends(self) -> None:
+        if not 0 < self.precision < 1:
+            raise ValueError(f"precision={self.precision!r} must be a share between 0 and 1.")
+        if self.max_time is not None and self.max_time <= 0:
+            raise ValueError(f"max_time={self.max_time!r} must be a number of seconds above 0.")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
+        if self.keep == "effective" and self.effective_batch_size is not None:
+            raise ValueError('Give either keep="effective" or effective_batch_size.')
 
     @property
     def names(self) -> list[str]:

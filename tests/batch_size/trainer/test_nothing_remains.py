@@ -81,10 +81,10 @@ def test_every_trial_frees_what_it_has_allocated(tmp_path, monkeypatch):
     allocated = []
     original = TrialRunner.run
 
-    def run(runner, *arguments):
+    def run(runner, *arguments, **options):
         reader = VirtualDevice.current()
         before = reader.stats()
-        trial = original(runner, *arguments)
+        trial = original(runner, *arguments, **options)
         after = reader.stats()
         allocated.append((trial.outcome, before.allocated, after.allocated, after.reserved - before.reserved))
         return trial
@@ -169,13 +169,23 @@ def test_a_search_in_the_middle_of_training_restores_the_state(tmp_path):
 
 def test_a_schedule_for_a_number_of_steps_is_renewed_in_the_middle_of_training(tmp_path):
     class Grows(Small):
-        """Takes twice the memory from epoch 1 on."""
+        """Takes twice the memory once `grown`."""
+
+        grown = False
 
         def loss(self, x):
-            return super().loss((x * self.scale).tanh() * (x * self.scale).sigmoid() if self.current_epoch else x)
+            return super().loss((x * self.scale).tanh() * (x * self.scale).sigmoid() if self.grown else x)
 
-    tuner = Tuner(at_epochs=(1,), stages=("train",))
-    _, run = fit(tmp_path, tuner, Grows(n=100), max_epochs=2)
+    class Grow(L.Callback):
+        """Not by epoch: trials run through epochs too, and take the larger memory into account at once."""
+
+        takes_part_in_trials = False
+
+        def on_train_epoch_end(self, _, model):
+            model.grown = True
+
+    tuner = Tuner(at_epochs=(1,), stages=("train",), max_trials=6)
+    _, run = fit(tmp_path, tuner, Grows(n=100), Grow(), max_epochs=2)
     steps = -(-100 // tuner.result.sizes["train"])
     assert run.global_step < 2 * steps, "the first epoch had fewer"
     scheduler = run.lr_scheduler_configs[0].scheduler

@@ -65,11 +65,13 @@ def test_accumulation_does_not_multiply_the_work(tmp_path):
     tuner = Tuner(stages=("train",))
     _, run = fit(tmp_path, tuner, Counts(), accumulate_grad_batches=50)
     assert run.accumulate_grad_batches == 50
-    assert len(n_batches) <= 4 * len(tuner.result.trials), "two steps of two micro-batches"
+    trials = tuner.result.trials
+    # Two steps of two micro-batches; sizes that take more than half of the limit wait for steady memory.
+    assert len(n_batches) <= 2 * sum(2 if one.tightest.peak < one.tightest.limit / 2 else 6 for one in trials)
 
 
 def test_a_search_that_takes_longer_says_which_trial_it_is_at(tmp_path, capsys):
-    line = r"BatchSizeTuner is trying batches of 4 in train, trial 1 \(\d+ s so far\)"
+    line = r"BatchSizeTuner is trying batches of 4 in train, trial 1 of at most \d+ \(\d+ s so far\)"
     said = [""]
 
     class Slow(Small):

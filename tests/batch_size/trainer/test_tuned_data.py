@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 
 from tests.tuner_runs import WIDTH, Constant, Data, N, Small, Tuner, assert_same, everything_of, fit
 
@@ -110,6 +110,34 @@ def test_an_interval_of_validation_in_batches_still_works(tmp_path):
     tuner = Tuner()
     _, run = fit(tmp_path, tuner, Small(n=100), val_check_interval=5)
     assert run.num_training_batches >= 5
+
+
+def test_an_item_of_a_dict_that_makes_batches_of_indices(tmp_path):
+    """As scvi-tools does: the data set reads whole batches, whose indices come from the loader's sampler."""
+
+    class ByBatches(Data):
+        def __getitem__(self, indices):
+            return torch.stack([super(ByBatches, self).__getitem__(i) for i in indices])
+
+    class Module(L.LightningDataModule):
+        def __init__(self):
+            super().__init__()
+            self.loader_kwargs = {"batch_size": 4}
+
+        def train_dataloader(self):
+            sampler = BatchSampler(range(N), drop_last=False, **self.loader_kwargs)
+            return DataLoader(ByBatches(), sampler=sampler, batch_size=None)
+
+    class Model(Constant):
+        train_dataloader = L.LightningModule.train_dataloader
+
+    with pytest.raises(ValueError, match=r"Similar names there: .*loader_kwargs.batch_size"):
+        fit(tmp_path, Tuner(stages=("train",), batch_arg_name="batch"), Model(), datamodule=Module())
+    data = Module()
+    tuner = Tuner(stages=("train",), batch_arg_name="loader_kwargs.batch_size", max_trials=8)
+    model, _ = fit(tmp_path, tuner, Model(), datamodule=data, max_epochs=1)
+    assert [trial.size for trial in tuner.result.trials][:1] == [4]
+    assert data.loader_kwargs["batch_size"] == tuner.result.sizes["train"] == max(model.seen) > 40
 
 
 def test_an_attribute_that_does_not_exist_is_named(tmp_path):

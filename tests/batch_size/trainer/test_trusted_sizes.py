@@ -1,0 +1,182 @@
+"""Sizes that a user can rely on: not below the configured one, true in the fit that follows, found within a budget."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
+from tests.batch_size_models import Adversarial, IndexLimit, trainer_for
+from tests.fake_training import InMemory, fake_tensors, fakes_of
+from tests.tuner_runs import Constant, Tuner, fit
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `FakeLoader`")
+@pytest.mark.parametrize("capacity", ["32MiB", "64MiB", "128MiB"])
+def test_networks_trained_in_turn_by_hand_survive_the_fit_with_no_fewer_samples_than_configured(tmp_path, capacity):
+    tuner = BatchSizeTuner(stages=("train",))
+    with fake_tensors(VirtualDevice(capacity)):
+        model = fakes_of(Adversarial)()
+        trainer = trainer_for(Adversarial, tmp_path, tuner, max_steps=100, limit_val_batches=0, plugins=[InMemory()])
+        trainer.fit(model)
+    assert trainer.global_step == 100
+    assert model.batch_size == tuner.result.sizes["train"] >= 16
+
+
+def test_a_configured_size_that_leaves_less_than_the_margin_stays(tmp_path):
+    """Nothing larger fits either, since memory grows with the batch."""
+    tuners = [Tuner(stages=("train",), margin=margin, max_trials=8) for margin in (0.0, 0.4)]
+    most, _ = fit(tmp_path, tuners[0], Constant())
+    configured = most.hparams.batch_size
+    again, _ = fit(tmp_path, tuners[1], Constant(batch_size=configured))
+    assert tuners[1].result.sizes["train"] == again.hparams.batch_size == configured
+    assert [trial.size for trial in tuners[1].result.trials] == [configured]
+    assert tuners[1].result.trials[0].is_within_margin
+
+
+def test_a_size_that_an_operator_refuses_is_an_upper_bound_and_its_error_is_quoted(tmp_path):
+    tuner = BatchSizeTuner(stages=("train",))
+    with VirtualDevice("2GiB"):
+        model = IndexLimit()
+        trainer_for(IndexLimit, tmp_path, tuner, limit_val_batches=0).fit(model)
+    assert 0.95 * IndexLimit.most <= model.batch_size <= IndexLimit.most
+    assert sum("canUse32BitIndexMath" in note for note in tuner.result.notes) == 1
+
+
+def test_the_effective_batch_stays_and_trains_to_the_same_weights(tmp_path):
+    tuner = Tuner(stages=("train",), keep="effective", max_trials=8)
+    kept, trainer = fit(tmp_path, tuner, Constant(batch_size=80), accumulate_grad_batches=2, max_epochs=1)
+    size = tuner.result.sizes["train"]
+    assert size < 80  # which does not fit
+    assert size * trainer.accumulate_grad_batches == tuner.result.effective_batch_size == 160
+    _, plain = fit(tmp_path, None, Constant(batch_size=size), accumulate_grad_batches=160 // size, max_epochs=1)
+    assert trainer.global_step == plain.global_step == 2  # of 200 samples
+    for ours, theirs in zip(kept.parameters(), plain.lightning_module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_no_trial_begins_after_max_time_once_a_size_fits(tmp_path):
+    class Slow(Constant):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.2)
+            return super().training_step(batch, batch_idx)
+
+    tuner = Tuner(stages=("train",), max_time=0.5, max_trials=8)
+    fit(tmp_path, tuner, Slow(), max_steps=1)
+    (trial,) = tuner.result.trials
+    assert trial.size == tuner.result.sizes["train"] == 4
+    assert any("max_time" in note for note in tuner.result.notes)
+
+
+def test_a_coarser_search_takes_fewer_trials_and_ends_within_its_precision(tmp_path):
+    coarse, fine = (Tuner(stages=("train",), precision=precision, max_trials=20) for precision in (0.2, 0.01))
+    for tuner in (coarse, fine):
+        fit(tmp_path, tuner, max_steps=1)
+    (found,), (most,) = (tuner.result.sizes.values() for tuner in (coarse, fine))
+    too_large = min(trial.size for trial in fine.result.trials if not trial.fits)
+    assert 0.99 * (too_large - 1) <= most < too_large
+    assert found >= 0.8 * most
+    assert len(coarse.result.trials) < len(fine.result.trials)
+
+
+def test_a_fit_goes_on_with_the_configured_size_where_no_search_can_be_run(tmp_path):
+    tuner = Tuner(stages=("train",), batch_arg_name="size_of_batch", on_failure="warn")
+    with pytest.warns(UserWarning, match="size_of_batch"):
+        model, trainer = fit(tmp_path, tuner, Constant(), max_steps=2)
+    assert trainer.global_step == 2
+    assert set(model.seen) == {4}
+    assert tuner.result is None
+    with pytest.raises(ValueError, match="size_of_batch"):
+        fit(tmp_path, Tuner(stages=("train",), batch_arg_name="size_of_batch"), Constant(), max_steps=2)
+
+
+def test_a_fit_goes_on_with_the_configured_size_where_none_fits(tmp_path):
+    """And runs out of memory by itself, since nothing fits."""
+    tuner = Tuner(stages=("train",), on_failure="warn")
+    with pytest.warns(UserWarning, match="No batch size fits"), pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, tuner, Constant(), capacity="4MiB", max_steps=2)
+
+
+class Paced(Constant):
+    """Up to 32 samples a step takes equally long, and then more than in proportion to them."""
+
+    def __init__(self, batch_size=4, n=512):
+        super().__init__(batch_size, n)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02 * max(len(batch) / 32, 1) ** 1.5)
+        return self.scale.sum() * 0
+
+
+def test_the_fastest_size_is_the_smallest_with_nearly_the_most_samples_per_second(tmp_path):
+    tuner = Tuner(stages=("train",), objective="throughput", max_trials=8)
+    trainer = trainer_for(Paced, tmp_path, tuner, max_steps=1, limit_val_batches=0)
+    model = Paced()
+    trainer.fit(model)
+    speeds = {trial.size: trial.samples_per_second for trial in tuner.result.trials}
+    assert model.hparams.batch_size == 32
+    assert {16, 32, 64} <= set(speeds)
+    assert "samples per second" in tuner.result.table()
+
+
+def test_throughput_is_refused_on_a_simulated_device(tmp_path):
+    with pytest.raises(RuntimeError, match="real device"):
+        fit(tmp_path, Tuner(objective="throughput"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("precision", 0.0), ("precision", 1.0), ("max_time", 0), ("keep", "size"), ("objective", "speed"),
+     ("on_failure", "ignore"), ("init_val", 0)],
+)  # fmt: skip
+def test_arguments_out_of_range(argument, value):
+    with pytest.raises(ValueError, match=argument):
+        BatchSizeTuner(**{argument: value})
+
+
+def test_two_ways_to_give_the_effective_batch_are_refused():
+    with pytest.raises(ValueError, match="effective_batch_size"):
+        BatchSizeTuner(keep="effective", effective_batch_size=64)
+
+
+class Copies(L.Callback):
+    """Copies the Trainer before each step."""
+
+    def __init__(self, copied):
+        self.copied = copied
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        assert len(self.copied(trainer).callbacks) == len(trainer.callbacks)
+        COPIES.append(trainer.global_step)
+
+
+COPIES: list[int] = []
+
+
+def pickled(one):
+    return pickle.loads(pickle.dumps(one))  # noqa: S301, our own
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_trainer_can_be_copied_in_a_trial(tmp_path, copied):
+    COPIES.clear()
+    fit(tmp_path, Tuner(stages=("train",)), Constant(n=20), Copies(copied), max_steps=1)
+    assert len(COPIES) > 2, "in trials too"
+
+
+def test_the_same_trainer_fits_twice(tmp_path):
+    tuner = Tuner(stages=("train",))
+    model, trainer = fit(tmp_path, tuner, Constant(), max_epochs=1)
+    first = tuner.result.sizes["train"]
+    with VirtualDevice("128MiB"):
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model)
+    assert trainer.current_epoch == 2
+    assert tuner.result.sizes["train"] == model.hparams.batch_size == first
+    assert trainer.train_dataloader.batch_size == first
