@@ -52,6 +52,7 @@ ON_SMALL = ("dropout", "batchnorm", "attention", "workspace", "many weights")
 OTHER_CAPACITIES = {
     "adversarial, by hand": ("64MiB", "128MiB", "512MiB"),
     "index limit": ("512MiB", "2GiB"),
+    "several loaders": ("256MiB", "512MiB", "2GiB"),
 }
 STEP = {"contrastive": 64, "batchnorm": 2}
 """Only multiples of this are admitted where the maximum is in the thousands."""
@@ -116,7 +117,7 @@ def search(
     class Counting(make(kind)):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             cost["steps"] += 1
-            cost["samples"] += len(batch)
+            cost["samples"] += sum(map(len, batch.values())) if isinstance(batch, dict) else len(batch)
             return super().training_step(batch, batch_idx)
 
     failure = ""
@@ -178,7 +179,7 @@ def fit_on_cuda(name: str, capacity: str, others: str) -> dict[str, Any] | None:
     if not python.exists():
         return None
     n_bytes = parse_size(capacity) - parse_size(others)
-    command = [python, "-m", "lightning_memtools.null_cuda", "--capacity", f"{n_bytes}B", Path(__file__), _ON_CUDA]
+    command = [str(python), "-m", "lightning_memtools.null_cuda", "--capacity", f"{n_bytes}B", __file__, _ON_CUDA]
     ran = subprocess.run(
         [*command, name], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )

@@ -242,7 +242,7 @@ class Adversarial(Sized):
             lambda: -self.body(self.generator(noise)).mean(),
             lambda: self.body(self.generator(noise).detach()).mean() - self.body(batch).mean(),
         )
-        for optimizer, loss in zip(self.optimizers(), losses, strict=True):  # type: ignore[arg-type]
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
             self.toggle_optimizer(optimizer)
             self.manual_backward(loss())
             optimizer.step()
@@ -264,6 +264,20 @@ class IndexLimit(Dropouts):
         return super().loss(batch)
 
 
+class SeveralLoaders(Dropouts):
+    """Takes a batch from each of two loaders, the second with samples of half the length."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch["long"]) + super().loss(batch["short"])
+
+    def train_dataloader(self) -> Any:
+        channels, length = self.samples
+        return {
+            "long": super().train_dataloader(),
+            "short": DataLoader(Samples(self.n, channels, length // 2), self.batch_size),
+        }
+
+
 MODELS: dict[str, type[Sized]] = {
     "dropout": Dropouts,
     "batchnorm": Normed,
@@ -276,6 +290,7 @@ MODELS: dict[str, type[Sized]] = {
     "accumulation, bf16": Accumulating,
     "adversarial, by hand": Adversarial,
     "index limit": IndexLimit,
+    "several loaders": SeveralLoaders,
 }
 
 

@@ -42,7 +42,9 @@ class FakeLoader(DataLoader[Any]):
 def fakes_of(kind: type[L.LightningModule]) -> type[L.LightningModule]:
     """The same model, with loaders that work on fake tensors; it stays where it is."""
 
-    def as_fake(loader: DataLoader[Any]) -> FakeLoader:
+    def as_fake(loader: Any) -> Any:
+        if isinstance(loader, dict):
+            return {name: as_fake(one) for name, one in loader.items()}
         return FakeLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
 
     class Fake(kind):  # type: ignore[misc, valid-type]
