@@ -88,5 +88,6 @@ def test_the_sizes_that_the_tuner_finds_fill_the_device_and_no_more(everything):
         assert 0.25 < peaks[-1] <= 0.5
     (stage,) = (one for one in result.stages if one.stage == "train")
     assert 256 * MIB < stage.peak_reserved <= 512 * MIB
-    # Steps of the size that was found: those of the search have other sizes.
-    assert dict(result.layers)["net.0.0"] == train * 2**15 * 4
+    # Steps of the size that was found: those of the search have other sizes. (The allocator does not split a block of
+    # which less than 1 MiB would remain.)
+    assert 0 <= dict(result.layers)["net.0.0"] - train * 2**15 * 4 < MIB
