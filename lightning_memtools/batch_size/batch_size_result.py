@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.notebooks import shown_as
+from lightning_memtools.reporting.phrases import counted
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 OUT_OF_MEMORY = "out of memory"
@@ -154,7 +155,7 @@ class BatchSizeResult:
     def summary(self) -> str:
         """Return the sizes, the cost of the search and the effective batch size in one sentence."""
         found = ", ".join(f"{stage} {size}" for stage, size in self.sizes.items())
-        text = f"Batch size: {found} (in {len(self.trials)} trials, {self.seconds:.1f} s)"
+        text = f"Batch size: {found} (in {counted(len(self.trials), 'trial', 'trials')}, {self.seconds:.1f} s)"
         if "train" in self.sizes and (self.accumulate > 1 or self.n_ranks > 1):
             ranks = f" x {self.n_ranks} ranks" if self.n_ranks > 1 else ""
             text += f"; {self.accumulate} micro-batches{ranks} = {self.effective_batch_size} samples per step"

@@ -113,7 +113,8 @@ class StateSnapshot:
         def restore_gradient() -> None:
             if tensor.is_leaf:
                 tensor.grad = grad
-                tensor.requires_grad_(requires_grad)
+                if tensor.requires_grad != requires_grad:  # the parameter of a lazy module refuses to be asked
+                    tensor.requires_grad_(requires_grad)
 
         if not is_in_memory(tensor):  # a fake one has no values
             self._restorers.append(restore_gradient)
