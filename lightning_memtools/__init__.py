@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
     from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
     from lightning_memtools.callbacks.loss_curves import LossCurves
+    from lightning_memtools.callbacks.loss_spikes import LossSpikes
     from lightning_memtools.callbacks.memory_monitor import MemoryMonitor
     from lightning_memtools.callbacks.oom_recovery import OOMRecovery
     from lightning_memtools.callbacks.oom_report import OOMReport
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_memtools.memory.virtual import VirtualDevice
     from lightning_memtools.nonfinite.capsule_replay import Replay, replay
     from lightning_memtools.nonfinite.halt_report import NonFiniteError
+    from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError
     from lightning_memtools.null_cuda.stubs import DryRunError
     from lightning_memtools.state.capsule.capsule_file import CapsuleError
 
@@ -52,6 +54,9 @@ _HOME_OF_NAME = {
     "GradientCheckpointing": "callbacks.gradient_checkpointing",
     "HaltOnNaN": "callbacks.halt_on_nan",
     "LossCurves": "callbacks.loss_curves",
+    "LossSpike": "nonfinite.loss_spike",
+    "LossSpikeError": "nonfinite.loss_spike",
+    "LossSpikes": "callbacks.loss_spikes",
     "MemoryEstimate": "estimate.memory_estimate",
     "MemoryMonitor": "callbacks.memory_monitor",
     "MemoryStats": "memory.stats",
@@ -86,6 +91,9 @@ __all__ = [
     "GradientCheckpointing",
     "HaltOnNaN",
     "LossCurves",
+    "LossSpike",
+    "LossSpikeError",
+    "LossSpikes",
     "MemoryEstimate",
     "MemoryMonitor",
     "MemoryStats",

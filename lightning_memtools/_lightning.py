@@ -181,12 +181,20 @@ class LoopMarker:
         ]
         self._counters: list[dict[str, Any]] = [vars(one) for each in progresses for one in (each.total, each.current)]
 
+    def mark_updates(self) -> Callable[[], None]:
+        """Save the counters of updates and the schedulers alone, and return the function that restores them.
+
+        The batches and the x axis of the logs go on: the batches whose updates are taken back count as seen.
+        """
+        counters = self._counters[4:]
+        return partial(self._put_back, counters, list(map(dict.copy, counters)), self._states_of_schedulers())
+
     def mark(self) -> Callable[[], None]:
         """Save them now, and return the function that restores them; the data loaders are not set back."""
         return partial(
             self._turn_back,
             list(map(dict.copy, self._counters)),
-            [(config.scheduler, config.scheduler.state_dict()) for config in self._trainer.lr_scheduler_configs],
+            self._states_of_schedulers(),
             self._epoch_loop._batches_that_stepped,
             self._batches.is_last_batch,
         )
@@ -197,11 +205,20 @@ class LoopMarker:
         for values in counts[:2]:
             # As if the batch had not begun: otherwise, a run that resumes from here counts one step too many.
             values.update(dict.fromkeys(values, values["completed"]))
-        for held, values in zip(self._counters, counts, strict=True):
+        self._put_back(self._counters, counts, schedulers)
+        self._epoch_loop._batches_that_stepped, self._batches.is_last_batch = stepped, is_last
+
+    def _states_of_schedulers(self) -> list[tuple[Any, Any]]:
+        return [(config.scheduler, config.scheduler.state_dict()) for config in self._trainer.lr_scheduler_configs]
+
+    @staticmethod
+    def _put_back(
+        counters: list[dict[str, Any]], counts: list[dict[str, Any]], schedulers: list[tuple[Any, Any]]
+    ) -> None:
+        for held, values in zip(counters, counts, strict=True):
             held.update(values)
         for scheduler, state in schedulers:
             scheduler.load_state_dict(state)
-        self._epoch_loop._batches_that_stepped, self._batches.is_last_batch = stepped, is_last
 
 
 class EvaluationBatchEnd(NamedTuple):

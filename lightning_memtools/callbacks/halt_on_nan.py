@@ -18,7 +18,7 @@ from lightning_memtools._lightning import (
 )
 from lightning_memtools.callbacks.halt_run import HaltRun
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
-from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard, gradients_under
+from lightning_memtools.nonfinite.step_guard import HaltOptions, ReadingWatch, StepGuard, gradients_under
 from lightning_memtools.reporting.neighbours import Neighbour
 
 
@@ -73,6 +73,9 @@ class HaltOnNaN(EitherCallback, Neighbour):
         undo_updates: Copy weights and optimizer state before each update, to undo one that makes NaN out of finite
             gradients. Without it such an update is named, but stays.
 
+    Attributes:
+        watch: Sees what is read of each finite step; LossSpikes sets it before training starts.
+
     Raises:
         ValueError: `max_skips` is negative, `amp_patience` is below 1, `check_outputs` is none of its values, or
             `max_bytes` is no size; at setup, if the strategy hides the gradients.
@@ -109,6 +112,7 @@ class HaltOnNaN(EitherCallback, Neighbour):
         vars(self).update(arguments)  # each under its own name, as every callback keeps them
         self._state_key = state_key_of(self, **arguments)
         self._run: HaltRun | None = None
+        self.watch: ReadingWatch | None = None
 
     @property
     def state_key(self) -> str:
@@ -124,7 +128,7 @@ class HaltOnNaN(EitherCallback, Neighbour):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to guard steps and checkpoints."""
-        self._opened().start_training(pl_module)
+        self._opened().start_training(pl_module, self.watch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the batch, and copy the buffers if it begins a step."""

@@ -41,7 +41,7 @@ from lightning_memtools.nonfinite.halt_report import (
     overflow_error,
     state_error,
 )
-from lightning_memtools.nonfinite.step_guard import HaltOptions, StepGuard, gradients_under
+from lightning_memtools.nonfinite.step_guard import HaltOptions, ReadingWatch, StepGuard, gradients_under
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_on_rank_zero
 from lightning_memtools.reporting.loggers import log_scalars, log_text
@@ -78,8 +78,8 @@ class HaltRun:
         self.guard: StepGuard | None = None
         self.sees_batches = True
 
-    def start_training(self, module: LightningModule) -> None:
-        """Start to guard steps and checkpoints."""
+    def start_training(self, module: LightningModule, watch: ReadingWatch | None = None) -> None:
+        """Start to guard steps and checkpoints. `watch` sees what is read of finite steps."""
         trainer = self._trainer
         guard = self.guard = StepGuard(
             module,
@@ -89,6 +89,7 @@ class HaltRun:
             mark_loop=LoopMarker(trainer).mark,
             checks_again=changes_gradients(trainer),
             wraps_updates=wraps_updates(trainer),
+            watch=watch,
         )
         self._module = module
         self.sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
@@ -270,8 +271,8 @@ class HaltRun:
         if report.diagnosis.rank in {None, rank}:
             try:
                 rerun = BadStepRerun(
-                    self._module, self._trainer, self._conditions(), bad_step, evidence, tuple(guard.history),
-                    restored=guard.written_and_restored(),
+                    self._module, self._trainer, step_conditions(self._trainer), bad_step, evidence,
+                    tuple(guard.history), restored=guard.written_and_restored(),
                 )  # fmt: skip
                 mine = rerun.findings(
                     explains=options.explain and not bad_step.update,
@@ -290,17 +291,6 @@ class HaltRun:
             path = directory / f"nonfinite-step{evidence.step}-rank{rank}-capsule.pt"
             note = rerun.write(path, parse_size(options.max_bytes), report.about())
         report.capsule = dict(self._patient_ranks.objects((rank, note))).get(findings.rank, note)
-
-    def _conditions(self) -> StepConditions:
-        trainer, module, scaler = self._trainer, self._module, gradient_scaler(self._trainer)
-        with trainer.precision_plugin.train_step_context():
-            precision = precision_now(module.device.type)
-        return StepConditions(
-            divided_by=trainer.accumulate_grad_batches if module.automatic_optimization else 1,
-            scale=None if scaler is None else scaler.get_scale(),
-            trainer=plain_facts(trainer),
-            **precision,
-        )
 
     def _bad_now(self) -> list[BadTensor]:
         return [*bad_state(self._module), *bad_optimizer_state(self._module, self._trainer.optimizers)]
@@ -333,3 +323,16 @@ class HaltRun:
             failure = f"could not be written: {type(error).__name__}: {error}"
         failure = self._ranks.objects(failure)[0]
         return (None, failure) if failure else (path, "")
+
+
+def step_conditions(trainer: Trainer) -> StepConditions:
+    """Return the conditions that a training step runs under."""
+    module, scaler = trainer.lightning_module, gradient_scaler(trainer)
+    with trainer.precision_plugin.train_step_context():
+        precision = precision_now(module.device.type)
+    return StepConditions(
+        divided_by=trainer.accumulate_grad_batches if module.automatic_optimization else 1,
+        scale=None if scaler is None else scaler.get_scale(),
+        trainer=plain_facts(trainer),
+        **precision,
+    )

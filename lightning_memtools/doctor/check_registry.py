@@ -9,7 +9,7 @@ from typing import Any
 from lightning_memtools.doctor.checkpoint_checks import CheckpointKeys
 from lightning_memtools.doctor.graph_checks import EvaluationGraphs, RetainedGraphs
 from lightning_memtools.doctor.loader_checks import BatchNormOneSample, ChangedBatch, DataWaiting, SharedMemory
-from lightning_memtools.doctor.loss_checks import LossSpikes, StepTrial
+from lightning_memtools.doctor.loss_checks import SpikeCheck, StepTrial
 from lightning_memtools.doctor.memory_checks import GrowingMemory
 from lightning_memtools.doctor.module_checks import Devices, ModuleModes
 from lightning_memtools.doctor.parameter_checks import MissingGradients, OptimizerParameters, SymmetricWeights
@@ -36,7 +36,7 @@ CHECKS: Mapping[str, Callable[[TrainingCase], Any] | None] = {
     "changed_batch": ChangedBatch,
     "data_waiting": DataWaiting,
     "memory_growth": GrowingMemory,
-    "loss_spikes": LossSpikes,
+    "loss_spikes": SpikeCheck,
 }
 _BY_TRIAL = {"loss_broadcast", "loss_sum", "devices"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from lightning_memtools.doctor.step_trial import gradient_growth, place_of_error
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.error_frames import in_one_line
+from lightning_memtools.reporting.spike_window import SpikeWindow
 
 
 class StepTrial:
@@ -68,17 +68,14 @@ class StepTrial:
         )
 
 
-class LossSpikes:
-    """Check: a finite loss or gradient norm far outside its recent values."""
-
-    MIN_VALUES = 6
-    MAX_SCORE = 15.0
-    MIN_RATIO = 5.0
+class SpikeCheck:
+    """Check: a finite loss or gradient norm far above those of the steps before."""
 
     def __init__(self, case: TrainingCase) -> None:
         self._case = case
         self._arriving: ArrivingValues[tuple[Literal["loss", "gradient norm"], int]] = ArrivingValues()
-        self._values: dict[str, list[float]] = {}
+        # Sees only a few steps, in which a loss may well fall to a fifth: the callback LossSpikes sees all.
+        self._windows = {kind: SpikeWindow(warm_up=6, least_ratio=5.0) for kind in ("loss", "gradient norm")}
         self._step = 0
         self._is_sent = False
         self._is_reported = False
@@ -115,32 +112,15 @@ class LossSpikes:
 
     def _judge(self, *, wait: bool) -> Iterator[Finding]:
         for value, (kind, step) in self._arriving.receive(wait=wait):
-            earlier = self._values.setdefault(kind, [])
-            score = robust_score(float(value), earlier) if len(earlier) >= self.MIN_VALUES else 0.0
-            median = statistics.median(earlier) if earlier else 0.0
-            if score > self.MAX_SCORE and float(value) > self.MIN_RATIO * abs(median) and not self._is_reported:
+            spike = self._windows[kind].judge(float(value))
+            if spike is not None and not self._is_reported:
                 self._is_reported = True
                 yield Finding(
                     "loss_spikes",
                     "info",
                     f"step {step}",
-                    f"The {kind} is {float(value):.4g}, against a median of {median:.4g} in the {len(earlier)} steps "
-                    f"before: {score:.0f} robust standard deviations.",
+                    f"The {kind} is {spike}.",
                     "Such jumps come before a loss that is NaN.",
-                    "Clip gradients, lower the learning rate or lengthen its warm-up, and look at this batch.",
+                    "Clip gradients, lower the learning rate or lengthen its warm-up, and look at this batch. "
+                    "LossSpikes() watches the whole training.",
                 )
-            if value == value and abs(value) != float("inf"):  # noqa: PLR0124, NaN alone differs from itself
-                earlier.append(float(value))
-
-
-def robust_score(value: float, earlier: Sequence[float]) -> float:
-    """Return by how many robust standard deviations (1.4826 times the median deviation) a value exceeds the others.
-
-    0 for NaN and infinite values: HaltOnNaN handles those.
-    """
-    median = statistics.median(earlier)
-    spread = 1.4826 * statistics.median(abs(one - median) for one in earlier)
-    # A constant loss has no spread: a hundredth of its size stands for it.
-    spread = max(spread, 0.01 * abs(median), 1e-12)
-    score = (value - median) / spread
-    return score if score == score and abs(score) != float("inf") else 0.0  # noqa: PLR0124, NaN

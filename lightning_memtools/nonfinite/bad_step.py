@@ -302,6 +302,11 @@ class GuardedStep:
     # the parameters and attributes that its forward passes wrote, and that cannot be restored
     written: tuple[str, ...] = ()
     copies: UpdateStart | None = None  # the same with copies, to undo the update; None where none are kept
+    shared_loss: Tensor | None = None  # the largest of all ranks' mean losses; None where nobody asks for it
+
+    def measured(self) -> list[Tensor]:
+        """Return the losses to read: this rank's and the shared one."""
+        return self.losses() if self.shared_loss is None else [*self.losses(), self.shared_loss]
 
     def losses(self) -> list[Tensor]:
         """Return the losses of all micro-batches."""

@@ -113,12 +113,21 @@ class BadStepRerun:
         same = (name for name, norm in now.items() if is_same_number(norm, before.get(name, norm)))
         self._written = tuple(sorted(now.keys() - known - set(same)))
 
-    def write(self, path: Path, max_bytes: int, about: dict[str, Any]) -> CapsuleNote:
-        """Write the capsule."""
+    def write(
+        self, path: Path, max_bytes: int, about: dict[str, Any], more: Mapping[str, Any] | None = None
+    ) -> CapsuleNote:
+        """Write the capsule.
+
+        Args:
+            path: The file.
+            max_bytes: Its largest size.
+            about: What the JSON file beside it holds too.
+            more: What else it holds, as plain values.
+        """
         if all(each.batch is None for each in self._micro):
             return CapsuleNote(note="not written: the batch was no longer held")
         left_out, lacks = list[str](), list[str]()
-        saved = self._contents(left_out, lacks)
+        saved = self._contents(left_out, lacks) | dict(more or {})
         about |= {"losses": list(map(repr, self._bad_step.losses)), "class": saved["module"]["class"]}
         about |= {"machine": saved["machine"], "doubts": self._doubts}
         left_out += lacks

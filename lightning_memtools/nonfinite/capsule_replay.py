@@ -1,4 +1,4 @@
-"""Runs a bad step again, in a fresh process."""
+"""Runs a bad step, or that of a loss spike, again in a fresh process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
 from lightning_memtools.nonfinite.bad_step import TRAINER_FACTS, MicroBatch, StepConditions, mismatches
 from lightning_memtools.nonfinite.diagnosis import Explanation, KnownOfStep, NonFiniteCause
 from lightning_memtools.nonfinite.explain import explain
+from lightning_memtools.nonfinite.loss_spike import SpikeComparison
+from lightning_memtools.nonfinite.spike_capsule import compare_spike
 from lightning_memtools.nonfinite.step_rerun import (
     CannotRerunError,
     EarlierValues,
@@ -61,6 +63,7 @@ class Replay:
             the training process.
         says_nothing: Whether no loss and no gradient holds a finite number to compare.
         explanation: The operation that made the first bad value; None where that was not found.
+        spike: The step of a loss spike, run again with other weights and another batch; None for other steps.
         model: The module, as it was when the step began.
         batches: The batches of the step.
     """
@@ -78,6 +81,7 @@ class Replay:
     n_values: int
     says_nothing: bool
     explanation: Explanation | None
+    spike: SpikeComparison | None
     model: nn.Module = field(repr=False)
     batches: tuple[Any, ...] = field(repr=False)
 
@@ -113,6 +117,7 @@ class Replay:
         elif self.mismatches:
             lines.append(f"Machine and versions are the same{'' if self.changed else ', and so is the code'}.")
         lines += [f"Note: {doubt}" for doubt in self.doubts]
+        lines += self._spike_lines()
         if self.explanation is not None:
             if self.is_finite and self.explanation.cause is not NonFiniteCause.NOT_REPRODUCIBLE:
                 lines += ["", "The step is finite now. What was found when it was not:"]
@@ -124,6 +129,17 @@ class Replay:
             lines.append(f"Next: {self.explanation.advice}")
         return "\n".join(lines)
 
+    def _spike_lines(self) -> list[str]:
+        if self.spike is None:
+            return []
+        lines = ["", *self.spike.lines()]
+        if self.mismatches and not (self.differences or self.changed or self.doubts):
+            lines.append(
+                "The same step gave other bits on the same machine: suspect kernels that are not deterministic, or the "
+                "hardware."
+            )
+        return lines
+
     _repr_html_ = shown_as(summary)
 
 
@@ -134,7 +150,7 @@ def replay(
     batch: Callable[[int], Any] | None = None,
     trust: bool | Callable[[str, str], bool] = False,
 ) -> Replay:
-    """Run the step that HaltOnNaN stopped at again, from its capsule, and compare every bit.
+    """Run the step that HaltOnNaN stopped at, or that LossSpikes reported, again from its capsule; compare every bit.
 
     On the machine that wrote it, losses and gradients are the same bit for bit; on another, the result says what
     differs. No Trainer, data set or process group is needed, and nothing is logged or written.
@@ -212,6 +228,7 @@ def _replay(path: Path, model: Any, batch: Callable[[int], Any] | None, trusts: 
                 # The explanation from then does not hold for code that has changed since.
                 if not outcome.is_finite and (explanation is None or (changed and found)):
                     explanation = explain(rerun, outcome, KnownOfStep(doubts=doubts))
+                spike = None if saved.get("spike") is None else compare_spike(rerun, outcome, saved["spike"], find)
         except CannotRerunError as error:
             raise CapsuleError(f"{path}: {error}") from error
     return Replay(
@@ -228,6 +245,7 @@ def _replay(path: Path, model: Any, batch: Callable[[int], Any] | None, trusts: 
         n_values=n_values,
         says_nothing=nothing,
         explanation=explanation,
+        spike=spike,
         model=module,
         batches=tuple(each.batch for each in micro),
     )

@@ -7,10 +7,10 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -98,6 +98,27 @@ class HaltOptions:
         return self.explain or self.capsule
 
 
+class ReadingWatch(Protocol):
+    """Sees the losses and the gradients' norm of each finite step that a StepGuard has read.
+
+    Attributes:
+        decides: True if it may hold updates back. Then each step is read before its update, for which the host waits.
+    """
+
+    decides: bool
+
+    def read(self, guard: StepGuard, step: GuardedStep, loss: float, norm: float, *, is_late: bool) -> bool:
+        """Return whether the step's update is to be held back.
+
+        Args:
+            guard: The guard that has read it.
+            step: The step.
+            loss: The mean of its losses, the largest of all ranks; NaN if it had none.
+            norm: The norm over all its gradients.
+            is_late: True if its update was made before its values were read, so that nothing can be held back.
+        """
+
+
 class StepGuard:
     """Checks every optimizer step between backward and update.
 
@@ -118,6 +139,7 @@ class StepGuard:
             which `undo` calls.
         checks_again: Whether code of the user runs between `check` and the update, so that it is checked once more.
         wraps_updates: Whether code of the user runs around the optimizer's step, so that all updates are read.
+        watch: Sees what was read of each finite step.
 
     Attributes:
         history: The last 20 steps, oldest first.
@@ -137,12 +159,14 @@ class StepGuard:
         mark_loop: Callable[[], Callable[[], None]] = lambda: _nothing,
         checks_again: bool = False,
         wraps_updates: bool = False,
+        watch: ReadingWatch | None = None,
     ) -> None:
         self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
         self.saw_losses = False
         self.saw_gradients = False
         self._model = model
+        self._watch = watch
         self._max_skips, self._amp_patience = options.max_skips, options.amp_patience
         self._gradients = gradients
         self._ranks = ranks or RankGather()
@@ -259,7 +283,10 @@ class StepGuard:
         self.saw_gradients = self.saw_gradients or bool(gradients)
         if (bad_update := self.check_updates()) is not None:  # of an earlier update in this batch
             return bad_update
-        if scaler is None and self._gradients != "sharded" and self._honours(optimizer):
+        if self._watch is not None and self._ranks.world_size > 1:
+            step.shared_loss = largest_mean_loss(step.losses(), self._model)
+        decides = self._watch is not None and self._watch.decides
+        if scaler is None and self._gradients != "sharded" and not decides and self._honours(optimizer):
             bad_step = self._check_on_device(step, optimizer, gradients)
         else:
             bad_step = self.drain() or self._check_on_host(step, optimizer, gradients, scaler)
@@ -331,14 +358,23 @@ class StepGuard:
                 step.start.remove_new_state()
                 step.start.restore_settings()
                 undone.add(step.optimizer)
-        written = [name for step in (bad_step.step, *bad_step.later) for name in step.written]
-        unrestored = tuple(dict.fromkeys([*self._buffers.unrestored(), *written]))
-        self._buffers.restore()
+        unrestored = self.restore_buffers(bad_step.step, *bad_step.later)
         if bad_step.step.restore_loop is not None:
             bad_step.step.restore_loop()
         start = bad_step.step.micro[0].start if bad_step.step.micro else None
         if isinstance(start, BatchStart):
             restore_frozen(self._model, start.frozen)
+        return unrestored
+
+    def restore_buffers(self, *steps: GuardedStep) -> tuple[str, ...]:
+        """Restore what forward passes of the present step have written; return the names of what it could not.
+
+        Args:
+            steps: The present step, and later ones.
+        """
+        written = [name for step in steps for name in step.written]
+        unrestored = tuple(dict.fromkeys([*self._buffers.unrestored(), *written]))
+        self._buffers.restore()
         return unrestored
 
     def written_and_restored(self) -> list[str]:
@@ -390,7 +426,7 @@ class StepGuard:
         return self._is_fused[optimizer]
 
     def _check_on_device(self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor]) -> BadStep | None:
-        losses = step.losses()
+        losses = step.measured()
         # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
         n_deciding = 1 if self._gradients == "replicated" else 1 + len(losses)
         if can_look_first(gradients):
@@ -399,7 +435,7 @@ class StepGuard:
             values = measure_and_read(gradients, losses) or []
             if all(map(math.isfinite, values[:n_deciding])) and (self._veto is None or not self._veto.flag):
                 # An optimizer that sees a flag takes longer, though it is 0.
-                self._note_good(step, values[1 : 1 + len(losses)], values[0])
+                self._note_good(step, optimizer, values[1 : 1 + len(losses)], values[0])
                 return None
         before = self._starts.get(optimizer)
         created = before is not None and before.has_other_keys()
@@ -421,11 +457,12 @@ class StepGuard:
             return None
         readings = self._veto.read(wait=wait)
         for position, reading in enumerate(readings, start=1):
-            step, n_losses = reading.note, len(reading.note.losses())
+            step, n_losses = reading.note, len(reading.note.measured())
             losses, norms = reading.numbers[1 : 1 + n_losses], reading.numbers[1 + n_losses :]
             if not reading.halts and not reading.bad:
-                self._note_good(step, losses, reading.numbers[0])
+                self._note_good(step, None, losses, reading.numbers[0])
                 continue
+            losses = losses[: len(step.losses())]
             self._remember(step, losses, reading.numbers[0])
             if reading.halts:
                 # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
@@ -440,15 +477,24 @@ class StepGuard:
             self._note_skip(step)
         return None
 
-    def _note_good(self, step: GuardedStep, losses: list[float], norm: float) -> None:
+    def _note_good(
+        self, step: GuardedStep, optimizer: Optimizer | None, measured: list[float], norm: float, scaler: Any = None
+    ) -> None:
+        """Note a step that is finite, and hold its update back if the watch says so; no optimizer: it has been made."""
+        losses = measured[: len(step.losses())]
         self._remember(step, losses, norm)
         if not all(map(math.isfinite, losses)):
             self._warn_of_private_loss()
+        if self._watch is None:
+            return
+        loss = measured[-1] if step.shared_loss is not None and losses else self.history[-1].loss
+        if self._watch.read(self, step, loss, norm, is_late=optimizer is None) and optimizer is not None:
+            self._hold_back(optimizer, scaler)
 
     def _check_on_host(
         self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor], scaler: Any
     ) -> BadStep | None:
-        losses = step.losses()
+        losses = step.measured()
         values: list[float] | None
         if self._gradients == "sharded":
             device = next(self._model.parameters()).device
@@ -466,8 +512,9 @@ class StepGuard:
             norm /= scaler.get_scale()  # these optimizers get their gradients still scaled
         if not is_suspect:
             self._scaler_skips.pop(optimizer, None)
-            self._note_good(step, loss_values, norm)
+            self._note_good(step, optimizer, loss_values, norm, scaler)
             return None
+        loss_values = loss_values[: len(step.losses())]
         self._remember(step, loss_values, norm)
         bad_loss = not all(map(math.isfinite, loss_values))
         named = zip(names_of(self._model, step.parameters), gradients, norms, strict=True)
@@ -501,6 +548,10 @@ class StepGuard:
         return None
 
     def _skip(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> None:
+        self._hold_back(optimizer, scaler)
+        self._note_skip(step)
+
+    def _hold_back(self, optimizer: Optimizer, scaler: Any) -> None:
         if scaler is None or not takes_scaled_gradients(optimizer):
             self._held_back = optimizer
         else:
@@ -508,7 +559,6 @@ class StepGuard:
             for gradient in gradients_of(optimizer)[1]:
                 gradient.fill_(torch.inf)
         self._buffers.restore()
-        self._note_skip(step)
 
     def _note_skip(self, step: GuardedStep) -> None:
         self.skipped.append((step.number, tuple(micro.index for micro in step.micro)))
@@ -548,6 +598,16 @@ def gradients_under(strategy: type, *, world_size: int) -> Gradients:
         return "whole" if family == "SingleDevice" else "replicated"
     # The result of deciding together in each step is right under any strategy, also under one that is not known.
     return "sharded" if family in {"FSDP", "ModelParallel"} or world_size > 1 else "whole"
+
+
+@torch.no_grad()
+def largest_mean_loss(losses: list[Tensor], model: Module) -> Tensor:
+    """Return the largest of all ranks' mean losses, 0-dim. Collective; does not wait for the device."""
+    device = next(model.parameters()).device
+    mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
+    mean = mean.to(device, torch.float32, copy=True)
+    distributed.all_reduce(mean, op=distributed.ReduceOp.MAX)
+    return mean
 
 
 def _nothing() -> None:

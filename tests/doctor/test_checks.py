@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memtools import VirtualDevice
 from lightning_memtools.doctor import loader_checks
 from lightning_memtools.doctor.check_registry import CHECKS
-from lightning_memtools.doctor.loss_checks import robust_score
 from lightning_memtools.doctor.settings_checks import RejectedSettings
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.shared_memory import free_in_container
@@ -639,11 +638,6 @@ def test_a_spike_of_the_loss_is_found_with_its_step():
 
     finding = only(found(network(), rows(), step, steps=15), "loss_spikes")
     assert (finding.severity, finding.place) == ("info", "step 10")
-
-
-def test_the_robust_score():
-    assert robust_score(20.0, [9.0, 10.0, 11.0, 10.0, 12.0]) == pytest.approx(10 / 1.4826)
-    assert robust_score(float("nan"), [1.0, 2.0]) == 0
 
 
 def test_an_unseeded_run_is_worth_a_remark(monkeypatch):

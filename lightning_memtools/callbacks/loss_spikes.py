@@ -1,0 +1,142 @@
+"""LossSpikes: a finite loss or gradient norm far outside its recent range."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_memtools._lightning import EitherCallback, callbacks_of, state_key_of
+from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
+from lightning_memtools.callbacks.spikes_run import SpikeOptions, SpikesRun
+from lightning_memtools.nonfinite.loss_spike import LossSpike
+from lightning_memtools.reporting.neighbours import Neighbour
+
+
+class LossSpikes(EitherCallback, Neighbour):
+    """Names each step whose loss or gradient norm is far above those before it, and can skip it or go back.
+
+    It shares what HaltOnNaN reads of losses and gradients, so that nothing is measured twice; if the Trainer has no
+    HaltOnNaN, one is added for the fit, and halts at a NaN. A value is a spike if it exceeds the median of the last
+    `window` steps by `sensitivity` times the distance from that median to their 95% quantile, on a logarithmic scale.
+    All ranks decide alike: by the norm over all gradients, and by the largest of the ranks' losses.
+
+    | logged | when |
+    | --- | --- |
+    | `spikes/found` | the number of spikes so far, at each spike |
+    | `memtools/loss_spike` | the report of a spike, to loggers that take text |
+
+    The first spike of a group (within `window` steps) gives a warning, a report in `<log_dir>/memtools/`, and the step
+    as a file, with which `memtools replay` shows what made it: the batch, the updates before it, or only both together.
+
+    With `action="report"` nothing waits for the device beyond what HaltOnNaN reads. With "skip" and "rollback" each
+    step is read before its update, also with a fused optimizer, and the host waits for it.
+
+    Args:
+        action: "report" changes nothing. "skip" holds the update back, as HaltOnNaN does for a NaN; the step still
+            counts for schedulers. "rollback" takes weights, optimizers, schedulers, gradient scaler and random streams
+            back to a copy in host memory, and goes on with the next batch: the batches since then are left out.
+        max_actions: The number of spikes that are skipped or rolled back, before one ends the run with LossSpikeError.
+        window: The number of recent steps that a value is compared with.
+        warm_up: The number of steps before the first one is judged.
+        sensitivity: A smaller number finds smaller spikes. For normal noise, 4 means 6.6 standard deviations.
+        least_ratio: A spike is at least this many times the median.
+        every_n_steps: The steps between two copies in host memory, for "rollback" and for files. One is also made at
+            the start of each epoch.
+        capsule: Save the step of a spike to a file. This keeps a copy of the weights in host memory.
+        max_bytes: The largest size of that file, such as "2GiB".
+        directory: Where reports and files go, instead of `<log_dir>/memtools/`.
+
+    Attributes:
+        spikes: The spikes of the latest fit, each a `LossSpike`.
+
+    Raises:
+        ValueError: An argument is none of its values.
+        LossSpikeError: From the hooks, at a spike after `max_actions`; its update is not made.
+    """
+
+    parts_of_a_run = ("_run", "_halt", "_own")
+    takes_part_in_trials = False
+
+    def __init__(
+        self,
+        *,
+        action: Literal["report", "skip", "rollback"] = "report",
+        max_actions: int = 3,
+        window: int = 100,
+        warm_up: int = 50,
+        sensitivity: float = 4.0,
+        least_ratio: float = 1.5,
+        every_n_steps: int = 100,
+        capsule: bool = True,
+        max_bytes: str = "2GiB",
+        directory: str | None = None,
+    ) -> None:
+        self.options = SpikeOptions(
+            action=action,
+            max_actions=max_actions,
+            window=window,
+            warm_up=warm_up,
+            sensitivity=sensitivity,
+            least_ratio=least_ratio,
+            every_n_steps=every_n_steps,
+            capsule=capsule,
+            max_bytes=max_bytes,
+            directory=directory,
+        )
+        arguments = asdict(self.options)
+        vars(self).update(arguments)
+        self._state_key = state_key_of(self, **arguments)
+        self._run: SpikesRun | None = None
+        self._halt: HaltOnNaN | None = None
+        self._own: HaltOnNaN | None = None
+        self.spikes: list[LossSpike] = []
+
+    @property
+    def state_key(self) -> str:
+        """Two instances with different arguments have different keys."""
+        return self._state_key
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ask HaltOnNaN for what it reads."""
+        self._stop(trainer)
+        if stage != "fit":
+            return
+        self._halt = next((each for each in callbacks_of(trainer) if isinstance(each, HaltOnNaN)), None)
+        if self._halt is None:
+            self._halt = self._own = HaltOnNaN(directory=self.options.directory)
+            callbacks_of(trainer).append(self._own)  # the loop that has called this hook goes on with it
+        self._run = self._halt.watch = SpikesRun(trainer, pl_module, self.options)
+        self.spikes = self._run.spikes
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Copy what a rollback needs."""
+        if self._run is not None:
+            self._run.begin_epoch()
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Roll back, or copy what a rollback needs if that is due."""
+        if self._run is not None:
+            self._run.end_batch()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Release everything."""
+        if self._own is not None:
+            self._own.on_exception(trainer, pl_module, exception)
+        self._stop(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Release everything."""
+        if self._own is not None:
+            self._own.teardown(trainer, pl_module, stage)
+        self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        if self._run is not None:
+            self._run.close()
+        if self._halt is not None and self._halt.watch is self._run:
+            self._halt.watch = None
+        if self._own is not None and self._own in callbacks_of(trainer):
+            callbacks_of(trainer).remove(self._own)
+        self._run = self._halt = self._own = None

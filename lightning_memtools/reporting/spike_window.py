@@ -1,0 +1,76 @@
+"""A window over recent values, which tells a spike from the noise that is usual there."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+
+_UPPER_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """A value far above the recent ones."""
+
+    value: float
+    median: float  # of the recent values
+    upper: float  # the value that 95% of the recent ones do not exceed
+    limit: float  # the value exceeds this
+    n_values: int  # the number of recent values
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g}, against a median of {self.median:.4g} in the {self.n_values} steps before"
+
+
+class SpikeWindow:
+    """Judges each value by those before it.
+
+    A value is a spike if its distance from the median of the window is more than `sensitivity` times that of the 95%
+    quantile, on a logarithmic scale, since losses and norms of gradients vary by factors: with normal noise, 4 means
+    6.6 standard deviations. Heavy tails have a wide logarithmic scale: 3 times `sensitivity` times the distance on the
+    linear scale is enough, too. Where the window holds a value that is 0 or negative, the scale is linear. Every value
+    joins the window, so that a level that lasts is accepted once it fills 5% of it.
+
+    Args:
+        size: The number of recent values.
+        warm_up: The number of values before the first one is judged.
+        sensitivity: See above.
+        least_ratio: A spike is above the median by at least this less one, times the median.
+    """
+
+    def __init__(
+        self, *, size: int = 100, warm_up: int = 50, sensitivity: float = 4.0, least_ratio: float = 1.5
+    ) -> None:
+        self._warm_up, self._sensitivity, self._least_ratio = warm_up, sensitivity, least_ratio
+        self._size = size
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def judge(self, value: float) -> Spike | None:
+        """Return the spike that a value is, if it is one, and add the value. NaN and infinite values are ignored."""
+        if not math.isfinite(value):
+            return None
+        spike = self._spike(value) if len(self._sorted) >= self._warm_up else None
+        if len(self._recent) == self._size:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(value)
+        insort(self._sorted, value)
+        return spike
+
+    def _spike(self, value: float) -> Spike | None:
+        n = len(self._sorted)
+        median, upper = self._sorted[n // 2], self._sorted[int(_UPPER_SHARE * n)]
+        if value <= upper:
+            return None
+        if median == self._sorted[0] <= 0:
+            return None  # such as losses that are 0 but for a few: there is no usual distance to compare with
+        distance, least = upper - median, (self._least_ratio - 1) * abs(median)
+        if self._sorted[0] > 0:
+            power = min(math.log(upper / median) * self._sensitivity, 700.0)
+            distance = min(median * math.expm1(power), 3 * self._sensitivity * distance)
+        else:
+            distance *= self._sensitivity
+        limit = median + max(distance, least)
+        return Spike(value, median, upper, limit, n) if value > limit else None

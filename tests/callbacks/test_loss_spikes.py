@@ -1,0 +1,255 @@
+"""LossSpikes in real fits: what is found, what made it, and that skipping and rolling back leave no trace."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_memtools import HaltOnNaN, LossSpikeError, LossSpikes, NonFiniteError, replay
+from lightning_memtools.nonfinite import step_guard
+from lightning_memtools.nonfinite.loss_spike import SpikeComparison
+from tests.callbacks.spike_models import (
+    AT,
+    SpikeCase,
+    Spiking,
+    SpikingGan,
+    as_loader,
+    batches,
+    labels_times,
+    with_bad,
+)
+from tests.event_files import scalars, texts_of
+from tests.lightning_models import trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:Spike at step:UserWarning")
+
+
+def half(scale: float) -> dict[str, Any]:
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))]}
+
+
+def bad_labels() -> Any:
+    return with_bad(labels_times(30))
+
+
+CASES = {
+    "bad batch": SpikeCase(Spiking, bad_labels),
+    "targets without a unit": SpikeCase(Spiking, lambda: with_bad(lambda batch: (batch[0], batch[1] + 40))),
+    "burst of wrong labels": SpikeCase(
+        Spiking, lambda: with_bad(labels_times(-8), range(AT, AT + 4)), tuple(range(AT, AT + 4))
+    ),
+    "learning rate": SpikeCase(lambda: Spiking("learning rate"), batches, tuple(range(AT, AT + 5)), "weights"),
+    "optimizer state lost": SpikeCase(lambda: Spiking("lost state"), batches, tuple(range(AT, AT + 5)), "weights"),
+    "gradient alone": SpikeCase(lambda: Spiking("gradient"), batches, made_by="both"),
+    "fused optimizer": SpikeCase(lambda: Spiking(optimizer="fused"), bad_labels),
+    "negative loss": SpikeCase(lambda: Spiking(level=-5.0), bad_labels),
+    "sorted data": SpikeCase(
+        Spiking, lambda: with_bad(lambda batch: (3 * batch[0].sort(0).values, 3 * batch[1].sort(0).values))
+    ),
+    "accumulation": SpikeCase(Spiking, bad_labels, (AT // 2,), trainer=lambda: {"accumulate_grad_batches": 2}),
+    "half precision": SpikeCase(Spiking, bad_labels, trainer=lambda: half(2.0**4)),
+    "half precision, overflow that the scaler skips": SpikeCase(Spiking, bad_labels, (), trainer=lambda: half(2.0**12)),
+    "two optimizers": SpikeCase(SpikingGan, bad_labels),
+}
+
+
+def fit(root: Path, model: L.LightningModule, made: Any, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    run = trainer(root, *callbacks, **options)
+    run.fit(model, as_loader(made))
+    return run
+
+
+def fitted(
+    root: Path, case: SpikeCase, *callbacks: L.Callback, made: Any = None
+) -> tuple[L.LightningModule, L.Trainer]:
+    torch.manual_seed(0)
+    model = case.model()
+    return model, fit(root, model, case.batches() if made is None else made, *callbacks, **case.trainer())
+
+
+def equal(one: L.LightningModule, other: L.LightningModule) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_spike_is_named_at_its_step_and_a_replay_says_what_made_it(name, tmp_path):
+    case, spikes = CASES[name], LossSpikes(warm_up=30)
+    fitted(tmp_path, case, spikes)
+    steps = [spike.step for spike in spikes.spikes]
+    if name == "two optimizers":  # the network goes wrong with the bad batch's update, and stays so for some steps
+        steps = sorted(set(steps))[:1]
+    assert steps == list(case.steps)
+    if not steps:
+        return
+    first = spikes.spikes[0]
+    assert first.batches == ((AT, AT + 1) if name == "accumulation" else (AT,))
+    assert first.done == "report"
+    assert (first.loss_spike is None) == (name == "gradient alone")
+    assert first.capsule is not None, first.note
+    again = replay(first.capsule)
+    assert again.exact
+    assert again.spike is not None
+    assert again.spike.made_by == case.made_by
+    assert again.spike.same == pytest.approx(first.norm if name == "gradient alone" else first.loss, rel=1e-6)
+    assert again.spike.steps_before == {"accumulation": AT // 2 - 16}.get(name, AT - 64)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "other", "made_by"),
+    [
+        (90.0, 1.1, "batch"),
+        (1.2, 80.0, "weights"),
+        (60.0, 70.0, "both"),
+        (1.3, 0.9, "moment"),
+        (torch.nan, 0.9, "batch"),
+        (None, 0.9, "not known"),
+    ],
+)
+def test_the_comparison_tells_batch_weights_and_moment_apart(earlier, other, made_by):
+    found = SpikeComparison(
+        kind="loss", median=1.0, same=100.0, earlier_weights=earlier, other_batch=other, steps_before=50, other_index=7,
+        learning_rates=[0.1],
+    )  # fmt: skip
+    assert found.middle == pytest.approx(10.0)
+    assert found.made_by == made_by
+
+
+ROLLED_BACK = {name: CASES[name] for name in ("bad batch", "accumulation", "half precision", "fused optimizer")}
+ROLLED_BACK["two optimizers"] = CASES["two optimizers"]
+
+
+@pytest.mark.parametrize("name", ROLLED_BACK)
+def test_a_rollback_equals_bit_for_bit_a_run_that_never_saw_the_batches(name, tmp_path):
+    case, spikes = ROLLED_BACK[name], LossSpikes(action="rollback", every_n_steps=20, max_actions=2)
+    rolled, run = fitted(tmp_path, case, spikes)
+    spike = spikes.spikes[0]
+    per_step = run.accumulate_grad_batches
+    first = AT - spike.taken_back * per_step // (2 if name == "two optimizers" else 1)
+    made = case.batches()
+    never, other = fitted(tmp_path, case, made=made[:first] + made[AT + per_step :])
+    assert 0 <= spike.taken_back <= 40
+    assert equal(rolled, never)
+    assert run.global_step == other.global_step
+    rates = [[group["lr"] for each in trained.optimizers for group in each.param_groups] for trained in (run, other)]
+    assert rates[0] == rates[1]
+    assert {s.done for s in spikes.spikes} == {"rollback"}
+
+
+def test_a_skipped_step_changes_neither_weights_nor_buffers_nor_the_optimizer(tmp_path):
+    kept: list[dict[str, Any]] = []
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in {AT - 1, AT}:
+                state = {name: each.clone() for name, each in pl_module.state_dict().items()}
+                moments = [each["exp_avg"].clone() for each in trainer.optimizers[0].state.values()]
+                kept.append(state | {str(i): each for i, each in enumerate(moments)})
+
+    spikes = LossSpikes(action="skip")
+    _, run = fitted(tmp_path, CASES["bad batch"], spikes, Keep())
+    assert [(spike.step, spike.done) for spike in spikes.spikes] == [(AT, "skip")]
+    assert run.global_step == len(batches())  # a skipped step counts, as with HaltOnNaN
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
+def test_the_spike_after_max_actions_ends_the_run_before_its_update(tmp_path):
+    made = with_bad(labels_times(30), (60, 90, AT))
+    spikes, torch_state = LossSpikes(action="skip", max_actions=2), {}
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            torch_state.update({name: each.clone() for name, each in pl_module.state_dict().items()})
+
+    torch.manual_seed(0)
+    model = Spiking()
+    run = trainer(tmp_path, spikes, Keep())
+    with pytest.raises(LossSpikeError) as error:
+        run.fit(model, as_loader(made))
+    assert error.value.spike.step == AT
+    assert error.value.spike.done == "halt"
+    assert f"step {AT}" in str(error.value)
+    assert str(error.value.spike.capsule) in str(error.value)
+    assert [spike.done for spike in spikes.spikes] == ["skip", "skip", "halt"]
+    assert run.global_step == AT
+    assert all(torch.equal(each, torch_state[name]) for name, each in model.state_dict().items())
+
+
+def test_a_spike_is_told_once_and_logged_each_time(tmp_path):
+    case, spikes = CASES["burst of wrong labels"], LossSpikes()
+    with pytest.warns(UserWarning, match=f"Spike at step {AT} ") as warned:
+        _, run = fitted(tmp_path, case, spikes)
+    assert len([each for each in warned if "Spike at step" in str(each.message)]) == 1
+    assert scalars(run.log_dir)["spikes/found"] == [(step, float(n)) for n, step in enumerate(case.steps, start=1)]
+    report = spikes.spikes[0].report
+    assert report is not None
+    assert report.name == f"loss-spike-step{AT}-report.md"
+    assert f"{spikes.spikes[0].loss:.4g}" in report.read_text()
+    assert [spike.report for spike in spikes.spikes[1:]] == [None] * 3
+    assert texts_of(run.log_dir)["memtools/loss_spike"] == [report.read_text()]
+
+
+def test_a_fused_optimizer_without_an_action_is_read_late_and_its_step_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_guard, "can_look_first", lambda _gradients: False)  # as on a GPU
+    spikes = LossSpikes()
+    fitted(tmp_path, CASES["fused optimizer"], spikes)
+    assert [(spike.step, spike.is_late, spike.capsule) for spike in spikes.spikes] == [(AT, True, None)]
+    assert "fused" in spikes.spikes[0].note
+    again = LossSpikes(action="skip")
+    fitted(tmp_path, CASES["fused optimizer"], again)
+    assert [(spike.step, spike.is_late) for spike in again.spikes] == [(AT, False)]
+    assert again.spikes[0].capsule is not None
+
+
+def test_it_shares_the_trainers_halt_on_nan_or_brings_one_for_the_fit(tmp_path):
+    halt, spikes = HaltOnNaN(), LossSpikes()
+    run = fit(tmp_path, Spiking(), batches(60), spikes, halt)
+    assert [type(each) for each in run.callbacks].count(HaltOnNaN) == 1
+    assert halt.watch is None
+    alone = trainer(tmp_path, LossSpikes(), ModelCheckpoint(tmp_path / "kept"), enable_checkpointing=True)
+    made: Any = batches(60)
+    made[50] = (made[50][0] * torch.nan, made[50][1])
+    with pytest.raises(NonFiniteError):
+        alone.fit(Spiking(), as_loader(made))
+    assert not [each for each in alone.callbacks if isinstance(each, HaltOnNaN)]
+
+
+def test_no_files_are_kept_without_a_logger(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spikes = LossSpikes()
+    fit(tmp_path, Spiking(), bad_labels(), spikes, logger=False)
+    assert [(spike.step, spike.capsule, spike.report) for spike in spikes.spikes] == [(AT, None, None)]
+    assert "logger=False" in spikes.spikes[0].note
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_healthy_fit_is_silent(tmp_path):
+    spikes = LossSpikes(action="rollback")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Spike")
+        fit(tmp_path, Spiking(), batches(), spikes)
+    assert spikes.spikes == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"action": "stop"}, "action"),
+        ({"max_actions": -1}, "max_actions"),
+        ({"window": 3}, "window"),
+        ({"warm_up": 200}, "warm_up"),
+        ({"sensitivity": 0.5}, "sensitivity"),
+        ({"least_ratio": "2"}, "least_ratio"),
+        ({"every_n_steps": 0}, "every_n_steps"),
+        ({"max_bytes": "many"}, "many"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, named):
+    with pytest.raises((ValueError, TypeError), match=named):
+        LossSpikes(**arguments)
