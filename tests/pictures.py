@@ -66,6 +66,13 @@ class Leaky(Blocks):
         return super().validation_step(batch, batch_idx)
 
 
+class Jumping(Blocks):
+    """Its loss jumps at step 90, because of the batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (30 if self.trainer.global_step == 90 else 1)
+
+
 class Mistaken(Blocks):
     """Compares (N,) with (N, 1), and does not train its last block."""
 
@@ -111,6 +118,9 @@ def runs(logs: Path, wanted: set[str]) -> None:
         fit(logs / "blocks", "96MiB", Blocks(), watch(**curves), train, val, max_epochs=6)
     if "leak" in wanted:
         fit(logs / "leak", "96MiB", Leaky(), watch(), train, val, max_epochs=6)
+    if "jumps" in wanted:
+        spikes: list[L.Callback] = [memtools.LossSpikes(action="skip"), memtools.HaltOnNaN(), *monitor]
+        fit(logs / "jumps", "96MiB", Jumping(512), spikes, rows(512), max_epochs=15)
     if "mistakes" in wanted:
         fit(logs / "mistakes", "96MiB", Mistaken(), [memtools.TrainingDoctor(steps=3)], train, max_epochs=1)
     if "recovered" in wanted:
@@ -155,6 +165,7 @@ PICTURES = {
     "memory-tab-composition": Picture("blocks", "composition", (1280, 1500)),
     "loss-curves": Picture("blocks", "run", (1000, 1150), TO_LOSS),
     "empty-cache": Picture("leak", "run", (1000, 900)),
+    "loss-spikes": Picture("jumps", "run", (1000, 1150), TO_LOSS),
     "oom-report": Picture("2-out-of-memory/version_0", "reports", (1000, 820)),
     "oom-recovery": Picture("recovered", "reports"),
     "halt-on-nan": Picture("4-nan/version_0", "reports"),

@@ -244,14 +244,16 @@ class SpikesRun:
         return self._directory.reason if isinstance(self._directory, NotWritten) else ""
 
     def _tell(self, spike: LossSpike) -> LossSpike:
-        if not self._trainer.is_global_zero:
-            return spike
-        written = write_report(self._directory, f"loss-spike-step{spike.step}-report.md", spike.markdown())
-        spike = replace(spike, report=written if isinstance(written, Path) else None)
-        log_text(self._trainer, "memtools/loss_spike", spike.markdown(), spike.step)
-        if spike.done != "halt":  # the error says it
-            warnings.warn(f"{spike.headline()} {spike.action()} {spike.lines()[-1]}", stacklevel=2)
-        return spike
+        """Write the report on rank 0, warn, and return the spike with the place of the report on every rank."""
+        name, written = f"loss-spike-step{spike.step}-report.md", self._directory
+        if self._trainer.is_global_zero:
+            written = write_report(self._directory, name, spike.markdown())
+            log_text(self._trainer, "memtools/loss_spike", spike.markdown(), spike.step)
+            if spike.done != "halt":  # the error says it
+                warnings.warn(f"{spike.headline()} {spike.action()} {spike.lines()[-1]}", stacklevel=2)
+        elif isinstance(written, Path):
+            written /= name
+        return replace(spike, report=written if isinstance(written, Path) else None)
 
 
 def _host_memory() -> Callable[[], AbstractContextManager[Any]]:

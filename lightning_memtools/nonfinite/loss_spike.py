@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -95,8 +96,8 @@ class LossSpike:
 
     def markdown(self) -> str:
         """Return the report."""
-        first, *others = self.lines()
-        return "\n".join([f"# {first}", "", *(f"- {line}" for line in others), ""])
+        title = f"# Loss spike at step {self.step}"
+        return "\n".join([title, "", *(f"- {line}" for line in self.lines()), ""])
 
 
 class SpikeDetector:
@@ -110,7 +111,9 @@ class SpikeDetector:
     """
 
     def __init__(self, *, window: int, warm_up: int, sensitivity: float, least_ratio: float) -> None:
-        self._made = lambda: SpikeWindow(size=window, warm_up=warm_up, sensitivity=sensitivity, least_ratio=least_ratio)
+        self._made = partial(
+            SpikeWindow, size=window, warm_up=warm_up, sensitivity=sensitivity, least_ratio=least_ratio
+        )
         self._windows: dict[tuple[int, str], SpikeWindow] = {}
 
     def judge(self, optimizer: int, loss: float, norm: float) -> tuple[Spike | None, Spike | None]:
@@ -176,8 +179,8 @@ class SpikeComparison:
     def _advice(self) -> str:
         rates = rates_as_text(self.learning_rates)
         return {
-            "batch": "The batch made it: it is high on earlier weights too, and another batch is not. Look at its samples "
-            "and labels.",
+            "batch": "The batch made it: it is high on earlier weights too, and another batch is not. Look at its "
+            "samples and labels.",
             "weights": "The updates before it made it: another batch is high on these weights too. Lower the learning "
             f"rate (now {rates}), lengthen its warm-up, or clip gradients.",
             "both": "It is high with earlier weights and with another batch too. Look at what the step does at that "

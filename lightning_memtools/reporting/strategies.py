@@ -35,6 +35,12 @@ _DECIDES_ALONE = (
 )
 _CUTS_THE_GRAPH = "reading a number in every step would cut XLA's graph in two."
 
+_UNSEEN: Mapping[StrategyFamily, str] = {
+    "DeepSpeed": "DeepSpeed keeps gradients in partitions of its own and leaves p.grad empty, so that a check would "
+    "see none. DeepSpeed skips overflowing steps itself when it trains in fp16.",
+    "XLA": _CUTS_THE_GRAPH,
+}
+
 # Callbacks that are not named here work under every strategy. A callback works under a family that has no entry.
 _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
     "GradientCheckpointing": dict.fromkeys(("DeepSpeed", "FSDP"), _CHECKPOINTS_ITSELF),
@@ -45,11 +51,8 @@ _REASONS: Mapping[str, Mapping[StrategyFamily, str]] = {
         **dict.fromkeys(("DeepSpeed", "FSDP", "ModelParallel", "unknown"), _SEES_SHARDS),
         "XLA": _CUTS_THE_GRAPH,
     },
-    "HaltOnNaN": {
-        "DeepSpeed": "DeepSpeed keeps gradients in partitions of its own and leaves p.grad empty, so that a check "
-        "would see none. DeepSpeed skips overflowing steps itself when it trains in fp16.",
-        "XLA": _CUTS_THE_GRAPH,
-    },
+    "HaltOnNaN": _UNSEEN,
+    "LossSpikes": _UNSEEN,  # HaltOnNaN reads for it
 }
 
 

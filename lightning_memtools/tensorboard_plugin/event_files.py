@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PREFIXES = ("memory/", "loss/", "grad/", "time/", "nonfinite/", "memtools/")
+PREFIXES = ("memory/", "loss/", "grad/", "time/", "nonfinite/", "spikes/", "memtools/")
 """The prefixes of this library's tags."""
 
 _PREFIX_BYTES = tuple(prefix.encode() for prefix in PREFIXES)

@@ -22,9 +22,10 @@ _COUNTS = {
     "memory/alloc_retries": ("retry", "allocation retry", "allocation retries"),
     "memory/ooms": ("oom", "out-of-memory error", "out-of-memory errors"),
     "memory/oom_recoveries": ("oom", "recovery from running out of memory", "recoveries from running out of memory"),
+    "spikes/found": ("spike", "loss spike", "loss spikes"),
     "nonfinite/skipped": ("nonfinite", "step skipped because of NaN or Inf", "steps skipped because of NaN or Inf"),
 }
-_GRAVEST_FIRST = ("oom", "retry", "nonfinite", "cache")
+_GRAVEST_FIRST = ("oom", "retry", "nonfinite", "spike", "cache")
 _MAX_MARKS = 500
 _MAX_RUNS = 200
 _DIGITS = 7
@@ -141,7 +142,7 @@ def _json(value: float) -> float | None:
 
 
 def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the events of a run by step: caches emptied, retries, out-of-memory errors, steps skipped, NaN losses."""
+    """Return the events of a run by step: caches emptied, retries, out-of-memory errors, NaN, loss spikes."""
     marks: list[dict[str, Any]] = []
     freed, took = (run.curves.get(f"memory/cache/{name}", Curve()) for name in ("freed_gib", "ms"))
     ms_at = dict(zip(took.steps, took.values, strict=True))
@@ -172,7 +173,7 @@ def _reserved_around(run: LoggedRun, step: int, kind: str) -> dict[str, Any]:
     """Return reserved memory at the point before an event and at its own: a retry returns the cache to the device."""
     curve = run.curves.get("memory/train/reserved_gib", Curve())
     at = bisect_left(curve.steps, step)
-    if kind == "nonfinite" or not 0 < at < len(curve.steps) or curve.steps[at] != step:
+    if kind in {"nonfinite", "spike"} or not 0 < at < len(curve.steps) or curve.steps[at] != step:
         return {}
     return {"reserved_gib": [_json(curve.values[at - 1]), _json(curve.values[at])]}
 

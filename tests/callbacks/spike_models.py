@@ -87,7 +87,7 @@ class SpikingGan(Spiking):
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         x, y = batch
         error = (self.net(x) - y).square().mean()
-        for position, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type, union-attr]
+        for position, optimizer in enumerate(self.optimizers()):
             optimizer.zero_grad()
             self.manual_backward(error.detach() + (self.net(x) - y).square().mean() - (5 if position else 0))
             optimizer.step()

@@ -27,6 +27,7 @@ PAGES = {
     "OOMReport": "oom-report",
     "OOMRecovery": "oom-recovery",
     "HaltOnNaN": "halt-on-nan",
+    "LossSpikes": "loss-spikes",
     "TrainingDoctor": "training-doctor",
     "GradientCheckpointing": "gradient-checkpointing",
     "BatchSizeTuner": "batch-size",
@@ -152,6 +153,13 @@ class Diverges(Regression):
         return super().training_step(batch, batch_idx) * (torch.nan if batch_idx in {1, 2} else 1)
 
 
+class Jumps(Regression):
+    """Its loss jumps in the 13th step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1000 if batch_idx == 12 else 1)
+
+
 class TwoLoaders(Regression):
     """Has two validation loaders and two validation losses."""
 
@@ -208,6 +216,7 @@ RUNS: dict[str, Callable[[Path], set[str]]] = {
     "OOMReport": lambda root: logged_in(root, memtools.OOMReport(), Keeps(4096)),
     "OOMRecovery": lambda root: logged_in(root, memtools.OOMRecovery(), Keeps(4096)),
     "HaltOnNaN": lambda root: logged_in(root, memtools.HaltOnNaN(max_skips=1), Diverges(), loader()),
+    "LossSpikes": lambda root: logged_in(root, memtools.LossSpikes(warm_up=10, window=10), Jumps(), loader(128)),
     "TrainingDoctor": lambda root: logged_in(
         root, memtools.TrainingDoctor(steps=2), Regression(), loader(), loader(16)
     ),

@@ -44,6 +44,9 @@ TEXTS = {
     "max_bytes": "1GiB",
 }
 
+# Arguments that refuse the numbers that others take.
+NUMBERS = {"window": 200, "warm_up": 20, "sensitivity": 3.5, "least_ratio": 2.5}
+
 
 def values_to_set(name: str, annotation: Any, default: Any) -> list[Any]:
     """For an argument, one value of each kind that its annotation admits, other than the default where possible."""
@@ -60,8 +63,8 @@ def values_to_set(name: str, annotation: Any, default: Any) -> list[Any]:
         return ["operator.mod"]
     plain: dict[Any, list[Any]] = {
         bool: [not default],
-        int: [3],
-        float: [0.25],
+        int: [NUMBERS.get(name, 3)],
+        float: [NUMBERS.get(name, 0.25)],
         str: [TEXTS.get(name, "a_name")],
         type(None): [None],
     }

@@ -82,15 +82,24 @@ export function column(group, tag, change = (value) => value) {
   return [steps, values];
 }
 
+const MARK_NAMES = { cache: "cache emptied", retry: "allocation retry", oom: "out of memory", nonfinite: "NaN or Inf", spike: "loss spike" };
+
+// The legend of the marks that a chart has.
+function marksNote(marks) {
+  const kinds = Object.keys(MARK_NAMES).filter((kind) => marks.some((mark) => mark.kind === kind));
+  return kinds.length ? h("div", { class: "note" }, kinds.map((kind) => h("span", { class: "event", style: `--c:${colours().marks[kind]}` }, MARK_NAMES[kind]))) : null;
+}
+
 export class StepChart {
   // `series`: {label, colour, data: [steps, values], style: "line" | "faint" | "peak" | "points" | "limit" | "area", fill, hidden}.
-  // `marks`: {step, kind, words}, said when the cursor is near.
-  constructor(linked, { title, describe, series, height = 220, bands = [], format, isSize = false, shading = [], marks = [], note = null, top = null, unit = "step", phases = [] }) {
+  // `marks`: {step, kind, words}, said when the cursor is near. `fits`: the axis begins at the lowest value, not at 0.
+  constructor(linked, { title, describe, series, height = 220, bands = [], format, isSize = false, shading = [], marks = [], note = null, top = null, unit = "step", phases = [], fits = false }) {
     this.linked = linked;
     this.series = series;
     this.format = format;
     this.isSize = isSize;
     this.top = top;
+    this.fits = fits;
     this.unit = unit;
     this.phases = phases;
     this.shading = shading;
@@ -101,7 +110,7 @@ export class StepChart {
     this.at = h("span", { class: "at" });
     const legend = h("ul", { class: "legend", "aria-label": `Curves of ${title}` }, series.map((one, i) => h("li", {}, this.legendButton(one, i))));
     this.element = h("section", { class: "card chart" },
-      h("header", {}, h("h3", {}, title), this.at), legend, note, this.host, this.spoken);
+      h("header", {}, h("h3", {}, title), this.at), legend, note, marksNote(marks), this.host, this.spoken);
     this.height = height;
     this.plot = new uPlot(this.options(height, bands), this.joined(), this.host);
     this.host.addEventListener("keydown", (event) => this.key(event));
@@ -151,7 +160,7 @@ export class StepChart {
       scales: {
         x: { time: false, range: () => this.linked.shown() },
         // From 0, and below it only where there are negative losses.
-        y: { range: (u, min, max) => [min < 0 ? min * 1.08 : 0, this.top ?? (max > 0 ? max * 1.08 : min < 0 ? 0 : 1)] },
+        y: { range: (u, min, max) => this.fits && max > min ? [min - 0.06 * (max - min), max + 0.06 * (max - min)] : [min < 0 ? min * 1.08 : 0, this.top ?? (max > 0 ? max * 1.08 : min < 0 ? 0 : 1)] },
       },
       axes: [
         { ...axis, size: 30, space: 70, label: this.unit === "step" ? "training step" : this.unit, labelFont: font, labelSize: 16, labelGap: 0, incrs: incrementsFor(1).filter((x) => x >= 1), values: (u, splits) => splits.map(whole) },

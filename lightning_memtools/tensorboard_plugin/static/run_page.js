@@ -240,7 +240,7 @@ export class RunPage {
       if (found.length) parts.push({ chart: new StepChart(this.linked, { title, describe, series: found, height: 206, format, shading: view.evaluations, marks: [], ...more }), series });
     };
     if (!memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true, height: 330, note: hostNote(view) });
-    add("Loss", "Training and validation loss.", lossSeries, number);
+    add("Loss", "Training and validation loss.", lossSeries, number, { fits: true, marks: view.marks.filter(({ kind }) => !["cache", "retry"].includes(kind)) });
     add("Step time", "Host time per training step.", timeSeries, milliseconds);
     add("Gradient norm", "Before clipping.", normSeries, number);
     if (memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true, note: hostNote(view) });

@@ -1,0 +1,62 @@
+"""Run as a program, once per rank: rank 1 alone has a bad batch, and LossSpikes acts on it. Writes what each rank saw.
+
+LOCAL_RANK=0 MASTER_ADDR=... MASTER_PORT=... python tests/integration/spikes_on_ranks.py <folder>
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_memtools import HaltOnNaN, LossSpikeError, LossSpikes
+from tests.callbacks.spike_models import AT, Spiking, as_loader, batches, labels_times
+
+ACTIONS = ("report", "skip", "rollback", "halt")
+
+
+def run(action: Any, folder: Path, rank: int) -> dict[str, Any]:
+    """Train on two ranks and return what this one saw."""
+    torch.manual_seed(0)
+    model = Spiking()
+    made = [labels_times(30 if rank and index == AT else 1)(batch) for index, batch in enumerate(batches())]
+    options = {"action": "skip", "max_actions": 0} if action == "halt" else {"action": action, "every_n_steps": 20}
+    spikes: Any = LossSpikes(**options, directory=str(folder / action))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0, default_root_dir=folder,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, callbacks=[HaltOnNaN(), spikes],
+    )  # fmt: skip
+    error = ""
+    try:
+        trainer.fit(model, as_loader(made))
+    except LossSpikeError as raised:
+        error = str(raised)
+    state = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    return {
+        "error": error,
+        "spikes": [(one.step, one.done, one.loss, one.norm, one.taken_back) for one in spikes.spikes],
+        "capsules": [None if one.capsule is None else one.capsule.name for one in spikes.spikes],
+        "global_step": trainer.global_step,
+        "digest": hashlib.sha256(state).hexdigest(),
+    }
+
+
+def main() -> None:
+    """Run every action."""
+    warnings.filterwarnings("ignore")
+    folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+    torch.set_num_threads(1)
+    seen = {action: run(action, folder, rank) for action in ACTIONS}
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
