@@ -50,7 +50,7 @@ def test_every_callback_is_shown_without_its_address():
     callbacks = [
         one for one in made if inspect.isclass(one) and issubclass(one, lightning_memtools.MemoryMonitor.__base__)
     ]
-    assert len(callbacks) == 9
+    assert len(callbacks) == 10
     assert all(repr(one()) == f"{one.__name__}()" for one in callbacks)
 
 
