@@ -16,6 +16,7 @@ import difflib
 import gc
 import json
 import logging
+import os
 import random
 import statistics
 import sys
@@ -37,7 +38,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from truth_models import OPTIMIZERS, TruthCase, cases, small_cases, step
 
+from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
+from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.known_values import FollowedValues, values_known
 from lightning_memtools.simulation.recording import AllocationRecorder
@@ -270,10 +273,17 @@ def estimated(case: TruthCase) -> tuple[dict[str, Any], list[TracedAllocation]]:
     """The estimate of the same steps, and every allocation of the simulation."""
     start = time.perf_counter()
     subject = Subject(model=as_lightning(case, built(case)))
-    settings = SimulationSettings(cuda=True, cublas_workspace="8519680B")
+    settings = SimulationSettings(
+        cuda=True, cublas_workspace=cublas_workspace_of(on_gpu()), gpu=GpuShape.of(find_gpu(on_gpu()))
+    )
     traced = trace(subject, case.batch("cpu"), recipe_of(case), settings)
     peaks, found = _record_of(traced)
     return {**peaks, "notes": list(traced.notes), "seconds": round(time.perf_counter() - start, 2)}, found
+
+
+def on_gpu() -> str:
+    """The name of the GPU whose kernels the truth has."""
+    return os.environ.get("TRUTH_GPU", GPU)
 
 
 def _record_of(traced: Traced) -> tuple[dict[str, Any], list[TracedAllocation]]:
@@ -503,7 +513,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 def main(description: str | None = __doc__, *, virtual: bool = False) -> int:
     """Measure, print and write results/truth.json; that of truth_virtual_device.py for `virtual`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--only", default="", help="cases whose name has one of these texts, divided by |")
     parser.add_argument("--part", default="0/1", help="a part of the cases: its number and how many parts")
     parser.add_argument("--diff", metavar="CASE", help="show where one case differs")
     parser.add_argument("--limit", type=int, default=10, help="how many differences to show")
@@ -522,7 +532,7 @@ def main(description: str | None = __doc__, *, virtual: bool = False) -> int:
         return 0
     else:
         part, parts = map(int, options.part.split("/"))
-        chosen = [case for case in every() if options.only in case.key]
+        chosen = [case for case in every() if any(text in case.key for text in options.only.split("|"))]
         random.Random(0).shuffle(chosen)  # noqa: S311, so that a part of the sweep is a sample of it
         kept = options.kept / ("truth_real_small.json" if virtual else "truth_real.json")
         found = measure(chosen[part::parts], simulate, kept, options.write, options.seconds)
@@ -539,7 +549,7 @@ def main(description: str | None = __doc__, *, virtual: bool = False) -> int:
     else:
         save(
             "truth_virtual_device" if virtual else "truth",
-            {"gpu": GPU, "steps": STEPS, "summary": summary(found), "cases": found},
+            {"gpu": on_gpu(), "steps": STEPS, "summary": summary(found), "cases": found},
         )
     return 0
 

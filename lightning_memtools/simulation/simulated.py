@@ -58,7 +58,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
             _skip_checks(model)
         stack.enter_context(device)
         if cuda and not values:
-            stack.enter_context(CudaFunctions())
+            stack.enter_context(CudaFunctions(device.gpu))
         if cuda:
             stack.enter_context(AlreadyOnCuda())
         if _holds_tensors(model):

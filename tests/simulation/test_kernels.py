@@ -14,7 +14,7 @@ from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend
 from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
 from lightning_memtools.memory.cuda_ops.reductions import workspaces as reduction_workspaces
-from lightning_memtools.memory.sizes import GpuShape
+from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.simulation.step_runner import Recipe
 from lightning_memtools.simulation.tracer import SimulationSettings, Subject, trace
 from tests.estimate.networks import Recurrent, mlp, total
@@ -216,7 +216,25 @@ def heads(length=128, head=64, dtype=torch.bfloat16, n_heads=4):
     ],
 )
 def test_attention_takes_the_kernel_that_cuda_takes(query, mask, causal, kernel):
-    assert attention_backend(query, query, query, mask, is_causal=causal, enable_gqa=False) == kernel
+    assert attention_backend(query, query, query, mask, is_causal=causal, enable_gqa=False, gpu=GpuShape()) == kernel
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "head", "kernel"),
+    [
+        ("V100 16GB", torch.bfloat16, 64, "math"),
+        ("V100 16GB", torch.float16, 64, "efficient"),
+        ("V100 16GB", torch.float32, 66, "efficient"),
+        ("V100 16GB", torch.float16, 66, "math"),
+        ("P100 16GB", torch.float16, 66, "efficient"),
+        ("T4 16GB", torch.float16, 64, "efficient"),
+        ("RTX 3060 12GB", torch.bfloat16, 64, "flash"),
+        ("H100 80GB", torch.float32, 66, "math"),
+    ],
+)
+def test_a_gpu_before_ampere_has_no_flash_and_no_fused_bfloat16(gpu, dtype, head, kernel):
+    query, shape = heads(head=head, dtype=dtype), GpuShape.of(find_gpu(gpu))
+    assert attention_backend(query, query, query, None, is_causal=False, enable_gqa=False, gpu=shape) == kernel
 
 
 def test_a_kernel_that_is_switched_off_is_not_taken():
@@ -224,7 +242,7 @@ def test_a_kernel_that_is_switched_off_is_not_taken():
 
     query = heads()
     with sdpa_kernel(SDPBackend.MATH):
-        assert attention_backend(query, query, query, None, is_causal=True, enable_gqa=False) == "math"
+        assert attention_backend(query, query, query, None, is_causal=True, enable_gqa=False, gpu=GpuShape()) == "math"
 
 
 def attend(model, batch):

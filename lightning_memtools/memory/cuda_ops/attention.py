@@ -11,6 +11,7 @@ from lightning_memtools._torch import without_autocast_on_cpu
 from lightning_memtools.memory.cuda_ops.attention_kernels import attention_backend, efficient_mask
 from lightning_memtools.memory.cuda_ops.autocast import cast
 from lightning_memtools.memory.cuda_ops.kernels import HALF
+from lightning_memtools.memory.sizes import GpuShape
 
 aten = torch.ops.aten
 
@@ -24,10 +25,12 @@ def attention(  # noqa: PLR0917, the arguments are those of torch
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    gpu: GpuShape,
 ) -> torch.Tensor:
-    """Compute scaled_dot_product_attention with the kernel that CUDA takes."""
+    """Compute scaled_dot_product_attention with the kernel that CUDA takes on a GPU."""
     query, key, value, attn_mask = cast_by_autocast(query, key, value, attn_mask)
-    backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+    backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, gpu=gpu)
     if backend == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if backend == "efficient":

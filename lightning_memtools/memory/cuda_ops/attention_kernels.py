@@ -23,6 +23,7 @@ aten = torch.ops.aten
 ATTENTION_OF_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_OF_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FLASH_MAX_HEAD = 256
+_AMPERE, _VOLTA = (8, 0), (7, 0)
 _NARROW, _WIDE = 64, 128  # heads for which kernels differ
 
 
@@ -34,6 +35,7 @@ def attention_backend(
     *,
     is_causal: bool,
     enable_gqa: bool,
+    gpu: GpuShape,
 ) -> str:
     """Return the kernel that scaled_dot_product_attention takes on CUDA: "flash", "efficient" or "math".
 
@@ -51,6 +53,7 @@ def attention_backend(
     square = not is_causal or query.shape[2] == key.shape[2]
     if (
         backends.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and gpu.compute_capability >= _AMPERE
         and mask is None
         and query.dtype in HALF
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD
@@ -60,10 +63,12 @@ def attention_backend(
         and _last_is_dense(query, key, value)
     ):
         return "flash"
-    aligned = 8 if query.dtype in HALF else 4
+    is_ampere, is_volta = gpu.compute_capability >= _AMPERE, gpu.compute_capability >= _VOLTA
+    # minimum_gemm_alignment: what tensor cores take.
+    aligned = (8 if is_volta else 1) if query.dtype in HALF else 4 if is_ampere else 1
     if (
         backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
-        and query.dtype in {*HALF, torch.float32}
+        and query.dtype in ({*HALF, torch.float32} if is_ampere else {torch.float16, torch.float32})
         and query.shape[-1] == key.shape[-1]
         and query.shape[-1] % aligned == 0
         and value.shape[-1] % aligned == 0
@@ -234,7 +239,7 @@ def attention_of_cpu(
     """CUDA's kernel also keeps the state of dropout."""
     query, key, value, dropout, is_causal = (*args, 0.0, False)[:5]
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
-    backend = _backend_for(query, key, value, mask, is_causal=is_causal)
+    backend = _backend_for(query, key, value, mask, is_causal=is_causal, gpu=gpu)
     if backend == "flash":
         op = aten._scaled_dot_product_flash_attention.default
         out, logarithms, *rest = flash(
@@ -246,14 +251,14 @@ def attention_of_cpu(
     return run(func, *args, **kwargs)
 
 
-@instead_of(ATTENTION_OF_CPU_BACKWARD)
+@instead_of_on_gpu(ATTENTION_OF_CPU_BACKWARD)
 def attention_of_cpu_backward(
-    ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ledger: Workspace, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, gpu: GpuShape
 ) -> Any:
     """As `attention_of_cpu`."""
     _, query, key, value, _, _, dropout, is_causal = args
     mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
-    backend = _backend_for(query, key, value, mask, is_causal=is_causal)
+    backend = _backend_for(query, key, value, mask, is_causal=is_causal, gpu=gpu)
     seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))  # on the host
     if backend == "flash":
         lengths = (None, None, query.shape[2], key.shape[2])
@@ -268,7 +273,13 @@ def attention_of_cpu_backward(
 
 
 def _backend_for(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    gpu: GpuShape,
 ) -> str:
     grouped = query.shape[1] != key.shape[1]
-    return attention_backend(query, key, value, mask, is_causal=is_causal, enable_gqa=grouped)
+    return attention_backend(query, key, value, mask, is_causal=is_causal, enable_gqa=grouped, gpu=gpu)

@@ -17,6 +17,7 @@ from lightning_memtools.memory.cuda_ops.autocast import cast
 from lightning_memtools.memory.cuda_ops.losses import FusedBce
 from lightning_memtools.memory.cuda_ops.normalizations import FusedRmsNorm, is_native_batch_norm
 from lightning_memtools.memory.cuda_ops.recurrent import RECURRENT
+from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.memory.virtual.patches import Patches
 
 aten = torch.ops.aten
@@ -46,7 +47,12 @@ class _ModeInBackwardToo(TorchFunctionMode):
 
 
 class CudaFunctions(_ModeInBackwardToo):
-    """Runs attention with CUDA's choice of kernel (compute capability 8.0 or later), recurrent layers as cuDNN does."""
+    """Runs attention with the kernel that CUDA chooses on a GPU, recurrent layers as cuDNN does."""
+
+    def __init__(self, gpu: GpuShape) -> None:
+        super().__init__()
+        self._attention = partial(attention, gpu=gpu)
+        self._replacements = _REPLACEMENTS | {F.scaled_dot_product_attention: self._attention}
 
     def _replace_functions(self, patches: Patches) -> None:
         """Replace attention by its name too, because torch hides the calls within its own functions from a mode.
@@ -54,13 +60,13 @@ class CudaFunctions(_ModeInBackwardToo):
         One of these functions is multi_head_attention_forward, which nn.MultiheadAttention calls.
         """
         # `Patches` gives the replacement the original's name, so it has to be an object of its own.
-        patches.replace(F, "scaled_dot_product_attention", lambda _: partial(attention))
+        patches.replace(F, "scaled_dot_product_attention", lambda _: partial(self._attention))
         patches.replace(F, "linear", lambda original: partial(linear, original))
         patches.replace(torch, "clear_autocast_cache", lambda original: partial(_clear_casts, original))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, or its replacement for CUDA."""
-        replacement = _REPLACEMENTS.get(func)
+        replacement = self._replacements.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
         return replacement(*args, **(kwargs or {}))
@@ -156,7 +162,6 @@ def _softmax_in_float(original: Any, fused: Any) -> Callable[..., Any]:
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: attention,
     **{one: _group_norm(one) for one in (F.group_norm, torch.group_norm)},
     **{one: _batch_norm(one, place) for one, place in ((F.batch_norm, 3), (torch.batch_norm, 1))},
     F.rms_norm: _rms_norm,

@@ -68,6 +68,7 @@ class AccountingMode(OperatorMode):
     Attributes:
         place: The module calls that this thread is in.
         silent: If it is above zero, new storages are host memory.
+        gpu: The GPU whose kernels are counted.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class AccountingMode(OperatorMode):
         self._error_of = error_of
         self._cublas_workspace = cublas_workspace
         self._cuda_like = cuda_like
-        self._gpu = gpu or GpuShape()
-        self._kernels = kernels_on(self._gpu) if cuda_like else {}
+        self.gpu = gpu or GpuShape()
+        self._kernels = kernels_on(self.gpu) if cuda_like else {}
         self._shadows: Shadows | None = None
         self._purpose: tuple[Category, str] | None = None
         self._replacements = replacements or {}
@@ -121,7 +122,7 @@ class AccountingMode(OperatorMode):
         if kind is not OperatorKind.FRESH or self.silent or (func is _ZEROS and self._is_count_of_steps(args)):
             return self._run_rare(kind, func, args, kwargs)
         out = self._run_or_refuse(func, args, kwargs)
-        workspaces = workspaces_of(func, args, out, self._gpu) if self._cuda_like and func in CONVOLUTIONS else iter(())
+        workspaces = workspaces_of(func, args, out, self.gpu) if self._cuda_like and func in CONVOLUTIONS else iter(())
         is_one = isinstance(out, torch.Tensor)
         # Once for all: operators on lists make hundreds of tensors of hundreds of others.
         given = None if is_one else storages_of(args, kwargs)

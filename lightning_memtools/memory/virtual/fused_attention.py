@@ -62,9 +62,11 @@ def fuse_attention(patches: Patches, find: Callable[[], AccountingMode | None]) 
             if mode is None or mode.silent or learns_mask or not (is_plain and all(one.is_cpu for one in tensors)):
                 return original(query, key, value, attn_mask=attn_mask, **options)
             query, key, value, attn_mask = cast_by_autocast(query, key, value, attn_mask)
-            backend = attention_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+            backend = attention_backend(
+                query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, gpu=mode.gpu
+            )
             if isinstance(query, FakeTensor):
-                return attention(query, key, value, attn_mask, **options)
+                return attention(query, key, value, attn_mask, **options, gpu=mode.gpu)
             if backend == "math":
                 return original(query, key, value, attn_mask=attn_mask, **options)
             mask = efficient_mask(query, key, attn_mask)
