@@ -28,7 +28,7 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints
 from lightning_memtools.checkpointing.step_profile import predict
 from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
-from lightning_memtools.memory.sizes import parse_size
+from lightning_memtools.memory.sizes import GpuShape, parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 from lightning_memtools.simulation.step_trace import TracedStep
@@ -93,7 +93,7 @@ def fits(model: nn.Module, plans: Plans, capacity: str, shape: tuple[int, ...]) 
             fake_mode(),
             borrowed([model], TensorExchange()),
             VirtualDevice(capacity, cuda_like=True) as device,
-            CudaFunctions(),
+            CudaFunctions(GpuShape()),
         ):
             with device.host():
                 x = torch.empty(*shape)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.memory_model import ChainPlan
 from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
+from lightning_memtools.memory.sizes import GpuShape
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed, fake_mode
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.zoo import torchvision_models
@@ -48,7 +49,7 @@ def flops(model: nn.Module, shape: Sequence[int], plans: Plans) -> int:
     """FLOPs of one step by torch's own counter, in a pass of its own: it keeps recomputed tensors alive."""
     with fake_mode(), borrowed([model], TensorExchange()):
         x = torch.empty(*shape)
-        with CudaFunctions(), AppliedPlan(model, plans), FlopCounterMode(display=False) as counter:
+        with CudaFunctions(GpuShape()), AppliedPlan(model, plans), FlopCounterMode(display=False) as counter:
             model(x).sum().backward()
     return int(counter.get_total_flops())
 
