@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_memtools.tensorboard_plugin.record_checksums import first_damaged, masked_crc
+
 PREFIXES = ("memory/", "loss/", "grad/", "time/", "nonfinite/", "spikes/", "memtools/")
 """The prefixes of this library's tags."""
 
@@ -30,7 +32,6 @@ _PEEK_FILES = 20
 MAX_POINTS = 400_000
 # TensorBoard puts this behind the tag of a text.
 _TEXT_SUFFIX = "/text_summary"
-_CASTAGNOLI = 0x82F63B78
 # An event with a wall time (field 1), a step (2) and a summary (5) of a single value with a tag (1) and a number (2).
 # Steps of ten bytes are negative and left to protobuf, and so are tags of more than 127 bytes.
 _POINT = re.compile(
@@ -218,18 +219,26 @@ class EventFile:
         return any(run.add_point(record) and bool(run.curves) for record, _ in self._records(data))
 
     def _records(self, data: bytes) -> Iterator[tuple[bytes, int]]:
-        at, end = 0, len(data)
+        spans: list[tuple[int, int]] = []
+        at, end, damaged = 0, len(data), -1
         while at + _HEADER.size <= end:
             length, checksum = _HEADER.unpack_from(data, at)
             start = at + _HEADER.size
             stop = start + length
             if stop + _FOOTER_BYTES > end:
                 # Not written to its end yet, or a damaged length: the checksum tells.
-                if _masked_crc(data[at : at + 8]) != checksum:
-                    self.broken = f"{self.path.name} is damaged at byte {self._offset + at:,}: the rest is left out."
-                return
+                if masked_crc(data[at : at + 8]) != checksum:
+                    damaged = at
+                break
+            spans.append((start, stop))
             at = stop + _FOOTER_BYTES
-            yield data[start:stop], at
+        bad = first_damaged(data, spans)
+        if bad is not None:
+            damaged, spans = spans[bad][0] - _HEADER.size, spans[:bad]
+        for start, stop in spans:
+            yield data[start:stop], stop + _FOOTER_BYTES
+        if damaged >= 0:
+            self.broken = f"{self.path.name} is damaged at byte {self._offset + damaged:,}: the rest is left out."
 
 
 class EventDirectory:
@@ -282,7 +291,8 @@ def _event_files(directory: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(real)
-        yield from (Path(folder, name) for name in names if "tfevents" in name)
+        paths = (Path(folder, name) for name in names if "tfevents" in name)
+        yield from (path for path in paths if path.is_file())  # to open a pipe would wait for a writer
 
 
 def _changed(path: Path) -> float:
@@ -298,14 +308,3 @@ def _without_logger_prefix(tag: str) -> str | None:
         return tag
     _, hyphen, rest = tag.partition("-")
     return rest if hyphen and rest.startswith(PREFIXES) else None
-
-
-def _masked_crc(data: bytes) -> int:
-    """Return the checksum of TFRecord files: CRC-32C, rotated and shifted."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (_CASTAGNOLI if crc & 1 else 0)
-    crc ^= 0xFFFFFFFF
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
