@@ -513,6 +513,10 @@ def cuda_memory_snapshot() -> dict[str, Any]:
     return snapshot
 
 
+KEEPS_CUBLAS_WORKSPACES: bool = torch.__version__ < (2, 15)
+"""Whether a workspace of cuBLAS stays allocated after the first product; from torch 2.15 on, each product takes one."""
+
+
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that torch keeps for cuBLAS; there is no public function for it."""
     torch._C._cuda_clearCublasWorkspaces()

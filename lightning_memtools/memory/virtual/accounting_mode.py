@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memtools._torch import (
     DEVICE_OF,
+    KEEPS_CUBLAS_WORKSPACES,
     FakeTensor,
     OperatorMode,
     in_backward,
@@ -43,6 +44,7 @@ from lightning_memtools.memory.virtual.operators import (
     is_gradient_sum,
     is_matmul,
     kind_of,
+    product_workspace_bytes,
     references_of_autograd,
 )
 from lightning_memtools.memory.virtual.shadows import Shadows, can_be_copied
@@ -132,7 +134,7 @@ class AccountingMode(OperatorMode):
             if n_bytes := next(workspaces, 0):
                 self._ledger.note_library_workspace(n_bytes)
         if self._cublas_workspace and is_matmul(func):
-            self._hold_workspace()
+            self._take_workspace(func, args, kwargs)
         return out
 
     # --- called by the hooks in surroundings.py and loaders.py, and by the device
@@ -438,7 +440,10 @@ class AccountingMode(OperatorMode):
                 if is_new or not is_among(key, args, kwargs):
                     self._made_silently.add(key)
 
-    def _hold_workspace(self) -> None:
+    def _take_workspace(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not KEEPS_CUBLAS_WORKSPACES:
+            self._ask(self._ledger.work_with, product_workspace_bytes(func, args, kwargs, self._cublas_workspace))
+            return
         backward = in_backward()
         if not self._has_workspace[backward]:
             self._ask(self._ledger.hold, self._cublas_workspace)

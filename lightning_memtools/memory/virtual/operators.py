@@ -81,6 +81,26 @@ def is_matmul(func: Any) -> bool:
     return isinstance(func, OpOverload) and operator_schema(func).name in _MATMULS
 
 
+_LT_WORKSPACE = 2**20
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def product_workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], n_bytes: int) -> int:
+    """Return the bytes that torch 2.15 allocates while it computes a product; `n_bytes` is cuBLAS's own workspace.
+
+    Where a bias is added, cuBLASLt computes the product, whose workspace is smaller. Measured over stubs with torch
+    2.15.0: it takes neither a scaled product nor one with a dimension of 1.
+    """
+    if operator_schema(func).name != "aten::addmm" or set(kwargs.values()) - {1}:
+        return n_bytes
+    bias, left, right = args[:3]
+    if left.shape[1] < 2 or right.shape[1] < 2:  # noqa: PLR2004, rows and columns
+        return n_bytes
+    is_vector = bias.dim() == 1 and bias.shape[0] == right.shape[1]
+    is_served = is_vector or (bias.dim() > 1 and (bias.dtype in _HALF or left.shape[0] == 1))
+    return _LT_WORKSPACE if is_served and bias.is_contiguous() else n_bytes
+
+
 @cache
 def _from_sizes() -> frozenset[Any]:
     """Return the operators whose first argument is the list of sizes, and whose data type no other argument changes."""

@@ -13,11 +13,11 @@ CREATES(cudnnCreatePoolingDescriptor)
 CREATES(cudnnCreateSpatialTransformerDescriptor)
 int cudnnCreate(void **handle) { *handle = malloc(16); return 0; }
 int cudnnDestroy(void *handle) { free(handle); return 0; }
-size_t cudnnGetVersion(void) { return 92000; }
+size_t cudnnGetVersion(void) { return CUDNN; }
 size_t cudnnGetCudartVersion(void) { return CUDA_MAJOR * 1000; }
 const char *cudnnGetErrorString(int status) { return "a status of cuDNN"; }
 void cudnnGetLastErrorString(char *text, size_t size) { if (size) text[0] = 0; }
-int cudnnGetProperty(int type, int *value) { *value = type == 0 ? 9 : type == 1 ? 20 : 0; return 0; }  // major, minor, patch
+int cudnnGetProperty(int type, int *value) { *value = type == 0 ? CUDNN / 10000 : type == 1 ? CUDNN / 100 % 100 : CUDNN % 100; return 0; }  // major, minor, patch
 int cudnnDropoutGetStatesSize(void *handle, size_t *bytes) { *bytes = 1 << 20; return 0; }
 
 // struct cudnnConvolution*AlgoPerf_t: algo, status, time, memory, determinism, mathType, and three reserved words.
