@@ -513,7 +513,7 @@ def cuda_memory_snapshot() -> dict[str, Any]:
     return snapshot
 
 
-KEEPS_CUBLAS_WORKSPACES: bool = torch.__version__ < (2, 15)
+KEEPS_CUBLAS_WORKSPACES = torch.__version__ < "2.15"
 """Whether a workspace of cuBLAS stays allocated after the first product; from torch 2.15 on, each product takes one."""
 
 
