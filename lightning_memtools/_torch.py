@@ -516,6 +516,9 @@ def cuda_memory_snapshot() -> dict[str, Any]:
 KEEPS_CUBLAS_WORKSPACES = torch.__version__ < "2.15"
 """Whether a workspace of cuBLAS stays allocated after the first product; from torch 2.15 on, each product takes one."""
 
+EFFICIENT_ATTENTION_GROUPS = torch.__version__ >= "2.15"
+"""Whether the efficient kernel serves grouped queries, as it does from torch 2.15 on."""
+
 
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that torch keeps for cuBLAS; there is no public function for it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_memtools._torch import EFFICIENT_ATTENTION_GROUPS
 from lightning_memtools.memory.cuda_ops.kernels import (
     HALF,
     Run,
@@ -73,7 +74,7 @@ def attention_backend(
         and query.shape[-1] % aligned == 0
         and value.shape[-1] % aligned == 0
         and same_batch
-        and same_heads
+        and (same_heads or (enable_gqa and EFFICIENT_ATTENTION_GROUPS))
         and _last_is_dense(query, key, value)
     ):
         return "efficient"
