@@ -24,6 +24,7 @@ from lightning_memtools.nonfinite.bad_step import (
     GuardedStep,
     MicroBatch,
     PastStep,
+    depends_on_weights,
     move_to_host,
     release_batches,
     undivided_loss,
@@ -122,7 +123,7 @@ class StepGuard:
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_losses: Whether there was any loss.
+        saw_losses: Whether there was any loss that depends on weights.
         bad_before: The names of weights that were NaN or Inf before training.
         saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
@@ -245,7 +246,7 @@ class StepGuard:
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         value = undivided_loss(loss, divided_by, scale)
         step.micro[-1].losses.append(value)
-        self.saw_losses = True
+        self.saw_losses = self.saw_losses or depends_on_weights(loss)
         if self.carries_losses:
             poison(loss)
 
