@@ -763,7 +763,8 @@ class MemoryBank(Net):
 
     def __init__(self, *, optimizer: bool, manual: bool) -> None:
         super().__init__()
-        self.has_optimizer, self.automatic_optimization, self.features = optimizer, not manual, []
+        self.has_optimizer, self.automatic_optimization = optimizer, not manual
+        self.features: list[torch.Tensor] = []
 
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
