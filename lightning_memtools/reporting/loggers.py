@@ -26,7 +26,7 @@ _FAILED: weakref.WeakKeyDictionary[Trainer, weakref.WeakSet[Logger]] = weakref.W
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write scalars to every logger at the given step, on rank 0. Those that show the user's metrics as such get none."""
+    """Write scalars to every logger at the given step, on rank 0. Those that show a user's own metrics get none."""
     if not scalars or not trainer.is_global_zero:
         return
 
