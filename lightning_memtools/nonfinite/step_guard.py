@@ -449,22 +449,27 @@ class StepGuard:
     def _check_on_host(
         self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor], scaler: Any
     ) -> BadStep | None:
-        losses = step.losses()
+        losses, n_losses = step.losses(), len(step.losses())
+        scales = []
+        if scaler is not None and takes_scaled_gradients(optimizer) and gradients:
+            # These optimizers get their gradients still scaled. get_scale() would wait for the device once more.
+            scales.append(scaler.scale(torch.ones((), device=gradients[0].device)))
         values: list[float] | None
         if self._gradients == "sharded":
             device = next(self._model.parameters()).device
-            values = over_ranks(measure(gradients, losses), 1 + len(losses), device).tolist()
+            values = over_ranks(measure(gradients, [*losses, *scales]), 1 + n_losses, device).tolist()
         else:
-            values = measure_and_read(gradients, losses)
+            values = measure_and_read(gradients, [*losses, *scales])
         if values is None:
             return None
-        norm, loss_values, norms = values[0], values[1 : 1 + len(losses)], values[1 + len(losses) :]
+        norm, loss_values = values[0], values[1 : 1 + n_losses]
+        for scale in values[1 + n_losses : 1 + n_losses + len(scales)]:
+            norm = norm / scale if scale else math.nan
+        norms = values[1 + n_losses + len(scales) :]
         if self._gradients == "sharded":
             is_suspect = not math.isfinite(norms.pop())
         else:
             is_suspect = not all(map(math.isfinite, values[:1] if self._gradients == "replicated" else values))
-        if scaler is not None and takes_scaled_gradients(optimizer):
-            norm /= scaler.get_scale()  # these optimizers get their gradients still scaled
         if not is_suspect:
             self._scaler_skips.pop(optimizer, None)
             self._note_good(step, loss_values, norm)
