@@ -28,6 +28,7 @@ def test_the_figures_are_those_of_the_results():
     assert alone["peak_reserved"] == llama["peak_reserved"]["train"]
     large = RESULTS["halt_on_nan"]["AdamW"]["4x64"]["HaltOnNaN"]
     small = RESULTS["halt_on_nan"]["small network, AdamW: a step over a bare one"]["HaltOnNaN"]
+    ours = [step["default_callbacks()"]["median"] for step in RESULTS["step_cost"]["steps"].values()]
     right = RESULTS["nan_cause"]["totals"]
     sizes, tab, start = RESULTS["batch_size"], RESULTS["memory_tab_load"], RESULTS["tensorboard_start"]
     logged = {name: one["median"] for name, one in calls["logged_step_us"].items()}
@@ -49,6 +50,7 @@ def test_the_figures_are_those_of_the_results():
         f"`DeviceStatsMonitor` {theirs:.0f} times",
         f"{100 * large['inside_its_hooks_cpu']['median']:.0f}% of a step of 25 million parameters",
         f"a step of 0.7 ms takes {small['median']:.2f} times",
+        f"takes {ours[0]:.2f} (1 ms), {ours[1]:.2f} (10 ms) and {ours[2]:.2f} times (60 ms) as long",
         f"in {right['HaltOnNaN']['right']} of {len(RESULTS['nan_cause']['failing'])} models",
         f"(`detect_anomaly`: {right['detect_anomaly']['right']})",
         f"{RESULTS['oom_recovery']['own_us_per_step']['100 parameters']:.0f} microseconds a step",
@@ -136,6 +138,14 @@ def test_the_page_of_oom_recovery_says_its_figures():
         f"BatchNorms with `allow_batch_norm=True` {own['200 parameters, 50 BatchNorms, allowed']:.0f}.",
     ):
         assert sentence in page, sentence
+
+
+def test_the_costs_of_whole_steps_are_those_of_the_results():
+    page, steps = (ROOT / "docs" / "halt-on-nan.md").read_text("utf-8"), RESULTS["step_cost"]["steps"]
+    for case in steps["1 ms"].keys() - {"bare_step_ms"}:
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {case} |"))
+        shown = [float(cell) for cell in row.split("|")[2:-1]]
+        assert shown == pytest.approx([step[case]["median"] for step in steps.values()], abs=0.0051), case
 
 
 def test_the_costs_on_the_page_of_halt_on_nan_are_those_of_the_results():

@@ -205,17 +205,19 @@ class HaltRun:
             warnings.warn(f"The last steps could not be checked any more: {error}", stacklevel=2)
 
     def warn_if_blind(self) -> None:
-        """Warn, once, if no gradient was seen in an epoch although there are parameters to train."""
+        """Warn, once, if no gradient was seen in an epoch although an optimizer has weights to train."""
         guard, module = self.guard, self._module
         assert guard is not None
-        if guard.saw_gradients or self._has_warned or not any(p.requires_grad for p in module.parameters()):
-            return
+        weights = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        if guard.saw_gradients or self._has_warned or weights.isdisjoint(id(p) for g in groups for p in g["params"]):
+            return  # also where no optimizer trains weights, as in PatchCore
         if not module.automatic_optimization:
             advice = "step the optimizers that self.optimizers() returns, and use self.manual_backward(loss)"
         elif guard.saw_losses:
             advice = "see whether the strategy or an optimizer keeps gradients elsewhere than in p.grad"
         else:
-            return  # training_step returned no loss, so there was nothing to see
+            return  # training_step returned no loss, or one that depends on no weight: there was nothing to see
         self._has_warned = True
         warnings.warn(f"HaltOnNaN saw no gradient in this epoch, so it checks none: {advice}.", stacklevel=2)
 

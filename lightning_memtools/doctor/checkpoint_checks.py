@@ -129,7 +129,8 @@ def compare_keys(model: nn.Module, state: Mapping[str, Tensor], path: str) -> It
             f"{counted(len(sizes), 'tensor has', 'tensors have')} another size: {name} is {saved} in "
             f"the checkpoint and {current} in the model.",
             "load_state_dict raises 'size mismatch', also with strict=False.",
-            "Build the model with the sizes it was saved with, or leave these keys out and train them anew.",
+            "Build the model with the sizes it was saved with, or leave these keys out, load with strict=False and "
+            "train them anew.",
         )
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import l2_norm_of_each
 from lightning_memtools.doctor.findings import Finding
-from lightning_memtools.doctor.step_trial import gradient_growth, place_of_error, trial_of
+from lightning_memtools.doctor.step_trial import gradient_growth, place_of_error, trial_of, why_no_trial
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.error_frames import in_one_line
@@ -40,7 +40,7 @@ class StepTrial:
                 place_of_error(facts.error, self._case.model),
                 f"A trial of the training step on fake tensors raised {in_one_line(facts.error)}",
                 "The checks that need the trial say less.",
-                "Nothing, if the step runs on real data: code that reads values cannot run without them.",
+                why_no_trial(self._case, batch, facts.error),
             )
         if "loss_broadcast" in self._names:
             for one in {each.line: each for each in facts.broadcasts}.values():

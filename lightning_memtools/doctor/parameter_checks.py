@@ -233,7 +233,8 @@ class MissingGradients:
             f"{first.n_steps} steps, and weight_decay={first.weight_decay:g} shrank {first.name} by {share:.3g} of "
             "its norm in one step.",
             f"They shrink towards zero without learning: {1 - (1 - share) ** 1000:.0%} are lost in 1000 such steps.",
-            "Leave them out of the optimizer, or let zero_grad() set gradients to None (its default).",
+            "Put them into a group with weight_decay=0, or call requires_grad_(False) on them before training; if the "
+            "loss does not use them, let zero_grad() set gradients to None (its default).",
         )
 
     def _read_norms(self) -> None:

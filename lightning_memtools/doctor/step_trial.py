@@ -26,7 +26,7 @@ from lightning_memtools._torch import (
     UnsupportedOperatorException,
 )
 from lightning_memtools.doctor.training_case import TrainingCase
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, tensors_in, tensors_in_attributes
 from lightning_memtools.memory.reachable_variables import variables_named_by
 from lightning_memtools.memory.user_code import CodeLine, line_on_stack, owner_of, user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -49,7 +49,6 @@ _MOVES: frozenset[Any] = frozenset({Tensor.cuda, Tensor.cpu, Tensor.to})
 _MOVE_NAMES = frozenset({"cuda", "cpu", "to"})
 # These take tensors of two devices. (An index may be on the host.)
 _TAKE_TWO_DEVICES = _MOVES | {Tensor.type_as, Tensor.copy_, Tensor.__setitem__, Tensor.__getitem__}
-# Fake tensors cannot serve a step that reads values; a copy with values can, if it is not too large for the host.
 _NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _MAX_COPIED_BYTES = 2**29
 _CUT = "None of the inputs have requires_grad=True"  # torch.utils.checkpoint warns so
@@ -102,7 +101,8 @@ class TrialFacts:
 def try_step(case: TrainingCase, batch: Any, *, size: int | None = None) -> TrialFacts:
     """Run the forward pass of a training batch on fake tensors and return what it showed.
 
-    A step that reads values runs on copies with values instead, unless the model is large or on an accelerator.
+    A step that fake tensors cannot serve, because it reads values or because there are no fakes of its kinds of
+    tensors, runs on copies with values instead, unless the model is large or on an accelerator.
 
     Args:
         case: The training.
@@ -114,9 +114,27 @@ def try_step(case: TrainingCase, batch: Any, *, size: int | None = None) -> Tria
     if size is not None:
         batch = first_samples(batch, size)
     facts = _try(case, batch, TensorExchange())
-    if isinstance(facts.error, _NEED_VALUES) and _is_cheap_to_copy(case):
+    if facts.error is not None and _is_cheap_to_copy(case):
         facts = _try(case, batch, RealExchange())
     return facts
+
+
+def why_no_trial(case: TrainingCase, batch: Any, error: Exception) -> str:
+    """Say in a sentence what a trial that raised means."""
+    tensors = [*case.model.named_parameters(), *case.model.named_buffers(), *tensors_in_attributes(case.model)]
+    odd = [(name, one) for name, one in [*tensors, *named_tensors(batch, "batch")] if _has_no_fake(one)]
+    if odd:
+        name, tensor = odd[0]
+        layout = str(tensor.layout).removeprefix("torch.").strip("_")
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else layout
+        return f"Nothing: there are no fake tensors of {name}'s kind ({kind}); training is not affected."
+    if isinstance(error, _NEED_VALUES):
+        return "Nothing: the step reads values, which fake tensors do not have; training is not affected."
+    return "Nothing, if the step runs on real data; else mend what the error names."
+
+
+def _has_no_fake(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
 
 
 def trial_of(case: TrainingCase, batch: Any) -> TrialFacts:

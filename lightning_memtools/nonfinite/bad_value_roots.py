@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in_attributes
@@ -93,10 +93,26 @@ def find_bad_value_root(
     found.follow(start)
     real = [root for root in found.roots if not root.is_benign]
     if real:
-        return min(real, key=lambda root: root.event.number)
+        root = min(real, key=lambda root: root.event.number)
+        return root if root.leaf is None else replace(root, event=_first_use(events, root.event))
     if found.converters:
         return BadValueRoot(min(found.converters, key=lambda event: event.number))
     return min(found.roots, key=lambda root: root.event.number, default=None)
+
+
+_COPIES = frozenset({"aten.clone", "aten._to_copy"})
+
+
+def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
+    """Return the first operation that computes with what an operation took: copies, as an LSTM makes, say nothing."""
+    while event.operation in _COPIES:
+        made, after = {use.key for use in event.outputs}, bisect_right(events, event.number, key=lambda one: one.number)
+        users = (one for one in events[after:] if any(use.key in made for use in one.inputs))
+        following = next(users, None)
+        if following is None:
+            break
+        event = following
+    return event
 
 
 class _BackwardSlice:

@@ -149,6 +149,7 @@ _ADVICE = {
     "nll_loss2d_forward": _NO_TARGETS,
     "ctc_loss": "a target is longer than its input allows (a repeated label needs one more position): pass "
     "zero_infinity=True, or leave such samples out.",
+    "mkldnn_rnn_layer": "keep the input of torch.nn.LSTM finite: where a mask fills it with Inf, fill with 0.",
     "mean": "{name} is taken over no elements: skip empty selections.",
     "var": "{name} is taken over too few values: it needs at least two, or correction=0.",
     "std": "{name} is taken over too few values: it needs at least two, or correction=0.",
@@ -200,6 +201,7 @@ _PUBLIC_NAMES = {
     "aten.native_batch_norm": "torch.nn.functional.batch_norm",
     "aten.native_layer_norm": "torch.nn.functional.layer_norm",
     "aten.native_group_norm": "torch.nn.functional.group_norm",
+    "aten.mkldnn_rnn_layer": "torch.nn.LSTM",
     "aten.native_dropout": "torch.nn.functional.dropout",
     "aten.nll_loss_forward": "torch.nn.functional.nll_loss",
     "aten.nll_loss2d_forward": "torch.nn.functional.nll_loss",

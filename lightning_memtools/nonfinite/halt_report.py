@@ -417,7 +417,7 @@ def state_error(
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     writer = writers.get(bad[0].name, "your code")
     cause = NonFiniteCause.STATE.value
-    because = "losses and gradients were finite, so that an update did not make it of them"
+    because = "losses and gradients were finite, so no update can have made it"
     unknown = f"It was finite at step {finite_at}. What wrote it since is not known; {writer} usually does."
     inputs = "also in branches that do not reach the loss and in validation; then start from an earlier checkpoint."
     lines = [

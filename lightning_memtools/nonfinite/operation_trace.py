@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -192,6 +193,7 @@ class OperationTrace(DispatchMode):
         self._modules = ModuleStack(model)
         self._forward: dict[int, _ForwardOperation] = {}
         self._n_operations = 0
+        self._n_nodes, self._thread = autograd_sequence_number(), get_ident()
         self._last_number: BadOperation | None = None
 
     @contextmanager
@@ -205,8 +207,7 @@ class OperationTrace(DispatchMode):
         kwargs = kwargs or {}
         self._n_operations += 1
         backward = in_backward()
-        if not backward:
-            self._note_forward(func)
+        self._note_nodes(func, backward=backward)
         taken = self._take(func, args, kwargs)
         out = func(*args, **kwargs)
         bad = [use for tensor in _tensors(out) if (use := self._use(tensor)) is not None]
@@ -245,10 +246,23 @@ class OperationTrace(DispatchMode):
         key = self.memory.key(tensor) if key is None else key
         return None if key is None else BadUse(key, kinds)
 
-    def _note_forward(self, func: Any) -> None:
-        number = autograd_sequence_number() - 1
-        if number not in self._forward:
-            self._forward[number] = _ForwardOperation(_name(func), self._modules.now, _line_here(in_backward=False))
+    def _note_nodes(self, func: Any, *, backward: bool) -> None:
+        """Note which forward operation the nodes belong to that autograd has just made.
+
+        Under torch.func.grad an operation makes a node for each level. A backward pass that is differentiated makes
+        nodes too, which belong to the operation whose backward it runs.
+        """
+        if get_ident() != self._thread:  # on a GPU backward has a thread of its own, which counts from 0
+            return
+        first, self._n_nodes = self._n_nodes, autograd_sequence_number()
+        if first >= self._n_nodes:
+            return
+        if backward:
+            operation = self._forward.get(node_in_backward())
+        else:
+            operation = _ForwardOperation(_name(func), self._modules.now, _line_here(in_backward=False))
+        if operation is not None:
+            self._forward.update(dict.fromkeys(range(first, self._n_nodes), operation))
 
     def _note(
         self, func: Any, taken: _TakenArguments, out: Any, outputs: tuple[BadUse, ...], *, backward: bool

@@ -24,6 +24,7 @@ from lightning_memtools.nonfinite.bad_step import (
     GuardedStep,
     MicroBatch,
     PastStep,
+    depends_on_weights,
     move_to_host,
     release_batches,
     undivided_loss,
@@ -144,7 +145,7 @@ class StepGuard:
     Attributes:
         history: The last 20 steps, oldest first.
         skipped: (step, batch indices) of the bad steps that were skipped so far.
-        saw_losses: Whether there was any loss.
+        saw_losses: Whether there was any loss that depends on weights.
         bad_before: The names of weights that were NaN or Inf before training.
         saw_gradients: Whether there was any gradient: gradients that are not in p.grad cannot be checked.
     """
@@ -269,7 +270,7 @@ class StepGuard:
         scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
         value = undivided_loss(loss, divided_by, scale)
         step.micro[-1].losses.append(value)
-        self.saw_losses = True
+        self.saw_losses = self.saw_losses or depends_on_weights(loss)
         if self.carries_losses:
             poison(loss)
 
@@ -494,22 +495,27 @@ class StepGuard:
     def _check_on_host(
         self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor], scaler: Any
     ) -> BadStep | None:
-        losses = step.measured()
+        losses, n_losses = step.measured(), len(step.measured())
+        scales = []
+        if scaler is not None and takes_scaled_gradients(optimizer) and gradients:
+            # These optimizers get their gradients still scaled. get_scale() would wait for the device once more.
+            scales.append(scaler.scale(torch.ones((), device=gradients[0].device)))
         values: list[float] | None
         if self._gradients == "sharded":
             device = next(self._model.parameters()).device
-            values = over_ranks(measure(gradients, losses), 1 + len(losses), device).tolist()
+            values = over_ranks(measure(gradients, [*losses, *scales]), 1 + n_losses, device).tolist()
         else:
-            values = measure_and_read(gradients, losses)
+            values = measure_and_read(gradients, [*losses, *scales])
         if values is None:
             return None
-        norm, loss_values, norms = values[0], values[1 : 1 + len(losses)], values[1 + len(losses) :]
+        norm, loss_values = values[0], values[1 : 1 + n_losses]
+        for scale in values[1 + n_losses : 1 + n_losses + len(scales)]:
+            norm = norm / scale if scale else math.nan
+        norms = values[1 + n_losses + len(scales) :]
         if self._gradients == "sharded":
             is_suspect = not math.isfinite(norms.pop())
         else:
             is_suspect = not all(map(math.isfinite, values[:1] if self._gradients == "replicated" else values))
-        if scaler is not None and takes_scaled_gradients(optimizer):
-            norm /= scaler.get_scale()  # these optimizers get their gradients still scaled
         if not is_suspect:
             self._scaler_skips.pop(optimizer, None)
             self._note_good(step, optimizer, loss_values, norm, scaler)

@@ -28,6 +28,7 @@ from lightning_memtools.nonfinite.bad_step import MicroBatch, StepConditions, St
 from lightning_memtools.nonfinite.diagnosis import public_name
 from lightning_memtools.nonfinite.finite_checks import floats_of
 from lightning_memtools.simulation.step_runner import replay_loop
+from lightning_memtools.state.buffer_keeper import is_expanded
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 
@@ -66,7 +67,8 @@ class StepRerun:
     def __post_init__(self) -> None:
         self.micro = [each for each in self.micro if each.batch is not None]
         self._bring_back()
-        self.names = {id(p): plain_name(name) for name, p in self.module.named_parameters()}
+        self._named = list(self.module.named_parameters())  # the step may replace some
+        self.names = {id(p): plain_name(name) for name, p in self._named}
         self._wanted = {id(p) for p in self.parameters}
         self._snapshot: StateSnapshot | None = None
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
@@ -139,8 +141,8 @@ class StepRerun:
         except Exception as error:
             raise CannotRerunError(f"the step could not be run again: {type(error).__name__}: {error}") from error
         gradients = {
-            self.names[id(p)]: p.grad
-            for p in self.module.parameters()
+            plain_name(name): p.grad
+            for name, p in self._named
             if p.grad is not None and (not self._wanted or id(p) in self._wanted)
         }
         return StepOutcome(self._losses, self._graph, gradients)
@@ -190,7 +192,8 @@ class StepRerun:
     def _put_buffers_back(self) -> None:
         with torch.no_grad():
             for name, (buffer, kept) in self._buffers.items():
-                buffer.copy_(kept)
+                if not is_expanded(buffer):
+                    buffer.copy_(kept)
                 owner, _, key = name.rpartition(".")
                 buffers_of(self.module.get_submodule(owner))[key] = buffer  # the step may have put a new tensor there
 

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
@@ -25,16 +26,28 @@ _FAILED: weakref.WeakKeyDictionary[Trainer, weakref.WeakSet[Logger]] = weakref.W
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int) -> None:
-    """Write scalars to every logger at the given step. Does nothing on ranks above 0."""
+    """Write scalars to every logger at the given step, on rank 0. Those that show a user's own metrics get none."""
     if not scalars or not trainer.is_global_zero:
         return
 
     def write(logger: Logger) -> None:
-        separator = logger.group_separator
+        # scVI's logger: a library gives these to its users as the history of their model.
+        if isinstance(getattr(logger, "history", None), dict):
+            return
+        separator = "." if keeps_metrics_in_files(logger) else logger.group_separator
         named = scalars if separator == "/" else {tag.replace("/", separator): v for tag, v in scalars.items()}
         logger.log_metrics(dict(named), step)
 
     for_each_logger(trainer, write)
+
+
+def keeps_metrics_in_files(logger: Logger) -> bool:
+    """Return whether a logger keeps each metric in a file named by its tag, as MLflow does without a database.
+
+    There `loss/train` makes a directory, and the `loss` that a module logs fails: a file cannot have the same name.
+    """
+    uri = getattr(getattr(logger, "experiment", None), "tracking_uri", None)
+    return isinstance(uri, str) and urlsplit(uri).scheme in {"", "file"}
 
 
 def log_text(trainer: Trainer, tag: str, markdown: str, step: int = 0, *, file: str | None = None) -> None:

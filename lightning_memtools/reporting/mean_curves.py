@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torchmetrics import SumMetric
 
 from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.first_time import FirstTime
@@ -197,10 +196,4 @@ class RunningMeans:
 
 
 def _sum(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    # Not MeanMetric: in torchmetrics 1.9 it ignores weights with nan_strategy="disable", and any other strategy
-    # waits for the device to look for NaN. A NaN loss must show as NaN.
-    metric = SumMetric(nan_strategy="disable", sync_on_compute=False)
-    metric.sum_value = torch.zeros((), device=device)  # `metric.to` would copy a zero there and wait for it
-    metric.update(torch.stack([value.reshape(()).to(device).float() for value in values]))
-    total: Tensor = metric.compute()
-    return total
+    return torch.stack([value.reshape(()).to(device).float() for value in values]).sum()

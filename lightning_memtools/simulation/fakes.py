@@ -139,6 +139,8 @@ class RealExchange(TensorExchange):
     def _data(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             raise ValueError("A tensor of the model is on the meta device and has no values: build the model for real.")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            return tensor.detach().cpu().clone()  # these have no storage that is shared element by element
         copy = super()._data(tensor)
         copy.copy_(tensor.detach())
         return copy

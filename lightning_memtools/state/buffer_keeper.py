@@ -57,6 +57,7 @@ class _BufferCopies:
 
     def __init__(self, slots: list[_BufferSlot]) -> None:
         self.slots = slots
+        self._owners, self._keys = [slot.held for slot in slots], [slot.key for slot in slots]
         self.is_alone = len(slots) == 1
         tensors = [slot.tensor for slot in slots]
         self._flat = _side_by_side([tensor.detach() for tensor in tensors], is_new=True)
@@ -70,13 +71,14 @@ class _BufferCopies:
 
     def fits(self) -> bool:
         """Look at the buffers anew; return False if they no longer have the kinds and shapes of the copies."""
-        now = [slot.look() for slot in self.slots]
+        now: list[Any] = list(map(dict.get, self._owners, self._keys))  # as the next lines, a loop in C
         if (
             all(map(is_, now, self._tensors))
             and list(map(_SHAPE, now)) == self._shapes
             and list(map(Tensor.data_ptr, now)) == self._pointers
         ):
             return True
+        now = [slot.look() for slot in self.slots]
         if any(
             each.shape != view.shape or each.dtype != view.dtype or each.device != view.device
             for each, view in zip(now, self._views, strict=True)
@@ -107,11 +109,11 @@ class _BufferCopies:
 
     def restore(self) -> None:
         triples = list(zip(self.slots, self._tensors, self._views, strict=True))
-        writable = [(tensor, view) for _, tensor, view in triples if not _repeats(tensor)]
+        writable = [(tensor, view) for _, tensor, view in triples if not is_expanded(tensor)]
         _write([tensor for tensor, _ in writable], [view for _, view in writable])
         for slot, tensor, view in triples:
             # The step may have put a new tensor there. One made by expand() cannot be written, only replaced.
-            changed = _repeats(tensor) and write_count(tensor) != slot.version
+            changed = is_expanded(tensor) and write_count(tensor) != slot.version
             slot.held[slot.key] = view.clone() if changed else tensor
 
     def restore_where(self, flag: Tensor) -> None:
@@ -119,7 +121,7 @@ class _BufferCopies:
         now = [slot.look() for slot in self.slots]
         chosen = torch.where(self._is_set(flag), self._flat, _side_by_side(now))
         parts = torch.split(chosen, [each.numel() for each in now])
-        pairs = [(each, part.view(each.shape)) for part, each in zip(parts, now, strict=True) if not _repeats(each)]
+        pairs = [(each, part.view(each.shape)) for part, each in zip(parts, now, strict=True) if not is_expanded(each)]
         _write([each for each, _ in pairs], [part for _, part in pairs])
 
     def _is_set(self, flag: Tensor) -> Tensor:
@@ -241,7 +243,7 @@ class BufferKeeper:
 
 
 class ForwardWrites:
-    """Finds the parameters and tensor attributes that forward passes write, by what counts a tensor's writes.
+    """Finds the parameters and tensor attributes that forward passes write or replace, by a tensor's count of writes.
 
     A write through `.data` is not counted. Where it puts a new tensor in the place of a frozen parameter's, as momentum
     encoders are written, the address tells.
@@ -256,6 +258,8 @@ class ForwardWrites:
         self._known: set[tuple[int, str]] = set()
         self._slots: list[_BufferSlot] = []
         self._parameters: list[Tensor] = []
+        self._owners: list[dict[str, Any]] = []
+        self._keys: list[str] = []
         self._is_complete = False
         self._writes: list[int] = []
         self._addresses: dict[int, int] = {}
@@ -273,6 +277,9 @@ class ForwardWrites:
             self._ignored.clear()
         if not self._is_complete:
             self._list_parameters()
+        for i in self._replaced():
+            self._slots[i].see()
+            self._parameters[i] = self._slots[i].tensor
         self._writes = list(map(WRITE_COUNT, self._parameters))
         self._addresses = {}
         if not all(map(_REQUIRES_GRAD, self._parameters)):
@@ -292,8 +299,8 @@ class ForwardWrites:
 
         The latter are not copied; arguments as in `note_writes`.
         """
-        now = list(map(WRITE_COUNT, self._parameters))
-        if now == self._writes and not self._addresses and not self._attributes:
+        now, replaced = list(map(WRITE_COUNT, self._parameters)), self._replaced()
+        if now == self._writes and not self._addresses and not self._attributes and not replaced:
             if goes_on:
                 self._ignored.update(map(id, updated))
             return [], []
@@ -302,9 +309,12 @@ class ForwardWrites:
         )
         indices += [i for i, address in self._addresses.items() if self._parameters[i].data_ptr() != address]
         ids = set(map(id, updated))
+        for i in (*indices, *replaced):
+            self._slots[i].version = self._writes[i]
         changed = [self._slots[i] for i in dict.fromkeys(indices) if id(self._parameters[i]) not in self._ignored]
         trained = [slot.name for slot in changed if id(slot.tensor) in ids]
         found = [slot for slot in changed if id(slot.tensor) not in ids]
+        found += [self._slots[i] for i in replaced if self._slots[i] not in changed]
         found += [slot for slot in self._attributes if slot.is_written()]
         new = [slot for slot in found if (id(slot.held), slot.key) not in self._known]
         for slot in new:
@@ -314,6 +324,16 @@ class ForwardWrites:
         self._ignored |= ids if goes_on else set()
         return new, trained
 
+    def _replaced(self) -> list[int]:
+        """Return the indices of the parameters in whose place their modules hold other ones by now.
+
+        The weights of a codebook may become a new parameter in each forward pass, which no optimizer knows.
+        """
+        now = list(map(dict.get, self._owners, self._keys))
+        if all(map(is_, now, self._parameters)):  # a loop in C
+            return []
+        return [i for i, (a, b) in enumerate(zip(now, self._parameters, strict=True)) if a is not b and a is not None]
+
     def _list_parameters(self) -> None:
         self._slots = [
             _BufferSlot(parameters_of(owner), key, f"{prefix}.{key}" if prefix else key, p, 0)
@@ -322,6 +342,7 @@ class ForwardWrites:
             if type(p) is Parameter and not is_lazy(p) and not p.is_inference() and p.layout == torch.strided
         ]
         self._parameters = [slot.tensor for slot in self._slots]
+        self._owners, self._keys = [slot.held for slot in self._slots], [slot.key for slot in self._slots]
         self._is_complete = not any(map(is_lazy, self._module.parameters()))
 
 
@@ -341,7 +362,8 @@ def _write(to: list[Tensor], values: list[Tensor]) -> None:
         copy_each([each.data for each in to], values)
 
 
-def _repeats(tensor: Tensor) -> bool:
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements share memory, as after expand(): such a tensor cannot be written."""
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -355,7 +377,7 @@ def _by_kind(slots: list[_BufferSlot]) -> list[list[_BufferSlot]]:
     groups: dict[object, list[_BufferSlot]] = defaultdict(list)
     for slot in slots:
         tensor = slot.tensor
-        alone = id(slot) if _n_bytes(tensor) > LARGE_BYTES or _repeats(tensor) else None
+        alone = id(slot) if _n_bytes(tensor) > LARGE_BYTES or is_expanded(tensor) else None
         groups[tensor.device, tensor.dtype, alone].append(slot)
     return list(groups.values())
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import has_readable_values
 from lightning_memtools.memory.nested_tensors import plain_name
+from lightning_memtools.state.buffer_keeper import is_expanded
 from lightning_memtools.state.starts import BatchStartRecorder, UpdateStart
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
@@ -81,7 +82,7 @@ def load_weights(module: Module, parameters: Mapping[str, Tensor], buffers: Mapp
     for copies, named in ((parameters, module.named_parameters()), (buffers, module.named_buffers())):
         for name, tensor in named:
             copied = copies.get(plain_name(name))
-            if copied is not None and copied.shape == tensor.shape:
+            if copied is not None and copied.shape == tensor.shape and not is_expanded(tensor):
                 tensor.copy_(copied)
 
 

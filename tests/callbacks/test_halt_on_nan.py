@@ -758,6 +758,34 @@ def test_manual_optimization_past_lightning_is_named(tmp_path):
         trainer(tmp_path, HaltOnNaN(), max_epochs=2).fit(PastLightning(), loader())
 
 
+class MemoryBank(Net):
+    """Trains no weight by gradient, as PaDiM and PatchCore: it keeps features, and fits them when the epoch is over."""
+
+    def __init__(self, *, optimizer: bool, manual: bool) -> None:
+        super().__init__()
+        self.has_optimizer, self.automatic_optimization = optimizer, not manual
+        self.features: list[torch.Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.features.append(self.net(batch))
+        return torch.tensor(0.0, requires_grad=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1) if self.has_optimizer else None
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
+@pytest.mark.parametrize(("optimizer", "manual"), [(False, False), (True, False), (False, True)])
+def test_a_model_that_trains_no_weight_by_gradient_is_not_warned_of_missing_gradients(
+    optimizer, manual, tmp_path, recwarn
+):
+    model = MemoryBank(optimizer=optimizer, manual=manual)
+    trainer(tmp_path, HaltOnNaN()).fit(model, loader())
+    assert model.features
+    assert not [str(warning.message) for warning in recwarn if "HaltOnNaN" in str(warning.message)]
+
+
 @fused_or_not
 def test_gradients_kept_elsewhere_are_named(fused, tmp_path):
     class Elsewhere(Net):

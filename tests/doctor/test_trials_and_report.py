@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_memtools import TrainingDoctor, diagnose
+from lightning_memtools.doctor import step_trial
 from lightning_memtools.doctor.check_registry import CHECKS, selected_checks
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.state.random_state import RandomState
@@ -50,6 +51,51 @@ def test_a_step_that_fails_for_the_users_reason_is_reported_as_that_and_the_othe
     ]
     assert 'The step raised KeyError: "the user\'s own mistake"' in findings[0].evidence
     assert findings[0].place.startswith("tests/doctor/test_trials_and_report.py:")
+
+
+class Holds(nn.Module):
+    """A network that adds rows of a tensor of a kind that fake tensors do not have."""
+
+    def __init__(self, tensor: Any) -> None:
+        super().__init__()
+        self.net, self.held = network(), tensor
+
+    def forward(self, x: Any) -> Any:
+        dense = self.held.dequantize() if self.held.is_quantized else self.held.to_dense()
+        return self.net(x + dense)
+
+
+WITHOUT_FAKES: dict[str, Any] = {
+    "sparse_csr": lambda: torch.ones(8, 4).to_sparse_csr(),
+    "sparse_coo": lambda: torch.ones(8, 4).to_sparse(),
+    "mkldnn": lambda: torch.ones(8, 4).to_mkldnn(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(8, 4), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|quantize_per_tensor|TypedStorage).*")
+@pytest.mark.parametrize("kind", WITHOUT_FAKES)
+def test_a_model_with_tensors_that_have_no_fakes_is_tried_with_values(kind, monkeypatch):
+    def step(model: nn.Module, batch: Any) -> Any:
+        return ((model(batch[0]) - batch[1].squeeze()) ** 2).mean()
+
+    tensor = WITHOUT_FAKES[kind]()
+    findings = found(Holds(tensor), rows(), step, steps=2)
+    assert [one.check for one in findings if one.check in {"trial", "loss_broadcast"}] == ["loss_broadcast"]
+
+    monkeypatch.setattr(step_trial, "_MAX_COPIED_BYTES", 0)  # as a large model
+    (trial,) = [one for one in found(Holds(tensor), rows(), step, steps=2) if one.check == "trial"]
+    assert trial.fix.startswith(f"Nothing: there are no fake tensors of held's kind ({kind})")
+
+
+def test_a_batch_of_nested_tensors_is_tried_with_values():
+    texts = [torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged) for _ in range(4)]
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        return ((model(batch[0]).values() - batch[1].squeeze()) ** 2).mean()
+
+    findings = found(nn.Linear(4, 1), [(text, torch.ones(8, 1)) for text in texts], step, steps=2)
+    assert [one.check for one in findings if one.check in {"trial", "loss_broadcast"}] == ["loss_broadcast"]
 
 
 def test_a_step_that_reads_values_is_tried_with_values():

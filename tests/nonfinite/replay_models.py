@@ -22,7 +22,7 @@ BAD = 7
 
 
 class Everything(L.LightningModule):
-    """Dropout, BatchNorm, random numbers of three kinds, a buffer and a counter that the loss depends on.
+    """Dropout, BatchNorm, random numbers of three kinds, two buffers and a counter that the loss depends on.
 
     At batch 7 a head takes the log of 0; the gradients of the other weights stay finite, so that a wrong bit shows.
     """
@@ -37,6 +37,8 @@ class Everything(L.LightningModule):
         self.log_head = nn.Linear(6, 1)
         self.center: Tensor
         self.register_buffer("center", torch.zeros(4))
+        self.positions: Tensor
+        self.register_buffer("positions", torch.linspace(-0.1, 0.1, 4).expand(2, 4))  # its rows share memory
         self.temperature = 1.0
 
     def on_train_epoch_start(self) -> None:
@@ -48,7 +50,7 @@ class Everything(L.LightningModule):
         x = x * torch.from_numpy(np.random.uniform(0.9, 1.1, tuple(x.shape)).astype("float32")).to(x)  # noqa: NPY002, what users write
         hidden = self.net(x)
         out = self.last(hidden + self.still(hidden)).float()
-        loss: Tensor = ((out - self.center) / self.temperature).square().mean()
+        loss: Tensor = ((out - self.center - self.positions[1]) / self.temperature).square().mean()
         with torch.no_grad():
             self.center = 0.9 * self.center + 0.1 * out.mean(0)
         return loss

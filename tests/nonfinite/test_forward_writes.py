@@ -64,7 +64,11 @@ def codebook(model: Any) -> None:
     model.codebook.mul_(0.9)
 
 
-WRITES = [momentum, momentum_as_data, replaced_centre, written_centre, codebook]
+def replaced_codebook(model: Any) -> None:
+    model.codebook = nn.Parameter(model.codebook * 0.9)
+
+
+WRITES = [momentum, momentum_as_data, replaced_centre, written_centre, codebook, replaced_codebook]
 
 
 def halted(model: Any, tmp_path: Any, **options: Any) -> NonFiniteError:
@@ -95,7 +99,7 @@ def test_what_is_written_for_the_first_time_is_named(write: Any, tmp_path: Any) 
     left = differences(model.before, model.everything())
     for name in left:
         assert name in str(error).partition(", except ")[2]
-    assert left == [] if write is replaced_centre else left
+    assert left == [] if write in {replaced_centre, replaced_codebook} else left
     assert ("(but for" in str(error)) == bool(left)
 
 
@@ -113,8 +117,11 @@ def test_a_write_that_leaves_no_trace_is_found_when_the_step_runs_again(tmp_path
     assert ", except codebook, which this step wrote" in str(error)
 
 
-def test_an_encoder_is_as_before_a_skipped_step(tmp_path: Any) -> None:
-    model = Writes(momentum, bad=4)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("write", [momentum, replaced_codebook])
+def test_what_forward_writes_is_as_before_a_skipped_step(write: Any, fused: bool, tmp_path: Any) -> None:
+    model = Writes(write, bad=4)
+    model.fused = fused
     trainer(tmp_path, HaltOnNaN(max_skips=1), logger=False, limit_train_batches=5).fit(model, loader(64))
     assert differences(model.before, model.everything()) == []
 

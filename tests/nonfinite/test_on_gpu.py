@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import replay
+from lightning_memtools import default_callbacks, replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.bad_step import MicroBatch, move_to_host
 from lightning_memtools.nonfinite.diagnosis import NonFiniteCause
@@ -150,6 +153,60 @@ def test_without_a_fused_kernel_one_read_is_all():
         for number in range(3, 6):
             assert step(guard, model, optimizer, batches[number], number) is None
     assert waits == [1 + 1 + 6] * 3  # total norm, loss, a norm for each of six gradients
+
+
+class Resident(Small):
+    """Its batches are on the device already, so that nothing of its own waits."""
+
+    foreach = False
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=self.fused, foreach=self.foreach)
+
+
+def waits_of(root: Path, callbacks: list[L.Callback], *, fused: bool, precision: str) -> int:
+    """Count how often the host waits for the device in 80 training steps, those that are logged included."""
+
+    class Counting(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 5:  # the first steps create state
+                torch.cuda.set_sync_debug_mode("warn")
+            elif batch_idx == 85:
+                torch.cuda.set_sync_debug_mode("default")
+
+    model = Resident()
+    model.fused, model.foreach = fused, not fused
+    batches = [batch.cuda() for batch in good_data()]
+    endless = (batches[i % len(batches)] for i in range(90))
+    run = trainer(
+        root, *callbacks, Counting(), accelerator="gpu", devices=1, precision=precision, logger=CSVLogger(root),
+        log_every_n_steps=10,
+    )  # fmt: skip
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.fit(model, endless)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.global_step == 90
+    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.cuda_memory
+@pytest.mark.parametrize(
+    ("fused", "precision", "bare", "with_ours"),
+    [
+        (True, "32-true", 0, 0),
+        (False, "32-true", 0, 80),
+        # The scaler of a fused optimizer passes its flag on the device; else it reads the flag in each step itself.
+        (True, "16-mixed", 0, 80),
+        (False, "16-mixed", 80, 160),
+    ],
+)
+def test_how_often_the_host_waits_in_eighty_steps(fused, precision, bare, with_ours, tmp_path):
+    """On the stubs of CUDA's libraries, where nothing is computed, the scale that is read is 0 as well."""
+    assert waits_of(tmp_path, [], fused=fused, precision=precision) == bare
+    assert waits_of(tmp_path, default_callbacks(), fused=fused, precision=precision) == with_ours
 
 
 class OnGpu(Small):

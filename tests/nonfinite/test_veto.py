@@ -210,3 +210,39 @@ def test_settings_come_back_also_where_they_are_tensors():
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.5
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+WITH_MOMENTUM: dict[str, Any] = {
+    "sgd": lambda ps, **how: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **how),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@pytest.mark.parametrize("make", WITH_MOMENTUM.values(), ids=WITH_MOMENTUM)
+def test_zeros_in_the_place_of_gradients_would_move_the_weights_of_a_foreach_update(make):
+    """So a foreach update cannot be held back by what its gradients hold, and the host waits; see the manual."""
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.randn(1000))
+    optimizer = make([weights], foreach=True)
+    for _ in range(3):
+        with_gradients([weights])
+        optimizer.step()
+    before = weights.detach().clone()
+    weights.grad = torch.zeros_like(weights)
+    optimizer.step()
+    assert (weights != before).float().mean() > 0.99
+
+
+def test_the_fused_kernel_of_adam_gives_other_bits_than_foreach():
+    """So it cannot take its place unasked."""
+    torch.manual_seed(0)
+    one = nn.Parameter(torch.randn(100_000))
+    other = nn.Parameter(one.detach().clone())
+    optimizers = torch.optim.Adam([one], foreach=True), torch.optim.Adam([other], fused=True)
+    for _ in range(10):
+        one.grad = torch.randn_like(one)
+        other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert 0 < (one != other).sum() < 0.1 * len(one)

@@ -128,6 +128,47 @@ def vq_module(m, x):
     return (h - codes[0]).square().mean() + torch.log(size(x)).mean() * h.mean()  # bad
 
 
+def replaced_codes(m, x):
+    h, book = m.net(x), m.other.book
+    code = book.codes[torch.cdist(h, book.codes).argmin(1)]
+    unit = h * size(x) / (h * size(x)).norm(dim=1, keepdim=True)  # bad
+    book.codes = nn.Parameter(0.9 * book.codes + 0.1 * unit.detach()[:3])
+    return F.mse_loss(unit, code)
+
+
+class Codes(nn.Module):
+    """A book whose codes an optimizer knows until the first forward pass replaces them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = Book().requires_grad_()
+
+
+def lstm_of_infinite(m, x):
+    hidden, _ = m.rnn(x[None].expand(2, -1, -1))  # bad
+    return (hidden + m.net(hidden)).square().mean()
+
+
+def lstm_of_mask(m, x):
+    hidden, _ = m.rnn(x.masked_fill(x == 0, torch.inf)[None])  # bad
+    return (hidden + m.net(x)).square().mean()
+
+
+def force(m, x):
+    def energy(at):
+        return torch.sqrt((at * m.net(at)).square().sum(1)).sum()  # bad
+
+    return torch.func.grad(energy)(x).square().mean()
+
+
+def ensemble(m, x):
+    def loss(weights, row):
+        return torch.log(row.abs().sum() * torch.func.functional_call(m.net, weights, (row,)).square().sum())  # bad
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(m.net.named_parameters()), x)
+    return sum(one.square().mean() for one in gradients.values())
+
+
 def ctc(m, x):
     scores = m.net(x)[:, None].log_softmax(2)
     length = torch.where(x.abs().sum() > 0, 2, N)
@@ -425,6 +466,11 @@ def large(x):
 
 
 HEAVY: dict[str, Any] = {"spoil": large, "cause": Cause.OVERFLOW}
+LSTM: dict[str, Any] = {
+    "parts": lambda: {"rnn": nn.LSTM(D, D, batch_first=True)},
+    "module": "rnn",
+    "operation": "aten.mkldnn_rnn_layer",
+}
 TARGET: dict[str, Any] = {
     "parts": lambda: {"target": copy.deepcopy(nn.Linear(D, D)).requires_grad_(requires_grad=False)}
 }
@@ -437,6 +483,9 @@ def _cases() -> list[UserCase]:
     return [
         case(vae), case(vq_vae, parts=lambda: {"book": Book()}, **div),
         case(vq_module, parts=lambda: {"codebook": Book()}),
+        case(replaced_codes, parts=lambda: {"other": Codes()}, **div),
+        case(lstm_of_infinite, spoil=lambda x: x / 0, cause=Cause.DIRTY_DATA, **LSTM), case(lstm_of_mask, **LSTM),
+        case(force, **root), case(ensemble, backward=True),
         case(ctc, operation="aten._ctc_loss"), case(mixture_of_experts, operation="aten.softmax"),
         case(gan, n_optimizers=2), case(gan_first_update, n_optimizers=2, **div), case(gradient_penalty, **root),
         case(gradient_penalty_l1), case(maml), case(byol, **TARGET, **div),

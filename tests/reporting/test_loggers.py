@@ -70,6 +70,47 @@ def test_every_logger_gets_the_scalars_with_its_own_separator(tmp_path):
     assert scalars(board.log_dir) == {"memory/train/allocated_gib": [(7, 1.5)]}
 
 
+@pytest.mark.parametrize(
+    ("uri", "tag"),
+    [
+        ("file:///runs", "loss.train"),
+        ("mlruns", "loss.train"),
+        ("sqlite:///mlflow.db", "loss/train"),
+        ("http://localhost:5000", "loss/train"),
+    ],
+)
+def test_a_store_that_keeps_metrics_in_files_gets_no_directories(uri, tag, tmp_path):
+    """Else `loss/train` is a directory there, and the user's own `loss` cannot be written."""
+    mlflow = MlflowLike()
+    mlflow.group_separator = "/"
+    mlflow.experiment.tracking_uri = uri
+    log_scalars(trainer(tmp_path, logger=[mlflow]), {"loss/train": 1.0}, step=7)
+    assert mlflow.points == [({tag: 1.0}, 7)]
+
+
+class HistoryLike(Recorder):
+    """Keeps what it is given as the history of the user's model, as scVI's logger does."""
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        return {name: [value] for metrics, _ in self.points for name, value in metrics.items() if name != "epoch"}
+
+
+def test_what_a_library_shows_as_the_users_metrics_stays_the_users(tmp_path):
+    class Logs(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("elbo_train", loss)
+            return loss
+
+    history, board = HistoryLike(), TensorBoardLogger(tmp_path)
+    callbacks = (MemoryMonitor(), LossCurves())
+    trainer(tmp_path, *callbacks, logger=[history, board], log_every_n_steps=1).fit(Logs(), loader(16))
+    board.finalize("success")
+    assert history.history.keys() == {"elbo_train"}
+    assert {"memory/host_rss_gib", "loss/train", "elbo_train"} <= scalars(board.log_dir).keys()
+
+
 def test_text_is_given_the_way_each_kind_of_logger_takes_it(tmp_path):
     wandb, mlflow, csv = Recorder(), MlflowLike(), CSVLogger(tmp_path)
     log_text(trainer(tmp_path, logger=[wandb, mlflow, csv]), "memtools/doctor", "| a |", 3)

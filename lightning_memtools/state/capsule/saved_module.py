@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_memtools._torch import buffers_of
 from lightning_memtools.memory.nested_tensors import plain_name, tensors_in_attributes
+from lightning_memtools.state.buffer_keeper import is_expanded
 from lightning_memtools.state.capsule.capsule_file import CapsuleError, compact, from_plain, to_plain
 from lightning_memtools.state.random_state import RandomState
 from lightning_memtools.state.starts import Attributes, BatchStart, restore_attributes, simple_items
@@ -201,7 +202,8 @@ def _load(weights: Mapping[str, Mapping[str, Tensor]], module: nn.Module, about:
         owner, _, key = name.rpartition(".")
         part = names[owner]
         here = buffers_of(part).get(key)  # a buffer may be None or not there yet
-        if here is not None and here.shape == value.shape and here.dtype == value.dtype:
+        is_alike = here is not None and here.shape == value.shape and here.dtype == value.dtype
+        if here is not None and is_alike and not is_expanded(here):
             here.copy_(value)
         else:
             buffers_of(part)[key] = value.to(device)

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_memtools import VirtualDevice
 from lightning_memtools._torch import FakeTensorMode
 from lightning_memtools.memory.cuda_ops.functions import CudaFunctions
+from lightning_memtools.memory.sizes import GpuShape
 from tests.memory.virtual.reading import allocated, peak
 
 
@@ -105,7 +106,7 @@ def test_attention_casts_as_autocast_does_on_real_and_on_fake_tensors():
             attend(half)
         with FakeTensorMode(), VirtualDevice(cuda_like=True):
             attend(half)
-        with FakeTensorMode(), VirtualDevice(cuda_like=True), CudaFunctions():
+        with FakeTensorMode(), VirtualDevice(cuda_like=True), CudaFunctions(GpuShape()):
             attend(half)
         assert seen == 3 * [half, half, half, torch.float64]
         seen.clear()

@@ -1,0 +1,615 @@
+"""Each fix that the doctor prints is applied as it says, and the finding is gone; and no finding is left out here."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_memtools.doctor
+from lightning_memtools import VirtualDevice
+from lightning_memtools.doctor import loader_checks, step_trial
+from lightning_memtools.doctor.findings import Finding
+from lightning_memtools.doctor.parameter_checks import SymmetricWeights
+from lightning_memtools.doctor.settings_checks import RejectedSettings
+from lightning_memtools.doctor.training_case import TrainingCase
+from tests.doctor.specimens import found, network, rows, squared
+
+Patch = pytest.MonkeyPatch
+Examine = Callable[[Patch], list[Finding]]
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A fix that the doctor prints.
+
+    Attributes:
+        check: The check's name.
+        text: A part of the fix that tells it from the others of its check.
+        broken: Examines code with the mistake.
+        mended: Examine the same code after the fix; one for each way that the fix offers.
+    """
+
+    check: str
+    text: str
+    broken: Examine
+    mended: tuple[Examine, ...]
+
+
+FIXES: list[Any] = []
+
+
+def fix(check: str, text: str, broken: Examine, *mended: Examine, needs_cuda: bool = False) -> None:
+    marks = [pytest.mark.cuda_memory] if needs_cuda else []
+    FIXES.append(pytest.param(Fix(check, text, broken, mended), id=f"{check}-{text[:24]}", marks=marks))
+
+
+def loaded(state: dict[str, Any] | bytes, model: nn.Module | None = None) -> Examine:
+    """Examine a model and the checkpoint that it is to load."""
+
+    def examine(patch: Patch) -> list[Finding]:
+        path = Path(patch.tmp_path) / "weights.pt"  # type: ignore[attr-defined]
+        path.write_bytes(state) if isinstance(state, bytes) else torch.save(state, path)
+        return found(network(norm=True) if model is None else model, rows(), checkpoint=str(path), steps=1)
+
+    return examine
+
+
+def stepping(
+    step: Callable[..., Any], model: Callable[[], nn.Module] = network, loader: Any = None, **options: Any
+) -> Examine:
+    return lambda _: found(model(), loader or rows(), step, **options)
+
+
+def adam(groups: Any) -> Any:
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def optimizing(groups: Callable[[Any], Any], model: Callable[[], Any] = network, make: Any = adam) -> Examine:
+    def examine(_: Patch) -> list[Finding]:
+        one = model()
+        return found(one, rows(), optimizer=make(groups(one)))
+
+    return examine
+
+
+# --- the data
+
+fix(
+    "batch_norm_one_sample", "drop_last=True",
+    lambda _: found(network(norm=True), rows(33), steps=2),
+    lambda _: found(network(norm=True), rows(33, drop_last=True), steps=2),
+    lambda _: found(network(norm=True), rows(33, 11), steps=2),
+)  # fmt: skip
+
+
+def workers(n: int, prefetch: int, free: int) -> Examine:
+    def examine(patch: Patch) -> list[Finding]:
+        patch.setattr(loader_checks, "free_shared_memory", lambda: free)
+        loader = DataLoader(rows().dataset, 8, num_workers=n, prefetch_factor=prefetch)
+        return found(network(), loader, steps=1)
+
+    return examine
+
+
+fix("shared_memory", "Fewer workers", workers(2, 4, 640), workers(1, 4, 640), workers(2, 2, 640), workers(2, 4, 2000))
+
+
+def less_the_mean(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    x -= x.mean(0)
+    return F.mse_loss(model(x), y)
+
+
+def copied_first(model: nn.Module, batch: Any) -> Any:
+    return less_the_mean(model, [batch[0].clone(), batch[1]])
+
+
+def out_of_place(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    return F.mse_loss(model(x - x.mean(0)), y)
+
+
+fix(
+    "changed_batch", "Work on a copy",
+    lambda _: found(network(), list(rows()), less_the_mean),
+    lambda _: found(network(), list(rows()), copied_first),
+    lambda _: found(network(), list(rows()), out_of_place),
+)  # fmt: skip
+
+
+class Slow(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return super().__getitem__(index)
+
+
+def busy(model: nn.Module, batch: Any) -> Any:
+    time.sleep(0.03)  # so that a worker is ready before the next step
+    return squared(model, batch)
+
+
+MANY: Any = rows(96).dataset
+SLOW = Slow(*MANY.tensors)
+fix(
+    "data_waiting", "num_workers",
+    lambda _: found(network(), DataLoader(SLOW, 8), busy, steps=10),
+    lambda _: found(network(), DataLoader(SLOW, 8, num_workers=2, persistent_workers=True), busy, steps=10),
+    lambda _: found(network(), DataLoader(MANY, 8), busy, steps=10),
+)  # fmt: skip
+
+# --- the checkpoint
+
+STATE = network(norm=True).state_dict()
+OTHER_SIZE = network(6, norm=True).state_dict()
+NO_COUNTERS = {key: value for key, value in STATE.items() if "num_batches" not in key}
+
+
+def versioned(state: Any) -> Any:
+    """As a state_dict that says that its BatchNorm counts; without it torch adds the counters itself."""
+    state = type(STATE)(state)
+    state._metadata = STATE._metadata  # type: ignore[attr-defined]
+    return state
+
+
+class Wrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network(norm=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+def no_statistics() -> nn.Module:
+    model = network(norm=True)
+    model[1] = nn.BatchNorm1d(8, track_running_stats=False)
+    return model
+
+
+fix("checkpoint_keys", "Check that it is a checkpoint", loaded(b"half of a download"), loaded(STATE))
+fix("checkpoint_keys", "Save the state_dict alone", loaded({"state_dict": STATE, "step": Fix}), loaded(STATE))
+fix(
+    "checkpoint_keys", "Add state[key] = torch.tensor(0)",
+    loaded(versioned(NO_COUNTERS)), loaded(versioned({**NO_COUNTERS, "1.num_batches_tracked": torch.tensor(0)})),
+)  # fmt: skip
+fix(
+    "checkpoint_keys", "remove these keys",
+    loaded(STATE, no_statistics()), loaded(STATE),
+    loaded({key: STATE[key] for key in no_statistics().state_dict()}, no_statistics()),
+)  # fmt: skip
+fix(
+    "checkpoint_keys", "Build the model with the sizes",
+    loaded(OTHER_SIZE), loaded(OTHER_SIZE, network(6, norm=True)),
+)  # fmt: skip
+fix(
+    "checkpoint_keys", ".removeprefix(", loaded({f"module.{key}": value for key, value in STATE.items()}), loaded(STATE)
+)
+fix(
+    "checkpoint_keys", " + key: value",
+    loaded(STATE, Wrapping()), loaded({f"net.{key}": value for key, value in STATE.items()}, Wrapping()),
+)  # fmt: skip
+fix(
+    "checkpoint_keys", "rename the keys",
+    loaded({key.replace("weight", "w"): value for key, value in STATE.items()}), loaded(STATE),
+)  # fmt: skip
+
+# --- parameters and optimizers
+
+Half: Any = lambda: nn.ModuleDict({"one": network(), "other": nn.Linear(3, 2)})  # noqa: E731
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = network(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.used(x) + 0.0 * sum(p.sum() for p in self.unused.parameters() if p.requires_grad)
+
+
+def half_frozen() -> HalfUsed:
+    model = HalfUsed()
+    model.unused.requires_grad_(requires_grad=False)
+    return model
+
+
+class ZeroesGradients(torch.optim.SGD):
+    """zero_grad() as it was by default before PyTorch 2.0."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+def first_frozen() -> nn.Sequential:
+    model = network()
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+def dead(bias: float = -100) -> Any:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    nn.init.constant_(model[0].bias, bias)
+    return model
+
+
+def one_of_two(model: Any, batch: Any) -> Any:
+    return squared(model["one"], batch)
+
+
+def decayed(optimizer: Callable[..., Any]) -> Examine:
+    """Examine a module whose second part had a gradient once, which zero_grad() may leave there as zeros."""
+
+    def examine(_: Patch) -> list[Finding]:
+        model: Any = Half()
+        for parameter in model["other"].parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        made = optimizer(model.parameters(), lr=0.01, weight_decay=0.1)
+        return found(model, rows(), one_of_two, optimizer=made)
+
+    return examine
+
+
+fix(
+    "optimizer_parameters", "Give each parameter to one group",
+    optimizing(lambda m: [m.parameters(), m[2].parameters()], make=lambda groups: [*map(adam, groups)]),
+    optimizing(lambda m: [m[0].parameters(), m[2].parameters()], make=lambda groups: [*map(adam, groups)]),
+)  # fmt: skip
+fix(
+    "optimizer_parameters", "if p.requires_grad",
+    optimizing(lambda m: m.parameters(), first_frozen),
+    optimizing(lambda m: [p for p in m.parameters() if p.requires_grad], first_frozen),
+)  # fmt: skip
+fix(
+    "optimizer_parameters", "Add them to the optimizer",
+    optimizing(lambda m: m[2].parameters()), optimizing(lambda m: m.parameters()),
+    optimizing(lambda m: m[2].parameters(), first_frozen),
+)  # fmt: skip
+fix(
+    "missing_gradients", "Follow their output to the loss",
+    lambda _: found(dead(), rows()), lambda _: found(dead(0.1), rows()),
+)  # fmt: skip
+fix(
+    "missing_gradients", "use_reentrant=False",
+    *(
+        stepping(lambda m, b, how=how: F.mse_loss(m[1:](checkpoint(m[0], b[0], use_reentrant=how)), b[1]))
+        for how in (True, False)
+    ),
+)  # fmt: skip
+chained: Any = lambda: nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 1)})  # noqa: E731
+
+
+def chained_and_frozen() -> Any:
+    model = chained()
+    model["first"].requires_grad_(requires_grad=False)
+    return model
+
+
+def through(model: Any, batch: Any) -> Any:
+    return F.mse_loss(model["second"](model["first"](batch[0])), batch[1])
+
+
+def detached(model: Any, batch: Any) -> Any:
+    return F.mse_loss(model["second"](model["first"](batch[0]).detach()), batch[1])
+
+
+fix(
+    "missing_gradients", "Nothing, if the loss leaves them out",
+    stepping(detached, chained), stepping(detached, chained_and_frozen), stepping(through, chained),
+)  # fmt: skip
+fix(
+    "missing_gradients", "Put them into a group with weight_decay=0",
+    optimizing(lambda m: m.parameters(), HalfUsed),
+    optimizing(lambda m: [
+        {"params": m.used.parameters()}, {"params": m.unused.parameters(), "weight_decay": 0.0}
+    ], HalfUsed),
+    optimizing(lambda m: [p for p in m.parameters() if p.requires_grad], half_frozen),
+)  # fmt: skip
+fix("missing_gradients", "let zero_grad() set gradients to None", decayed(ZeroesGradients), decayed(torch.optim.SGD))
+
+
+def constant(*, mended: bool) -> Examine:
+    def examine(_: Patch) -> list[Finding]:
+        model: Any = network()
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.01)
+        if mended:
+            nn.init.kaiming_uniform_(model[0].weight)
+        return found(model, rows())
+
+    return examine
+
+
+fix("symmetric_weights", "nn.init.kaiming_uniform_", constant(mended=False), constant(mended=True))
+
+# --- modules and devices
+
+
+def partly_in_eval(*, training: bool = False, frozen: bool = False) -> nn.Sequential:
+    part = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)).eval()
+    model = nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 1))
+    if training:
+        model[1].train()
+    part.requires_grad_(not frozen)
+    return model
+
+
+def evaluated(evaluate: Callable[..., Any], **options: Any) -> Examine:
+    return lambda _: found(network(**options), rows(), val_dataloader=rows(16), evaluate=evaluate, steps=3)
+
+
+fix(
+    "module_modes", ".train() before training",
+    *(lambda _, how=how: found(partly_in_eval(**how), rows()) for how in ({}, {"training": True}, {"frozen": True})),
+)  # fmt: skip
+fix(
+    "module_modes", "Call model.eval() before evaluation",
+    evaluated(torch.no_grad()(squared), norm=True),
+    evaluated(torch.no_grad()(lambda m, batch: squared(m.eval(), batch)), norm=True),
+)  # fmt: skip
+fix(
+    "evaluation_graphs", "with torch.no_grad()",
+    evaluated(squared), evaluated(torch.no_grad()(squared)), evaluated(lambda m, batch: squared(m, batch).detach()),
+)  # fmt: skip
+
+
+def thrown_away(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    x.to("cpu")
+    return F.mse_loss(model(x), y)
+
+
+def assigned(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    x = x.to("cpu")
+    return F.mse_loss(model(x), y)
+
+
+fix("devices", "Assign the result: x = ", stepping(thrown_away), stepping(assigned))
+
+
+def left_behind(*, mended: bool) -> Examine:
+    def examine(_: Patch) -> list[Finding]:
+        model = network().cuda()
+        model[0].register_buffer("scale", torch.ones(3))
+        if mended:
+            model.to("cuda:0")
+        return found(model, rows())
+
+    return examine
+
+
+class Scaled(nn.Module):
+    def __init__(self, *, is_buffer: bool) -> None:
+        super().__init__()
+        self.net = network()
+        if is_buffer:
+            self.register_buffer("scale", torch.ones(4), persistent=False)
+        else:
+            self.scale = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x * self.scale)
+
+
+fix("devices", "once everything is registered", left_behind(mended=False), left_behind(mended=True), needs_cuda=True)
+fix(
+    "devices", "self.register_buffer(",
+    *(lambda _, how=how: found(Scaled(is_buffer=how).cuda(), rows()) for how in (False, True)), needs_cuda=True,
+)  # fmt: skip
+
+# --- settings
+
+
+def settings(
+    precision: str,
+    clip: float | None = 1.0,
+    make: Callable[..., Any] = torch.optim.SGD,
+    model: Callable[[], nn.Module] = network,
+    **options: Any,
+) -> Examine:
+    def examine(_: Patch) -> list[Finding]:
+        one = model()
+        case = TrainingCase(model=one, optimizers=[make(one.parameters(), **options)], precision=precision, clip=clip)
+        return list(RejectedSettings(case).before_training())
+
+    return examine
+
+
+Adam = torch.optim.Adam
+fix(
+    "rejected_settings", "fused=False",
+    settings("16-mixed", 1.0, Adam, fused=True), settings("16-mixed", 1.0, Adam, fused=False),
+    settings("bf16-true", 1.0, Adam, fused=True), settings("16-mixed", None, Adam, fused=True),
+)  # fmt: skip
+fix(
+    "rejected_settings", "or another optimizer",
+    *(settings(how, None, torch.optim.LBFGS) for how in ("16-mixed", "32-true", "bf16-mixed")), settings("16-mixed"),
+)  # fmt: skip
+fix(
+    "rejected_settings", "model.float()",
+    settings("16-mixed", model=lambda: network().half()), settings("16-mixed", model=lambda: network().half().float()),
+)  # fmt: skip
+
+
+def seeded(*, by_lightning: bool) -> Examine:
+    def examine(patch: Patch) -> list[Finding]:
+        patch.delenv("PL_GLOBAL_SEED", raising=False)
+        model = network()
+        if by_lightning:
+            patch.setenv("PL_GLOBAL_SEED", "0")  # as seed_everything does; setenv is undone after the test
+            torch.manual_seed(0)
+        else:
+            patch.setattr(torch, "initial_seed", lambda: 2**50)
+        return found(model, rows(), steps=1)
+
+    return examine
+
+
+def deterministic(*, on: bool) -> Examine:
+    def examine(patch: Patch) -> list[Finding]:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        try:
+            torch.use_deterministic_algorithms(on)  # as Trainer(deterministic=True) does
+            return found(network().cuda(), rows(), steps=1)
+        finally:
+            torch.use_deterministic_algorithms(mode=False)
+
+    return examine
+
+
+fix("reproducibility", "seed_everything(0", seeded(by_lightning=False), seeded(by_lightning=True))
+fix("reproducibility", "Trainer(deterministic=True)", deterministic(on=False), deterministic(on=True), needs_cuda=True)
+
+# --- the loss and what is kept of it
+
+
+def summing(detach: Callable[[Tensor], Tensor]) -> Examine:
+    total: list[Any] = [0]
+    outputs: list[Any] = []
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        out = model(batch[0])
+        loss = F.mse_loss(out, batch[1])
+        total[0] = total[0] + detach(loss)
+        outputs.append(detach(out))
+        return loss
+
+    return stepping(step)
+
+
+def growing(keep: Callable[[Tensor], Any]) -> Examine:
+    kept: list[Any] = []
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        kept.append(keep(torch.ones(2**18)))  # 1 MiB
+        return squared(model, batch)
+
+    def examine(_: Patch) -> list[Finding]:
+        with VirtualDevice("64MiB"):
+            return found(network(), rows(), step, steps=12)
+
+    return examine
+
+
+def flat(change: Callable[[Any, Any], tuple[Any, Any]]) -> Examine:
+    def step(model: nn.Module, batch: Any) -> Any:
+        prediction, target = change(model(batch[0]), batch[1])
+        return (prediction - target).square().mean()
+
+    return stepping(step, loader=rows(flat=True))
+
+
+fix("retained_graphs", "Keep numbers and not graphs", summing(lambda x: x), summing(Tensor.detach))
+fix("memory_growth", "Find what is collected", growing(lambda x: x), growing(lambda x: float(x.sum())))
+fix(
+    "loss_broadcast", "target.unsqueeze(1), or prediction.squeeze(1)",
+    flat(lambda p, y: (p, y)), flat(lambda p, y: (p, y.unsqueeze(1))), flat(lambda p, y: (p.squeeze(1), y)),
+)  # fmt: skip
+fix(
+    "loss_sum", 'reduction="mean"',
+    stepping(lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="sum"), steps=1),
+    stepping(lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="mean"), steps=1),
+    stepping(lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="sum") / len(b[0]), steps=1),
+)  # fmt: skip
+
+
+def with_rates(early: float, late: float) -> Examine:
+    """Examine a training whose learning rate changes after ten steps."""
+
+    def examine(_: Patch) -> list[Finding]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=early)
+        numbers = itertools.count(-1)  # the trial counts too
+
+        def step(m: nn.Module, batch: Any) -> Any:
+            optimizer.param_groups[0]["lr"] = late if next(numbers) >= 10 else early
+            return squared(m, batch)
+
+        return found(model, rows(), step, optimizer=optimizer, steps=16)
+
+    return examine
+
+
+def with_batch(size: float) -> Examine:
+    batches = [next(iter(rows())) for _ in range(15)]
+    batches[10] = [batches[10][0], batches[10][1] * size]
+    return lambda _: found(network(), batches, steps=15)
+
+
+fix("loss_spikes", "lower the learning rate", with_rates(0.01, 10.0), with_rates(0.01, 0.01))
+fix("loss_spikes", "look at this batch", with_batch(1000.0), with_batch(1.0))
+
+# --- the checks themselves
+
+
+def failing(model: nn.Module, batch: Any) -> Any:
+    raise KeyError("the user's own mistake")
+
+
+def broken_check(**options: Any) -> Examine:
+    def examine(patch: Patch) -> list[Finding]:
+        patch.setattr(SymmetricWeights, "before_training", lambda _: 1 / 0)
+        return found(network(), rows(), **options)
+
+    return examine
+
+
+fix("step", "Mend the step first", stepping(failing), stepping(squared))
+fix("symmetric_weights", "Leave it out with ignore=", broken_check(), broken_check(ignore=["symmetric_weights"]))
+
+# This says that there is nothing to do.
+NOTHING = {step_trial.why_no_trial.__name__}
+
+
+@pytest.mark.filterwarnings("ignore:.*(target size|requires_grad=True|scheduler).*")
+@pytest.mark.parametrize("case", FIXES)
+def test_the_fix_makes_the_finding_disappear(case, monkeypatch, tmp_path):
+    monkeypatch.tmp_path = tmp_path
+    findings = [one for one in case.broken(monkeypatch) if one.check == case.check and case.text in one.fix]
+    assert len(findings) == 1
+    for mended in case.mended:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.tmp_path = tmp_path
+            left = mended(patch)
+        assert [str(one) for one in left if one.fix == findings[0].fix or one.is_serious] == []
+
+
+def test_every_fix_in_the_source_is_applied_here():
+    room = Path(lightning_memtools.doctor.__file__).parent
+    calls = [
+        (f"{path.name}:{node.lineno}", node.args)
+        for path in sorted(room.glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding"
+    ]
+    assert len(calls) >= 30
+    cases = [parameter.values[0] for parameter in FIXES]
+    for place, (check, *_, written) in calls:
+        for text in set(texts_of(written)) - NOTHING:
+            fixed = [case for case in cases if case.text in text and ast.unparse(check) in {repr(case.check), "name"}]
+            assert fixed, f"no test applies the fix of {place}: {text}"
+
+
+def texts_of(written: ast.expr) -> list[str]:
+    """The texts that an expression can have, without what f-strings put in."""
+    if isinstance(written, ast.IfExp):
+        return [*texts_of(written.body), *texts_of(written.orelse)]
+    if isinstance(written, ast.JoinedStr):
+        return ["".join(str(one.value) for one in written.values if isinstance(one, ast.Constant))]
+    if isinstance(written, ast.Constant):
+        return [str(written.value)]
+    if isinstance(written, ast.Call):
+        return [ast.unparse(written.func)]
+    return []  # a variable: the checkpoint's prefix, of which both texts are applied above
