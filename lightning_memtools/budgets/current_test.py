@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BudgetSettings:
-    """What pytest was started with.
+    """The settings that pytest was started with.
 
     Attributes:
         file: The file of recorded peaks.
@@ -35,7 +35,7 @@ class CurrentTest:
 
     Attributes:
         name: Its node id.
-        settings: What pytest was started with.
+        settings: Those that pytest was started with.
         peaks: The peaks that it has measured, by their names in the file.
         notes: Sentences for the end of pytest's report.
         unused: Contexts of `assert_peak_memory` that were made and not entered yet.

@@ -134,6 +134,8 @@ def _figures(peak: PeakMemory | None, rows: Iterable[tuple[str, str]]) -> Iterat
 
 def _since(change: Change) -> list[tuple[str, str]]:
     was, now = format_size(change.before), format_size(change.after)
+    if not change.difference:
+        return [(change.name, f"{now}, as recorded")]
     return [(change.name, f"{was} -> {now}, {change.sign} ({change.percent})")]
 
 

@@ -193,7 +193,7 @@ class _OnVirtualDevice:
     def on_module(self, module: nn.Module) -> None:
         self._device.track(module)
 
-    def on_step(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def on_step(self, _modules: Sequence[nn.Module], _optimizers: Sequence[Optimizer]) -> None:
         # It charges gradients and optimizer states to their modules, as long as these live.
         self._device.composition()
 
@@ -263,8 +263,8 @@ class _OnCuda:
         return self
 
     def on_module(self, module: nn.Module) -> None:
-        self._labels.append(labels := ModuleLabels(module))
-        labels.enter_phase("forward")
+        # Without a phase: the label that autograd's thread got in a backward would stay with it.
+        self._labels.append(ModuleLabels(module))
 
     def on_step(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)

@@ -1,4 +1,4 @@
-"""What changed between two peaks: totals, categories, and the modules and lines whose bytes changed, largest first."""
+"""The change from one peak to another: totals, categories, and the modules and lines that changed, largest first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_memtools.budgets.peak_memory import PeakMemory, pattern_of, without_number
+from lightning_memtools.budgets.peak_memory import PeakMemory, pattern_of, place_of, without_number
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.tables import Table, markdown_table
 
@@ -42,8 +42,8 @@ class Change:
 
     @property
     def percent(self) -> str:
-        """The difference as a share of the first side, such as "+12.5%"; empty where there was nothing."""
-        return f"{100 * self.difference / self.before:+.1f}%" if self.before else ""
+        """The difference as a share of the first side, such as "+12.5%"; empty without one."""
+        return f"{100 * self.difference / self.before:+.1f}%" if self.before and self.difference else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,21 @@ class MemoryDiff:
 
     @property
     def lines(self) -> list[Change]:
-        """The lines of code that changed, largest change first; a line that only moved is the same line."""
-        return [one for one in _changes(self.before.lines, self.after.lines, key=without_number) if one.name]
+        """The lines of code that changed, largest change first.
+
+        A line that only moved is the same line, and so is one whose text changed where it stands.
+        """
+        moved = {without_number(line) for line in self.before.lines} & {without_number(line) for line in self.after.lines}
+
+        def key(line: str) -> str:
+            text = without_number(line)
+            return text if text in moved else place_of(line)
+
+        return [one for one in _changes(self.before.lines, self.after.lines, key=key) if one.name]
 
     @property
     def remarks(self) -> list[str]:
-        """What makes the two hard to compare: another engine, torch or GPU."""
+        """Sentences that say why the two are hard to compare: another engine, torch or GPU."""
         pairs = ((name, getattr(self.before, name), getattr(self.after, name)) for name in ("engine", "torch", "gpu"))
         return [
             f"The two were not made alike: {name} {before or 'not known'} and {after or 'not known'}."

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 _SMALL_SHARE = 0.005
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
-_PLACE = re.compile(r"(?P<file>.+?):\d+(?P<rest>: .*)")
+_PLACE = re.compile(r"(?P<place>(?P<file>.+?):\d+)(?P<rest>: .*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,12 @@ def without_number(line: str) -> str:
     """Return a line without its number: lines above it may have come or gone."""
     match = _PLACE.fullmatch(line)
     return f"{match['file']}{match['rest']}" if match else line
+
+
+def place_of(line: str) -> str:
+    """Return a line's file and number without its text."""
+    match = _PLACE.fullmatch(line)
+    return match["place"] if match else line
 
 
 def _summed(modules: Mapping[str, int]) -> dict[str, int]:

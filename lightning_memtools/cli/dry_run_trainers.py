@@ -134,7 +134,8 @@ class RunObserver:
     def watch_layers(self, model: nn.Module) -> None:
         """Start to measure how many bytes each innermost module leaves allocated, and label requests with modules."""
         self._labels.append(labels := ModuleLabels(model))
-        labels.enter_phase("forward")
+        if self.is_watching:
+            labels.enter_phase("forward")
         for name, module in model.named_modules():
             if next(module.children(), None) is None:
                 shown = plain_name(f"{name}.").removesuffix(".") or type(model).__name__

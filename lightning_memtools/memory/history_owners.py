@@ -1,4 +1,4 @@
-"""Who holds the memory at the peak of a recorded history: the owners of blocks, noted while it was recorded."""
+"""The holders of memory at the peak of a recorded history, by the owners of blocks that were noted meanwhile."""
 
 from __future__ import annotations
 
