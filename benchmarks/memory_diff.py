@@ -1,8 +1,9 @@
 """`memtools diff`: changes of one line in models of timm and transformers, found and their lines named.
 
 Each model is trained by a Lightning module of a file of its own. Its step is estimated before and after a change of one
-line: an activation that the model keeps, in a copy of the library's own source; a `del` that the step drops; an
-optimizer's second state. Found is a change if the peak grew by what the line keeps and the largest growth is that line's.
+line: a copy of an activation that the model keeps, in a copy of the library's own source; a `del` that the step drops;
+an optimizer's second state. A change is found if the peak grew and the line with the largest growth is the one that
+allocates what is kept.
 
     python -m lightning_memtools.null_cuda benchmarks/memory_diff.py
 """
@@ -37,7 +38,8 @@ IMAGES, TOKENS = "torch.zeros(4, 3, 224, 224)", "torch.zeros(2, 128, dtype=torch
 CASES = {
     "timm resnet18": ("timm.models.resnet", "ResNet", "forward_features", "x", "resnet18()", IMAGES),
     "timm vit_tiny": (
-        "timm.models.vision_transformer", "VisionTransformer", "forward_features", "x", "vit_tiny_patch16_224()", IMAGES,
+        "timm.models.vision_transformer", "VisionTransformer", "forward_features", "x", "vit_tiny_patch16_224()",
+        IMAGES,
     ),
     "timm convnext_atto": ("timm.models.convnext", "ConvNeXt", "forward_features", "x", "convnext_atto()", IMAGES),
     "timm efficientnet_b0": (
@@ -50,8 +52,7 @@ CASES = {
     ),
     "transformers llama": (
         "transformers.models.llama.modeling_llama", "LlamaModel", "forward", "hidden_states",
-        "LlamaModel(LlamaConfig(num_hidden_layers=4, hidden_size=256, intermediate_size=512, num_attention_heads=4,"
-        " num_key_value_heads=4, vocab_size=8000))", TOKENS,
+        "LlamaModel(LlamaConfig(num_hidden_layers=4, hidden_size=256, intermediate_size=512, vocab_size=8000))", TOKENS,
     ),
     "transformers bert": (
         "transformers.models.bert.modeling_bert", "BertModel", "forward", "sequence_output",
@@ -64,7 +65,8 @@ CASES = {
     ),
     "transformers vit": (
         "transformers.models.vit.modeling_vit", "ViTModel", "forward", "sequence_output",
-        "ViTModel(ViTConfig(num_hidden_layers=4, hidden_size=192, intermediate_size=384, num_attention_heads=3))", IMAGES,
+        "ViTModel(ViTConfig(num_hidden_layers=4, hidden_size=192, intermediate_size=384, num_attention_heads=3))",
+        IMAGES,
     ),
 }  # fmt: skip
 TASK = """

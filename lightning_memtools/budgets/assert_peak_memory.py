@@ -153,9 +153,11 @@ class PeakMemoryBudget:
             return
         self.peak = self._code.peak
         if not self.peak.allocated:
+            where = "Only what runs in this process counts."
+            if self.peak.engine == "cuda":
+                where = "This process has a CUDA device, and only what is put there counts: move model and batch to it."
             raise ValueError(
-                f"{named_test()}nothing was allocated within the budget's code, so there is nothing to hold it to. "
-                "Only what runs in this process counts, and on a CUDA device only what is put there."
+                f"{named_test()}nothing was allocated within the budget's code, so there is nothing to hold it to. {where}"
             )
         if self._stage == "train" and not self._code.n_steps:
             raise ValueError(

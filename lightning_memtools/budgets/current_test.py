@@ -20,11 +20,13 @@ class BudgetSettings:
 
     Attributes:
         file: The file of recorded peaks.
+        root: The root of the tests, from which lines of code are named.
         records: Whether peaks are recorded anew.
         tolerance: The share by which a peak may exceed the recorded one.
     """
 
     file: Path
+    root: Path = Path()
     records: bool = False
     tolerance: float = 0.01
 

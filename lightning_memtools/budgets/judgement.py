@@ -58,6 +58,7 @@ def judge(peak: PeakMemory, at_most: int | None) -> None:
             raise AssertionError(over_budget(peak, at_most))
         return
     name = test.next_name()
+    peak = peak.named_from(test.settings.root)
     try:
         recorded = test.recorded.peaks.get(name)
     except RecordedPeaksError as error:

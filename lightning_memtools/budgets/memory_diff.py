@@ -87,7 +87,9 @@ class MemoryDiff:
 
         A line that only moved is the same line, and so is one whose text changed where it stands.
         """
-        moved = {without_number(line) for line in self.before.lines} & {without_number(line) for line in self.after.lines}
+        moved = {without_number(line) for line in self.before.lines} & {
+            without_number(line) for line in self.after.lines
+        }
 
         def key(line: str) -> str:
             text = without_number(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Self
 
 _SMALL_SHARE = 0.005
@@ -64,12 +65,24 @@ class PeakMemory:
                 raise ValueError(f"{name} is no table of bytes.")
         return replace(made, notes=tuple(made.notes))
 
+    def named_from(self, root: Path) -> Self:
+        """Return it with its lines named from a folder, and not from the one that the process happens to work in."""
+        return replace(self, lines={_named_from(line, root): size for line, size in self.lines.items()})
+
     def shortened(self) -> Self:
         """Return it for a file that people review: members of lists together, and without small parts."""
         least = _SMALL_SHARE * self.allocated
         large = {name: size for name, size in _summed(self.modules).items() if size >= least}
         lines = {line: size for line, size in self.lines.items() if line and size >= least}
         return replace(self, modules=large, lines=lines, notes=())
+
+
+def _named_from(line: str, root: Path) -> str:
+    match = _PLACE.fullmatch(line)
+    path = Path.cwd() / match["file"] if match else None
+    if match is None or path is None or not path.is_relative_to(root) or not path.exists():
+        return line  # of an installed library, whose name does not depend on the folder
+    return f"{path.relative_to(root).as_posix()}{line.removeprefix(match['file'])}"
 
 
 def pattern_of(module: str) -> str:

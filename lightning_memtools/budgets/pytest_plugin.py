@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--memory-tolerance={given!r}: give a share in percent of 0% or more, such as 2%.")
     config.stash[_SETTINGS] = BudgetSettings(
         file=Path(config.rootpath, config.getini("memory_budgets")),
+        root=config.rootpath,
         records=config.getoption("memory_record"),
         tolerance=tolerance,
     )

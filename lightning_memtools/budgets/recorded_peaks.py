@@ -71,8 +71,8 @@ def write_recorded(file: Path, new: Mapping[str, Mapping[str, Any]]) -> None:
         RecordedPeaksError: There is a file that cannot be read.
     """
     known = {name: peak.as_json() for name, peak in read_recorded(file).peaks.items()}
-    tests = dict(sorted({**known, **new}.items()))
-    text = json.dumps({"about": _ABOUT, "format": FORMAT, "tests": tests}, indent=2, ensure_ascii=False)
+    content = {"about": _ABOUT, "format": FORMAT, "tests": {**known, **new}}
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
     part = file.with_name(f"{file.name}.part")
     part.write_text(f"{text}\n", encoding="utf-8")
     part.replace(file)

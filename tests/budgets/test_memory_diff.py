@@ -39,7 +39,8 @@ def test_members_of_a_list_that_changed_alike_are_one_row():
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern"), [("layers.10.attn.0", "layers.*.attn.*"), ("0.conv1", "*.conv1"), ("conv1x1.bn2", "conv1x1.bn2")]
+    ("name", "pattern"),
+    [("layers.10.attn.0", "layers.*.attn.*"), ("0.conv1", "*.conv1"), ("conv1x1.bn2", "conv1x1.bn2")],
 )
 def test_numbers_of_members_are_left_out_of_a_pattern(name, pattern):
     assert pattern_of(name) == pattern
@@ -79,7 +80,8 @@ def test_json_gives_both_sides_back():
 
 def test_a_row_for_review_holds_what_is_large_and_lists_as_one():
     long = peak(
-        modules={f"layers.{i}": 10 * MIB for i in range(9)} | {"tiny": MIB // 4}, lines={"a.py:1: x": MIB, "b.py:1: y": 1}
+        modules={f"layers.{i}": 10 * MIB for i in range(9)} | {"tiny": MIB // 4},
+        lines={"a.py:1: x": MIB, "b.py:1: y": 1},
     )
     assert long.shortened().modules == {"layers.*": 90 * MIB}
     assert long.shortened().lines == {"a.py:1: x": MIB}

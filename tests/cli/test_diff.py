@@ -48,7 +48,9 @@ def test_two_dry_runs_as_files_and_as_a_folder(tmp_path, capsys):
     after.write_text(json.dumps(asdict(dry_run_result(8))))
     found = diff(capsys, before, after.parent)
     assert found["totals"][0]["difference"] == 8 * MIB
-    assert found["modules"] == [{"name": "net", "before": 64 * MIB, "after": 72 * MIB, "count": 1, "difference": 8 * MIB}]
+    assert found["modules"] == [
+        {"name": "net", "before": 64 * MIB, "after": 72 * MIB, "count": 1, "difference": 8 * MIB}
+    ]
     assert found["lines"][0]["name"] == "net.py:7: self.kept.append(x)"
     assert main(["diff", str(before), str(after), "--markdown"]) == 0
     assert "| net.py:7: self.kept.append(x) | 0 B | 8.00 MiB | +8.00 MiB |" in capsys.readouterr().out
@@ -93,8 +95,9 @@ def runs(tmp_path_factory):
         logs = tmp_path_factory.mktemp("runs")
         with VirtualDevice():
             trainer = L.Trainer(
-                max_steps=3, accelerator="cpu", log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
-                enable_checkpointing=False, logger=L.pytorch.loggers.TensorBoardLogger(logs, name="", version=""),
+                max_steps=3, accelerator="cpu", log_every_n_steps=1, enable_progress_bar=False,
+                enable_model_summary=False, enable_checkpointing=False,
+                logger=L.pytorch.loggers.TensorBoardLogger(logs, name="", version=""),
                 callbacks=[MemoryMonitor(snapshot_at_step=2)],
             )  # fmt: skip
             trainer.fit(Wider(width), loader())
@@ -194,12 +197,25 @@ def test_two_revisions_of_a_script(tmp_path):
 
     git = ("git", "-c", "user.email=a@b", "-c", "user.name=a")
     run("git", "init", "-q")
-    for text in (SCRIPT, SCRIPT.replace("out = model(", "kept.append(out := model(").replace('"cuda"))\n    out', '"cuda")))\n    out')):
+    for text in (
+        SCRIPT,
+        SCRIPT.replace("out = model(", "kept.append(out := model(").replace('"cuda"))\n    out', '"cuda")))\n    out'),
+    ):
         (tmp_path / "train.py").write_text(text)
         run("git", "add", "train.py")
         run(*git, "commit", "-qm", "step")
     before = (tmp_path / ".git" / "HEAD").read_text(), sorted(path.name for path in (tmp_path / ".git").iterdir())
-    command = (sys.executable, "-m", "lightning_memtools.cli.main", "diff", "--json", "--git", "HEAD~1..HEAD", "--", "train.py")
+    command = (
+        sys.executable,
+        "-m",
+        "lightning_memtools.cli.main",
+        "diff",
+        "--json",
+        "--git",
+        "HEAD~1..HEAD",
+        "--",
+        "train.py",
+    )
     found = json.loads(run(*command))
     # Two results of 4 MiB, of the steps before.
     assert found["totals"][0]["difference"] == pytest.approx(2 * 4 * MIB, abs=2 * MIB)
@@ -207,7 +223,9 @@ def test_two_revisions_of_a_script(tmp_path):
     assert [found[side]["name"] for side in ("before", "after")] == ["HEAD~1", "HEAD"]
     assert ((tmp_path / ".git" / "HEAD").read_text(), sorted(p.name for p in (tmp_path / ".git").iterdir())) == before
     (tmp_path / "train.py").write_text("1 / 0")
-    done = subprocess.run([*command[:-3], "HEAD", "--", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command[:-3], "HEAD", "--", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "the files as they are: The script ended with an error of its own" in done.stderr
 
