@@ -37,7 +37,8 @@ class Classifier(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG002, Lightning passes it
         """Return the loss."""
-        return self(batch).square().mean()
+        loss: Tensor = self(batch).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""

@@ -156,9 +156,7 @@ class PeakMemoryBudget:
             where = "Only what runs in this process counts."
             if self.peak.engine == "cuda":
                 where = "This process has a CUDA device, and only what is put there counts: move model and batch to it."
-            raise ValueError(
-                f"{named_test()}nothing was allocated within the budget's code, so there is nothing to hold it to. {where}"
-            )
+            raise ValueError(f"{named_test()}nothing was allocated, so there is nothing to hold to the budget. {where}")
         if self._stage == "train" and not self._code.n_steps:
             raise ValueError(
                 f"{named_test()}no optimizer took a step within the budget's code, so it does not say what training "

@@ -29,8 +29,8 @@ def page(tmp_path_factory):
     for name, width, step in (("narrow", 4096, 2), ("wide", 16384, 2), ("without", 64, None)):
         with VirtualDevice():
             trainer = L.Trainer(
-                max_steps=4, accelerator="cpu", log_every_n_steps=1, enable_progress_bar=False, enable_checkpointing=False,
-                enable_model_summary=False, logger=TensorBoardLogger(logs, name="", version=name),
+                max_steps=4, accelerator="cpu", log_every_n_steps=1, enable_progress_bar=False,
+                enable_checkpointing=False, enable_model_summary=False, logger=TensorBoardLogger(logs, name="", version=name),
                 callbacks=[MemoryMonitor(snapshot_at_step=step), LossCurves()],
             )  # fmt: skip
             trainer.fit(Wide(width), loader())
@@ -47,17 +47,13 @@ def test_compared_runs_show_their_curves_and_the_modules_that_differ(page, tmp_p
         assert wait_until(lambda: "Memory by module" in window.execute_script(text))
         titles = window.execute_script("return [...document.querySelectorAll('h3')].map((one) => one.textContent)")
         assert titles[0] == "Runs side by side"
-        assert {"Memory of the chosen runs", "Loss of the chosen runs", "Memory by module at the peak of a step"} <= {
-            *titles
-        }
-        legend = "return [...document.querySelectorAll('.legend')].map((one) => [...one.children].map((li) => li.innerText.trim()))"
-        assert [[name.split("\n")[0] for name in one] for one in window.execute_script(legend)][0] == [
-            "narrow",
-            "wide",
-            "without",
-        ]
+        wanted = {"Memory of the chosen runs", "Loss of the chosen runs", "Memory by module at the peak of a step"}
+        assert wanted <= {*titles}
+        legend = "return [...document.querySelector('.legend').children].map((one) => one.innerText.trim())"
+        assert [name.split("\n")[0] for name in window.execute_script(legend)] == ["narrow", "wide", "without"]
         table = """
-        const section = [...document.querySelectorAll('section')].find((one) => one.textContent.startsWith('Memory by module'));
+        const sections = [...document.querySelectorAll('section')];
+        const section = sections.find((one) => one.textContent.startsWith('Memory by module'));
         return [...section.querySelectorAll('tr')].map((row) => [...row.children].map((cell) => cell.innerText.trim()));
         """
         rows = window.execute_script(table)
@@ -65,13 +61,12 @@ def test_compared_runs_show_their_curves_and_the_modules_that_differ(page, tmp_p
         sizes = {row[0]: row[1:] for row in rows[1:]}
         # Weights and biases: 4 + 1 and 1 numbers of four bytes, for 4,096 and for 16,384 units.
         assert sizes["(parameters)"][1].endswith("+288 KiB")
-        first = [
-            float(row[2].split("+")[-1].split()[0]) * {"KiB": 1, "MiB": 1024}[row[2].split()[-1]] for row in rows[1:]
-        ]
-        assert first == sorted(first, reverse=True)
+        grown = [row[2].split("+")[-1].split() for row in rows[1:]]
+        in_kib = [float(number) * {"B": 1 / 1024, "KiB": 1, "MiB": 1024}[unit] for number, unit in grown]
+        assert in_kib == sorted(in_kib, reverse=True)
         window.save_screenshot(str(tmp_path / "compare.png"))
 
         # Without the first run, the others are compared, of which one has no snapshot.
         window.execute_script("document.querySelector('input[type=checkbox]').click()")
         assert wait_until(lambda: "two runs have a snapshot" in window.execute_script(text))
-        assert [name.split("\n")[0] for name in window.execute_script(legend)[0]] == ["wide", "without"]
+        assert [name.split("\n")[0] for name in window.execute_script(legend)] == ["wide", "without"]
