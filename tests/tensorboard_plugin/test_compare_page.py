@@ -30,7 +30,8 @@ def page(tmp_path_factory):
         with VirtualDevice():
             trainer = L.Trainer(
                 max_steps=4, accelerator="cpu", log_every_n_steps=1, enable_progress_bar=False,
-                enable_checkpointing=False, enable_model_summary=False, logger=TensorBoardLogger(logs, name="", version=name),
+                enable_checkpointing=False, enable_model_summary=False,
+                logger=TensorBoardLogger(logs, name="", version=name),
                 callbacks=[MemoryMonitor(snapshot_at_step=step), LossCurves()],
             )  # fmt: skip
             trainer.fit(Wide(width), loader())
