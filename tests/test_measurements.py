@@ -43,8 +43,8 @@ def test_the_figures_are_those_of_the_results():
     assert diffs[0]["found"] == diffs[1]["found"]
     plugin = RESULTS["pytest_start"]
     rows = (
-        f"takes {plugin['with over without']:.2f} times the processor time, two runs without it "
-        f"{plugin['without again over without']:.2f} times",
+        f"takes {plugin['with over without']:.2f} times the processor time, two runs without",
+        f"runs without it {plugin['without again over without']:.2f} times",
         f"in {diffs[0]['found']} of {diffs[0]['of']} changes of one line in ten models",
         f"to the byte in {truth['allocated']['equal_pct']}% of {truth['compared']} cases",
         f"reserved in {truth['reserved']['equal_pct']}%",

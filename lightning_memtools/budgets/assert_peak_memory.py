@@ -137,10 +137,9 @@ class PeakMemoryBudget:
         if test is not None and self in test.unused:
             test.unused.remove(self)
         try:
-            self._code = MeasuredCode(gpu=self._gpu)
-        except ValueError as error:
-            raise ValueError(f"{named_test()}{error}") from error
-        self._code.__enter__()
+            self._code = MeasuredCode(gpu=self._gpu).__enter__()
+        except (RuntimeError, ValueError) as error:
+            raise type(error)(f"{named_test()}{error}") from error
         return self
 
     def __exit__(

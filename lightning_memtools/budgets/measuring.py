@@ -21,6 +21,7 @@ from lightning_memtools._torch import (
     clear_cublas_workspaces,
     cuda_memory_snapshot,
     in_backward,
+    is_cuda_history_recorded,
     record_cuda_history,
     stop_cuda_history,
 )
@@ -107,11 +108,13 @@ class MeasuredCode:
     def __enter__(self) -> Self:
         gc.collect()
         was_on = gc.isenabled()
-        self._stack.enter_context(gc_frozen())
-        gc.disable()
-        self._stack.callback(gc.enable if was_on else gc.disable)
-        self._stack.enter_context(self._measuring)
-        self._stack.enter_context(_UsedObjects(self._measuring))
+        with ExitStack() as stack:
+            stack.enter_context(gc_frozen())
+            gc.disable()
+            stack.callback(gc.enable if was_on else gc.disable)
+            stack.enter_context(self._measuring)
+            stack.enter_context(_UsedObjects(self._measuring))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -180,8 +183,8 @@ class _OnVirtualDevice:
         self._device.listen(_Phases(self._recorder))
 
     def __enter__(self) -> Self:
-        self.lines.__enter__()
         self._device.__enter__()
+        self.lines.__enter__()
         self._recorder.begin("forward", 0)
         return self
 
@@ -271,11 +274,17 @@ class _OnCuda:
         self._owners.note(_STAGE, model, optimizers, None)
 
     def __exit__(self, *error: object) -> None:
+        was_recorded = is_cuda_history_recorded()
         snapshot = cuda_memory_snapshot()
         stop_cuda_history()
         for labels in self._labels:
             labels.remove()
         self.lines.__exit__(*error)
+        if not was_recorded:
+            raise RuntimeError(
+                "the code within the budget stopped the recording of torch's memory history, by which it is measured. "
+                "Take torch.cuda.memory._record_memory_history out of it."
+            )
         history = snapshot["device_traces"][torch.cuda.current_device()]
         self._snapshot = {
             "device_traces": [_own_entries([entry for entry in history if entry["time_us"] >= self._begin])],

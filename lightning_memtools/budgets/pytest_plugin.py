@@ -92,7 +92,7 @@ def _without_frames(run: Callable[[], _T]) -> _T:
     """Run what begins or ends a marked test; what it says of the test is shown without the frames of this package."""
     try:
         return run()
-    except (AssertionError, TypeError, ValueError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
 
 

@@ -26,7 +26,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("results", nargs="*", metavar="RESULT", help="the two results; with --git the script")
     parser.add_argument(
         "--git", metavar="A..B",
-        help="dry-run the script that follows -- at two revisions; A alone compares with the files as they are now",
+        help="dry-run the script that follows -- at two revisions; A alone compares with the files as they are now "
+        "(default: no script)",
     )  # fmt: skip
     parser.add_argument("--gpu", metavar="NAME", help="with --git: the GPU of the dry runs (default: an A100 of 1 TiB)")
     parser.add_argument(

@@ -40,7 +40,7 @@ def peak_in(path: Path, chosen: argparse.Namespace, status: Status) -> PeakMemor
     """
     if path.is_dir():
         return _of_json(path / _DRY_RUN) if (path / _DRY_RUN).exists() else _of_run(path)
-    if not path.is_file():
+    if not path.exists():
         raise UsageError(f"There is no {path}.")
     if path.suffix == ".pickle":
         return _of_snapshot(path)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
-from lightning_memtools import PeakMemory, assert_peak_memory, estimate_memory
+from lightning_memtools import PeakMemory, VirtualDevice, assert_peak_memory, estimate_memory
 from lightning_memtools.budgets.current_test import BudgetSettings, CurrentTest
 
 MIB = 2**20
@@ -116,6 +118,15 @@ def test_an_error_of_the_code_itself_is_not_hidden():
 def test_a_budget_that_is_no_size_is_refused(at_most, said):
     with pytest.raises(ValueError, match=said):
         assert_peak_memory(Net(), torch.ones(2, 256), at_most=at_most, step=loss_of)
+
+
+def test_within_another_virtual_device_nothing_is_measured_and_all_is_as_before():
+    hooks, was_on = len(module_hooks._global_forward_pre_hooks), gc.isenabled()
+    with VirtualDevice("1GiB"), pytest.raises(RuntimeError, match="is entered already"):
+        assert_peak_memory(at_most="1GiB").__enter__()
+    assert (len(module_hooks._global_forward_pre_hooks), gc.isenabled()) == (hooks, was_on)
+    assert torch.optim.Optimizer.__init__.__name__ == "__init__"
+    assert not hasattr(torch.optim.Optimizer.__init__, "__wrapped__")
 
 
 @pytest.mark.parametrize(
