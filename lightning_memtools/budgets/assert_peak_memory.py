@@ -89,7 +89,11 @@ def assert_peak_memory(
     if stage not in get_args(Stage):
         raise ValueError(f"{named_test()}stage is {stage!r}. Accepted are {', '.join(map(repr, get_args(Stage)))}.")
     budget = None if at_most is None else parse_budget(at_most)
-    if gpu is not None and find_gpu(gpu) is None:
+    try:
+        is_known = gpu is None or find_gpu(gpu) is not None
+    except ValueError as error:
+        raise ValueError(f"{named_test()}gpu: {error}") from None
+    if not is_known:
         raise ValueError(f'{named_test()}gpu is {gpu!r}, which is no known GPU. Give a name such as "A100 80GB".')
     if model is None:
         if options or batch is not None:

@@ -52,15 +52,11 @@ def device_matches(gpu: str | None) -> bool:
     """Return whether this process has a CUDA device, of dry runs or real, that is like the GPU that is meant."""
     if not torch.cuda.is_available():
         return False
-    return gpu is None or GpuShape.of(find_gpu(gpu)) == _shape_here()
-
-
-def _shape_here() -> GpuShape:
+    wanted = None if gpu is None else find_gpu(gpu)
+    if wanted is None:
+        return True
     here = torch.cuda.get_device_properties(torch.cuda.current_device())
-    named = next((gpu for gpu in [find_gpu(here.name.removesuffix(" (dry run)"))] if gpu is not None), None)
-    if named is not None:
-        return GpuShape.of(named)
-    return GpuShape(here.multi_processor_count, here.max_threads_per_multi_processor, (here.major, here.minor))
+    return (here.multi_processor_count, here.major, here.minor) == (wanted.multiprocessors, *wanted.capability)
 
 
 def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory:

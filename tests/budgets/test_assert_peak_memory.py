@@ -142,6 +142,8 @@ def test_a_model_without_parameters_and_an_unknown_gpu_are_refused():
         assert_peak_memory(nn.ReLU(), torch.ones(2), at_most="8GiB", step=lambda m, x: m(x).sum())
     with pytest.raises(ValueError, match="A100 81GB"):
         assert_peak_memory(Net(), torch.ones(2, 256), at_most="8GiB", gpu="A100 81GB", step=loss_of)
+    with pytest.raises(ValueError, match="gpu: 'A100' comes with different sizes"):
+        assert_peak_memory(Net(), torch.ones(2, 256), at_most="8GiB", gpu="A100", step=loss_of)
     with pytest.raises(TypeError, match="precision"):
         assert_peak_memory(at_most="8GiB", precision="bf16-mixed")
 
@@ -173,3 +175,16 @@ def test_on_cuda_code_is_measured_alone_and_equal_to_the_simulation():
     estimate = estimate_memory(Net(), torch.ones(512, 256), step=loss_of, optimizer=torch.optim.AdamW)
     assert abs(again.allocated - estimate.peak_allocated) <= 512 * 256 * 4 + 2048
     assert any("torch.optim.AdamW" in line for line in again.lines)
+
+
+@pytest.mark.cuda_memory
+def test_on_cuda_a_step_for_another_gpu_is_simulated_and_code_for_it_is_refused():
+    def engine(gpu):
+        batch = torch.ones(8, 256)
+        return assert_peak_memory(Net(), batch, at_most="1GiB", gpu=gpu, step=loss_of, optimizer=torch.optim.SGD).engine
+
+    assert (engine("A100 80GB"), engine("H100 80GB")) == ("cuda", "simulation")  # of make test-cuda
+    with assert_peak_memory(at_most="1GiB", gpu="A100 40GB", stage="val"):
+        torch.ones(1000, device="cuda")
+    with pytest.raises(ValueError, match="null_cuda --gpu 'H100 80GB'"):
+        assert_peak_memory(at_most="1GiB", gpu="H100 80GB").__enter__()
