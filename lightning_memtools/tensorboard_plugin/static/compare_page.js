@@ -119,7 +119,7 @@ export class ComparePage {
     if (this.drawn !== chosen || !place.isConnected) return;
     const views = steps.filter(({ step }) => step.timeline);
     if (views.length < 2) {
-      clear(place, h("p", { class: "remark" }, "Memory by module is compared where two runs have a snapshot of a step: MemoryMonitor(snapshot_at_step=...) takes one."));
+      clear(place, chosen.length < 2 ? null : h("p", { class: "remark" }, "Memory by module is compared where two runs have a snapshot of a step: MemoryMonitor(snapshot_at_step=...) takes one."));
       return;
     }
     clear(place, holdersTable("module", views, "modules"), holdersTable("line", views, "lines"));
