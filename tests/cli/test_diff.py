@@ -245,7 +245,9 @@ def test_a_budget_of_a_script_has_an_exit_status_of_its_own(tmp_path):
     peak = DryRunResult.from_json(json.loads(done.stdout)).peak
     assert isinstance(peak, PeakMemory)
     assert sum(peak.modules.values()) == sum(peak.lines.values())
-    assert run("--at-most", "1GiB").returncode == 0
+    again = run("--at-most", "1GiB", "--json")
+    assert again.returncode == 0
+    assert DryRunResult.from_json(json.loads(again.stdout)).peak == peak  # equal to the byte in another process
     assert run("--at-most", "22").returncode == 2
     (tmp_path / "nothing.py").write_text("print('nothing')")
     assert run("--at-most", "22GiB", script="nothing.py").returncode == 1
