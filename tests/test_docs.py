@@ -97,9 +97,9 @@ def test_the_workflow_on_the_page_is_the_file_and_runs_commands_that_exist():
     text = (ROOT / "examples" / "memory_budgets_workflow.yml").read_text("utf-8")
     assert text in blocks("memory-budgets.md", "yaml")
     steps = yaml.safe_load(text)["jobs"]["budgets"]["steps"]
-    ran = "\n".join(step.get("run", "") for step in steps)
+    ran = "\n".join(step.get("run", "") for step in steps).replace("\\\n", "")
     parser = command_parser()
-    lines = re.findall(r"\.venv/bin/memtools (.*?)(?: >.*)?$", ran, re.MULTILINE)
+    lines = re.findall(r"\.venv/bin/memtools (.*?)(?: \|.*)?$", ran, re.MULTILINE)
     assert [parser.parse_args(shlex.split(line)).run.__module__.rpartition(".")[2] for line in lines] == [
         "dry_run",
         "diff",
