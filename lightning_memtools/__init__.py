@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_memtools.batch_size.batch_size_result import BatchSizeResult
+    from lightning_memtools.budgets.assert_peak_memory import assert_peak_memory
+    from lightning_memtools.budgets.peak_memory import PeakMemory
     from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner, tune_batch_size
     from lightning_memtools.callbacks.empty_cache import EmptyCache
     from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
@@ -63,10 +65,12 @@ _HOME_OF_NAME = {
     "NonFiniteError": "nonfinite.halt_report",
     "OOMRecovery": "callbacks.oom_recovery",
     "OOMReport": "callbacks.oom_report",
+    "PeakMemory": "budgets.peak_memory",
     "Replay": "nonfinite.capsule_replay",
     "TrainingDoctor": "callbacks.training_doctor",
     "TrainingMistakeError": "doctor.findings",
     "VirtualDevice": "memory.virtual",
+    "assert_peak_memory": "budgets.assert_peak_memory",
     "default_callbacks": "callbacks.presets",
     "diagnose": "doctor.diagnosing",
     "dry_run": "cli.dry_run",
@@ -100,10 +104,12 @@ __all__ = [
     "NonFiniteError",
     "OOMRecovery",
     "OOMReport",
+    "PeakMemory",
     "Replay",
     "TrainingDoctor",
     "TrainingMistakeError",
     "VirtualDevice",
+    "assert_peak_memory",
     "default_callbacks",
     "diagnose",
     "dry_run",

@@ -27,6 +27,7 @@ FLOOR = {
     "batch_size": 4,
     "estimate": 4,
     "doctor": 4,
+    "budgets": 5,
     "oom": 5,
     "recovery": 5,
     "callbacks": 6,

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import runpy
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_memtools
 from lightning_memtools import NonFiniteError
+from lightning_memtools.cli.main import command_parser
 from tests import gpu_docs
 from tests.prepared.starting import prepared_python
 
@@ -89,6 +91,19 @@ def test_every_block_of_yaml_makes_its_callbacks(text, tmp_path, monkeypatch):
     wanted = yaml.safe_load(text)["trainer"]["callbacks"]
     made = {type(one).__name__ for one in cli.trainer.callbacks}
     assert {one["class_path"].rpartition(".")[2] for one in wanted} <= made
+
+
+def test_the_workflow_on_the_page_is_the_file_and_runs_commands_that_exist():
+    text = (ROOT / "examples" / "memory_budgets_workflow.yml").read_text("utf-8")
+    assert text in blocks("memory-budgets.md", "yaml")
+    steps = yaml.safe_load(text)["jobs"]["budgets"]["steps"]
+    ran = "\n".join(step.get("run", "") for step in steps).replace("\\\n", "")
+    parser = command_parser()
+    lines = re.findall(r"\.venv/bin/memtools (.*?)(?: \|.*)?$", ran, re.MULTILINE)
+    assert [parser.parse_args(shlex.split(line)).run.__module__.rpartition(".")[2] for line in lines] == [
+        "dry_run",
+        "diff",
+    ]
 
 
 def test_the_list_of_gpus_is_that_of_the_package():

@@ -39,7 +39,14 @@ def test_the_figures_are_those_of_the_results():
     assert not [why for why in newly if why == "not sorted" or why.startswith("names this library")]
     plans = RESULTS["packages"]["summary"]
     slow, fast = (start[f"load_fast={how}"]["ratio until it listens"] for how in ("false", "true"))
+    diffs = [RESULTS["memory_diff"][engine] for engine in ("simulation", "cuda")]
+    assert [len(one["models"]) for one in diffs] == [10, 10]
+    assert diffs[0]["found"] == diffs[1]["found"]
+    plugin = RESULTS["pytest_start"]
     rows = (
+        f"takes {plugin['with over without']:.2f} times the processor time, two runs without",
+        f"runs without it {plugin['without again over without']:.2f} times",
+        f"in {diffs[0]['found']} of {diffs[0]['of']} changes of one line in ten models",
         f"to the byte in {truth['allocated']['equal_pct']}% of {truth['compared']} cases",
         f"reserved in {truth['reserved']['equal_pct']}%",
         f"to the byte in {on_cpu['allocated']['equal_pct']}% of {on_cpu['compared']} cases, reserved",

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_memtools.argument_types import check_types
+from lightning_memtools.budgets.judgement import over_budget, parse_budget
+from lightning_memtools.budgets.peak_memory import PeakMemory
 from lightning_memtools.cli.targets import UsageError, require_folder_of
 from lightning_memtools.memory.sizes import context_bytes, format_size, is_count
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS, environment, null_devices
@@ -25,7 +27,7 @@ from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 
 _CHILD = "lightning_memtools.cli.dry_run_child"
-FITS, FAILED, OUT_OF_MEMORY = 0, 1, 3
+FITS, FAILED, OUT_OF_MEMORY, OVER_BUDGET = 0, 1, 3, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,9 @@ class DryRunStage:
         peak_reserved: The highest that PyTorch's allocator held.
         by_category: Parameters, buffers, gradients, optimizer state and inputs at the moment of the peak; "activations"
             is the rest: activations and temporary tensors. Empty where the history of allocations was too long to keep.
+        by_module: The bytes of each module at that moment: its own parameters, gradients and optimizer state, and what
+            its operators have made. What belongs to none has an empty name.
+        by_line: The bytes that each line of code has asked for, such as "model.py:48: x = self.norm(x)".
         phase: forward, backward or optimizer: where training's peak was.
     """
 
@@ -70,6 +75,8 @@ class DryRunStage:
     peak_allocated: int
     peak_reserved: int
     by_category: dict[str, int] = field(default_factory=dict)
+    by_module: dict[str, int] = field(default_factory=dict, repr=False)
+    by_line: dict[str, int] = field(default_factory=dict, repr=False)
     phase: str | None = None
 
 
@@ -97,6 +104,7 @@ class DryRunResult:
         rank: The rank that was run.
         devices: How many ranks there are.
         directory: Where the run's files are.
+        torch: The version of torch.
     """
 
     device: str
@@ -114,6 +122,7 @@ class DryRunResult:
     rank: int = 0
     devices: int = 1
     directory: str = ""
+    torch: str = ""
 
     @property
     def fits(self) -> bool:
@@ -135,6 +144,23 @@ class DryRunResult:
             return "It fits."
         return "It fits if what these lines assume of values that nobody computed is true:\n" + "\n".join(
             f"- {one}" for one in self.assumed
+        )
+
+    @property
+    def peak(self) -> PeakMemory:
+        """The highest peak of all stages."""
+        none = DryRunStage(stage="", peak_allocated=0, peak_reserved=0)
+        highest = max(self.stages, key=lambda one: one.peak_allocated, default=none)
+        return PeakMemory(
+            allocated=highest.peak_allocated,
+            reserved=max((one.peak_reserved for one in self.stages), default=0),
+            engine="cuda",
+            torch=self.torch,
+            gpu=self.device.removesuffix(" (dry run)").removeprefix("no limit"),
+            peak_at=", ".join(filter(None, (highest.stage, highest.phase))),
+            categories=highest.by_category,
+            modules=highest.by_module,
+            lines=highest.by_line,
         )
 
     def table(self) -> Table:
@@ -285,12 +311,16 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "dry-run",
         help="run a training script on PyTorch's CUDA code without a GPU",
         description="Run an unchanged training script on CUDA devices that account for memory and compute nothing. "
-        "Exit status: 0 the run fits, 3 it ran out of memory, 1 the script failed, 2 it could not be started.",
+        "Exit status: 0 the run fits, 3 it ran out of memory, 4 it takes more than --at-most, 1 the script failed, "
+        "2 it could not be started.",
     )
     parser.add_argument(
         "--gpu", metavar="NAME", help="the GPU that the device is like, such as 'RTX 4090' (default: an A100 of 1 TiB)"
     )
     parser.add_argument("--capacity", metavar="SIZE", help="bytes of each device, such as 24GiB (default: the GPU's)")
+    parser.add_argument(
+        "--at-most", metavar="SIZE", help="a budget for the peak of allocated memory, such as 22GiB (default: none)"
+    )
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many devices there are (default: 1)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is run (default: 0)")
     parser.add_argument(
@@ -326,6 +356,7 @@ def run(chosen: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         require_folder_of(chosen.snapshot)
+        budget = None if chosen.at_most is None else parse_budget(chosen.at_most, what="--at-most")
         result = dry_run(
             chosen.script,
             chosen.arguments,
@@ -351,7 +382,21 @@ def run(chosen: argparse.Namespace) -> int:
         print(json.dumps(asdict(result), indent=1))  # noqa: T201
     else:
         _show(result)
-    return result.status if result.fits or result.status else FAILED
+    if not result.fits:
+        return result.status or FAILED
+    return FITS if budget is None else _held_to(result, budget)
+
+
+def _held_to(result: DryRunResult, budget: int) -> int:
+    """Say on stderr if the run takes more than its budget, and return the exit status."""
+    peak = result.peak
+    if not peak.allocated:
+        print("memtools: --at-most: nothing was allocated on the device, so nothing is within it.", file=sys.stderr)  # noqa: T201
+        return FAILED
+    if peak.allocated <= budget:
+        return FITS
+    print(f"memtools: --at-most: {over_budget(peak, budget)}", file=sys.stderr)  # noqa: T201
+    return OVER_BUDGET
 
 
 def _show(result: DryRunResult) -> None:

@@ -39,6 +39,7 @@ from lightning_memtools.cli.dry_run_trainers import (
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
 from lightning_memtools.memory.oom_errors import is_out_of_memory
+from lightning_memtools.memory.peak_holders import held_by
 from lightning_memtools.memory.sizes import GpuShape, context_bytes, known_gpus
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, USERS
 from lightning_memtools.null_cuda.recorded_convolutions import convolutions_in, growth_with_workspaces
@@ -172,6 +173,7 @@ def _run(spec: DryRunSpec, known: KnownValues) -> None:
     observer.owners.enter(WHOLE_SCRIPT)
     # Registered before the script registers its own functions, so it runs after them.
     atexit.register(_end_here)
+    observer.owners.lines.__enter__()  # until the process ends
     variables: dict[str, Any] = {}
     steps: int | None = None
     try:
@@ -215,12 +217,19 @@ def _with_composition(observer: RunObserver, snapshot: dict[str, Any]) -> list[D
     entries = snapshot["device_traces"][observer.spec.rank]
     if len(entries) >= _HISTORY_ENTRIES:
         return list(observer.stages.values())
-    owners = observer.owners.compositions(entries)
+    holders = observer.owners.holders(entries)
 
     def composed(stage: DryRunStage) -> DryRunStage:
-        known = {name: size for name, size in owners.get(stage.stage, {}).items() if size}
+        found = holders.get(stage.stage, ())
+        sizes = {what: held_by(found, what) for what in ("category", "module", "line")}
+        known = {name: size for name, size in sizes["category"].items() if size and name != "activations"}
         rest = max(0, stage.peak_allocated - sum(known.values()))
-        return replace(stage, by_category=known | {"activations": rest} if known else {})
+        return replace(
+            stage,
+            by_category=known | {"activations": rest} if known else {},
+            by_module=sizes["module"],
+            by_line=sizes["line"],
+        )
 
     return [composed(stage) for stage in observer.stages.values()]
 
@@ -251,6 +260,7 @@ def _result_of(
         rank=spec.rank,
         devices=spec.devices,
         directory=spec.directory,
+        torch=torch.__version__.partition("+")[0],
         **read,
     )
 

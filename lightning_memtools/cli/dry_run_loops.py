@@ -55,7 +55,8 @@ class LoopWatch:
             self._note()
 
     def _note(self) -> None:
-        self._observer.see(nn.ModuleList(self._models), list(self._optimizers), None)
+        models = list(self._models)
+        self._observer.see(models[0] if len(models) == 1 else nn.ModuleList(models), list(self._optimizers), None)
 
 
 def _whole_models() -> Iterator[nn.Module]:

@@ -21,11 +21,12 @@ from torch import nn
 from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_first
 from lightning_memtools.cli.dry_run import DryRunSpec, DryRunStage
 from lightning_memtools.cli.dry_run_files import RunFiles
-from lightning_memtools.cli.dry_run_owners import OwnerNotes
+from lightning_memtools.memory.history_owners import OwnerNotes
 from lightning_memtools.memory.loader_sizes import n_samples_of
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.peaks import PeakCounter, Phase, PhaseWatch, Stage, StageWatch, peak_counter
 from lightning_memtools.memory.readers import accelerator_reader, allocated_bytes
+from lightning_memtools.memory.step_snapshot import ModuleLabels
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.simulation.known_values import FollowedValues, KnownValues, values_known
 
@@ -55,6 +56,7 @@ class RunObserver:
         self.script_peaks = {"allocated_bytes": 0, "reserved_bytes": 0}
         self.owners = OwnerNotes()
         self._hooks: list[Any] = []
+        self._labels: list[ModuleLabels] = []
         self._open: list[tuple[str, int]] = []
 
     def note(self, text: str) -> None:
@@ -91,6 +93,8 @@ class RunObserver:
         """Begin a phase of a training step; None after the last."""
         if self._phases is not None:
             self._phases.switch(phase)
+        for labels in self._labels:
+            labels.enter_phase(phase or "")
 
     def see(self, model: nn.Module, optimizers: Sequence[Any], batch: Any) -> None:
         """Note which blocks model, optimizers and batch own; the batch is on the device."""
@@ -128,7 +132,10 @@ class RunObserver:
             self.watch_layers(model)
 
     def watch_layers(self, model: nn.Module) -> None:
-        """Start to measure how many bytes each innermost module leaves allocated."""
+        """Start to measure how many bytes each innermost module leaves allocated, and label requests with modules."""
+        self._labels.append(labels := ModuleLabels(model))
+        if self.is_watching:
+            labels.enter_phase("forward")
         for name, module in model.named_modules():
             if next(module.children(), None) is None:
                 shown = plain_name(f"{name}.").removesuffix(".") or type(model).__name__
@@ -153,9 +160,10 @@ class RunObserver:
 
     def end(self) -> None:
         """End a call of a Trainer. Idempotent."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._labels):
             hook.remove()
         self._hooks.clear()
+        self._labels.clear()
         if self._watch is None:
             return
         phases = self._phases.point() if self._phases is not None else {}

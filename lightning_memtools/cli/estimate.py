@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -69,6 +70,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument(
         "--snapshot", metavar="FILE", help="write a snapshot for pytorch.org/memory_viz (default: none)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the peak as JSON, for memtools diff (default: tables)"
     )
     parser.set_defaults(run=run)
 
@@ -147,10 +151,15 @@ def _made(chosen: argparse.Namespace) -> MemoryEstimate:
 def _estimate(chosen: argparse.Namespace) -> None:
     import rich.console  # noqa: PLC0415, --help needs it not
 
+    from lightning_memtools.budgets.measuring import peak_of_estimate  # noqa: PLC0415, as above
+
     if chosen.max_batch and chosen.capacity is None:
         raise UsageError("--max-batch needs --capacity, such as --capacity 24GiB.")
     with working("The step is traced"):
         estimate = _made(chosen)
+    if chosen.json:
+        print(json.dumps(peak_of_estimate(estimate, gpu=chosen.capacity).as_json(), indent=1))  # noqa: T201, a command
+        return
     console = rich.console.Console()
     word = estimate.word_on_capacity()
     if word:

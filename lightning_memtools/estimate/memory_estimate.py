@@ -10,6 +10,7 @@ from typing import Self
 from lightning_memtools.estimate.batch_sizes import TracedSize, largest_batch
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline
 from lightning_memtools.memory.allocator import AllocationTrace, CachingAllocator, replay, save_snapshot
+from lightning_memtools.memory.peak_holders import PeakHolder
 from lightning_memtools.memory.sizes import context_bytes, find_gpu, format_size, known_gpus, parse_capacity
 from lightning_memtools.reporting.notebooks import shown_as
 from lightning_memtools.reporting.tables import Table, markdown_table
@@ -78,6 +79,8 @@ class MemoryEstimate:
         gradient_count: Elements of the parameters that got a gradient; under FSDP 1, of this rank's part of them.
         parameter_bytes: Bytes of parameters and buffers, under FSDP of this rank's part of them.
         modules: Every module of the model, in its order.
+        holders: What holds the memory at that moment: category, module, line of code and bytes, largest first. They add
+            up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
         timeline: Allocated bytes by category, and reserved bytes, after every event.
         batch_size: The first dimension of the batch's first tensor; None where there is none.
@@ -98,6 +101,7 @@ class MemoryEstimate:
     gradient_count: int
     parameter_bytes: int
     modules: tuple[ModuleMemory, ...] = field(repr=False)
+    holders: tuple[PeakHolder, ...] = field(repr=False)
     step_peaks: tuple[int, ...]
     timeline: MemoryTimeline = field(repr=False)
     batch_size: int | None

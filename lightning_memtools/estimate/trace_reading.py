@@ -10,8 +10,10 @@ from torch import nn
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate, ModuleMemory, PeakPlace
 from lightning_memtools.estimate.memory_timeline import MemoryTimeline, part_of, timeline_of
 from lightning_memtools.memory.allocator import replay
+from lightning_memtools.memory.peak_holders import PeakHolder, gathered
+from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
-from lightning_memtools.simulation.recording import Allocation, AllocationRecorder
+from lightning_memtools.simulation.recording import WORKSPACE, Allocation, AllocationRecorder
 from lightning_memtools.simulation.step_runner import batch_size_of
 from lightning_memtools.simulation.tracer import SimulationSettings, Traced
 
@@ -36,12 +38,13 @@ def read_estimate(
     return MemoryEstimate(
         peak_allocated=stats.peak_allocated,
         peak_reserved=stats.peak_reserved,
-        peak_at=_place(recorder, timeline.peak, type(model).__name__),
+        peak_at=place_at(recorder, timeline.peak, type(model).__name__),
         composition=timeline.at(timeline.peak) if timeline.allocated else {},
         parameter_count=traced.n_parameters,
         gradient_count=traced.n_gradients,
         parameter_bytes=traced.parameter_bytes,
         modules=_modules(traced, model, timeline),
+        holders=holders_at(recorder, timeline.peak, type(model).__name__),
         step_peaks=_step_peaks(timeline),
         timeline=timeline,
         batch_size=batch_size_of(batch),
@@ -66,7 +69,8 @@ def _convolution_workspaces(traced: Traced) -> int:
     return max(0, peaks[1] - peaks[0])
 
 
-def _place(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
+def place_at(recorder: AllocationRecorder, event: int, model: str) -> PeakPlace:
+    """Return the moment of an event, with the names of modules without that of the model."""
     born = next((one for one in recorder.allocations.values() if one.born == event), None)
     if born is None:
         return PeakPlace(0, "setup", "", "")
@@ -146,6 +150,26 @@ def _bytes_at(recorder: AllocationRecorder, event: int) -> dict[str, int]:
         if is_there and part_of(allocation) == "activations":
             found[allocation.module] = found.get(allocation.module, 0) + allocation.size
     return found
+
+
+def holders_at(recorder: AllocationRecorder, event: int, model: str) -> tuple[PeakHolder, ...]:
+    """Return what is allocated right after an event, by category, module and line."""
+    return gathered(
+        PeakHolder(part_of(one), _holding_module(one.module, model), _line_of(one), one.size)
+        for one in recorder.allocations.values()
+        if one.born <= event and (one.died is None or one.died > event)
+    )
+
+
+def _holding_module(module: str, model: str) -> str:
+    return module if module in {BACKWARD, OPTIMIZER} else _path(module, model)
+
+
+def _line_of(one: Allocation) -> str:
+    # What is there before the first step was put there by us, and workspaces belong to whichever step comes first.
+    if one.step < 0 or one.kind == WORKSPACE or one.line is None:
+        return ""
+    return one.line.described if isinstance(one.line, CodeLine) else one.line
 
 
 def _step_peaks(timeline: MemoryTimeline) -> tuple[int, ...]:

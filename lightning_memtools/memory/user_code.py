@@ -6,7 +6,7 @@ import inspect
 import linecache
 import os
 import sysconfig
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,8 @@ _THIS_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
+# Autograd's engine and an optimizer's step: what they allocate belongs to no line that called them.
+_ENGINES = frozenset({f"{_TORCH}autograd/graph.py", f"{_TORCH}optim/optimizer.py"})
 LIGHTNING_PACKAGES = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})
 # Installed packages that only pass calls on.
 _PASSING = LIGHTNING_PACKAGES | {"lightning_utilities", "torchmetrics"}
@@ -46,6 +48,11 @@ class CodeLine:
         """The text of the line without its indentation; empty where the file cannot be read."""
         linecache.checkcache(self.file)
         return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def described(self) -> str:
+        """The place and the text, such as "model.py:48: x = self.norm(x)"."""
+        return f"{short_path(self.file)}:{self.line}: {self.source}"
 
     def __str__(self) -> str:
         text = f"{short_path(self.file)}:{self.line}"
@@ -123,6 +130,41 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
             found = file, frame.f_lineno, code.co_name
         frame = frame.f_back
     return None if found is None else CodeLine(*found)
+
+
+def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") -> CodeLine | None:
+    """Return the line of a recorded stack as `line_that_allocates` finds it on the stack.
+
+    Args:
+        frames: The frames of an entry of torch's memory history, innermost first.
+        stop_at: The file at whose first frame the search ends.
+    """
+    for frame in frames:
+        file = frame["filename"]
+        if file == stop_at or file in _ENGINES:
+            break
+        if owner_of(file) in {"user", "installed"}:
+            return CodeLine(file, frame["line"], frame["name"])
+    return None
+
+
+def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
+    """Return the innermost line on the stack that belongs to the user or an installed library, for an allocation.
+
+    Args:
+        stop_at: The file at whose first frame the search ends.
+    """
+    # As line_on_stack, without the caller of an installed library, whose search would reach further up each time.
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if file == stop_at or file in _ENGINES:
+            break
+        if owner_of(file) in {"user", "installed"}:
+            return CodeLine(file, frame.f_lineno, code.co_name)
+        frame = frame.f_back
+    return None
 
 
 def calling_package() -> str:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 # Without a GPU and a capacity nothing is to run out, so that what is needed can be told.
-_DEFAULT_GPU = "A100 80GB"
+DEFAULT_GPU = "A100 80GB"
+"""The GPU that devices are like where none is named."""
 _NO_LIMIT_BYTES = 2**40
 _DRY_RUN = " (dry run)"
 _NAME = "NULL_CUDA_NAME"
@@ -76,7 +77,7 @@ def null_devices(
     if not 1 <= count <= 120:  # noqa: PLR2004, MAX_DEVICES of sources/null_device.h
         raise ValueError(f"devices={count}: PyTorch knows between 1 and 120 devices of a machine.")
     named = find_gpu(capacity) if gpu is None and isinstance(capacity, str) else None
-    model = named or find_gpu(gpu or _DEFAULT_GPU)
+    model = named or find_gpu(gpu or DEFAULT_GPU)
     if model is None:
         parse_capacity(gpu or "")  # raises, and names GPUs that are near
         known = ", ".join(one.name for one in known_gpus())

@@ -27,9 +27,11 @@ from lightning_memtools._torch import (
 )
 from lightning_memtools.memory.allocator import Block
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
-from lightning_memtools.memory.owned import owned_addresses
+from lightning_memtools.memory.optimizer_lines import OptimizerLines
+from lightning_memtools.memory.peak_holders import BlockOwner, block_owners
 from lightning_memtools.memory.sizes import parse_size
 from lightning_memtools.memory.step_snapshot import ModuleLabels
+from lightning_memtools.memory.user_code import CodeLine, line_of_frames
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER, OUTSIDE
 from lightning_memtools.null_cuda.launch import CONVOLUTIONS, computes_nothing
@@ -40,6 +42,7 @@ from lightning_memtools.simulation.one_rank import Placement, one_rank
 from lightning_memtools.simulation.recording import WORKSPACE, AllocationRecorder
 from lightning_memtools.simulation.step_runner import Recipe, StepListener, copy_of_batch
 from lightning_memtools.simulation.tracer import (
+    OUTSIDE_OF_STEPS,
     SimulationSettings,
     Subject,
     Traced,
@@ -58,6 +61,7 @@ _CATEGORIES = {
     "buffers": Category.BUFFER,
     "gradients": Category.GRADIENT,
     "optimizer": Category.OPTIMIZER,
+    "inputs": Category.INPUT,
 }
 
 
@@ -113,7 +117,7 @@ def trace_on_cuda(subject: Subject, batch: Any, recipe: Recipe, settings: Simula
         result = Traced(run.device_for(settings), AllocationRecorder(run.device.allocator))
         record_cuda_history(_MOST_ENTRIES)
         try:
-            with noted_shapes(model, result.shapes), torch.enable_grad(), FollowedValues(known):
+            with noted_shapes(model, result.shapes), torch.enable_grad(), FollowedValues(known), run.optimizer_lines:
                 maker = optimizer_maker(subject, exchange)
                 run_steps(subject, maker, recipe, run, device="cuda", set_up=run.set_up)
             run.note_owners()
@@ -169,8 +173,9 @@ class _CudaRun(StepListener):
         self._dtype = dtype
         self._optimizers: list[Optimizer] = []
         self._phase, self._step = "setup", -1
-        # (phase, step, categories of blocks by address)
-        self._notes: deque[tuple[str, int, dict[int, Category]]] = deque()
+        # (phase, step, owners of blocks by address)
+        self._notes: deque[tuple[str, int, dict[int, BlockOwner]]] = deque()
+        self.optimizer_lines = OptimizerLines()
         self.labels = ModuleLabels(model)
         self.labels.enter_phase("setup")
 
@@ -203,7 +208,7 @@ class _CudaRun(StepListener):
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """Return the batch, copied to the device."""
         batch = move(batch)
-        self._note(dict.fromkeys((one.data_ptr() for one in tensors_in(batch)), Category.INPUT))
+        self._note(dict.fromkeys((one.data_ptr() for one in tensors_in(batch)), BlockOwner("inputs")))
         self._n_batches += 1
         self._place.begin_batch(self.called, self._n_batches)
         return batch
@@ -214,10 +219,10 @@ class _CudaRun(StepListener):
 
     def note_owners(self) -> None:
         """Note the blocks of parameters, gradients and optimizer states."""
-        owned = owned_addresses(self.called, self._optimizers, None)
-        self._note({address: _CATEGORIES[name] for name, address in owned if name in _CATEGORIES})
+        owners = block_owners(self.called, self._optimizers, None, self.optimizer_lines)
+        self._note({address: owner for address, owner in owners.items() if owner.category in _CATEGORIES})
 
-    def _note(self, owned: dict[int, Category]) -> None:
+    def _note(self, owned: dict[int, BlockOwner]) -> None:
         self._notes.append((self._phase, self._step, owned))
 
     def play(
@@ -241,6 +246,7 @@ class _CudaRun(StepListener):
                 block = allocator.malloc(entry["size"], stream=stream, label=module)
                 recorder.on_allocation(block, Category.ACTIVATION if recorder.step >= 0 else Category.OTHER, module)
                 live[address] = block
+                recorder.allocations[block.id].line = self._line_of(entry)
                 for n_bytes in workspaces.get(at, ()):
                     recorder.on_library_workspace(n_bytes)
             elif entry["action"] == "free_completed" and address in live:
@@ -256,19 +262,28 @@ class _CudaRun(StepListener):
             known = recorder.allocations[block.id]
             # What cuBLAS keeps has no owner, and stays.
             if known.kind == Category.ACTIVATION and block.requested == parse_size(settings.cublas_workspace):
-                known.kind, known.module = WORKSPACE, "workspace"
+                known.kind, known.module, known.line = WORKSPACE, "workspace", None
+
+    @staticmethod
+    def _line_of(entry: dict[str, Any]) -> CodeLine | None:
+        return line_of_frames(entry.get("frames") or (), stop_at=OUTSIDE_OF_STEPS)
 
     def _pass(self, recorder: AllocationRecorder, live: dict[int, Block]) -> None:
         phase, step, owned = self._notes.popleft()
         if (phase, step) != (recorder.phase, recorder.step):
             recorder.begin(phase, step)
-        for address, category in owned.items():
+        for address, owner in owned.items():
             if address in live:
                 known = recorder.allocations[live[address].id]
-                known.kind, known.module = category, OUTSIDE
+                known.kind, known.module = _CATEGORIES[owner.category], self._path(owner.module)
+                known.line = owner.line or known.line
 
     def _module_of(self, name: str, phase: str) -> str:
         if phase in {"backward", "clip", "optimizer"}:
             return BACKWARD if phase == "backward" else OPTIMIZER
+        return self._path(name or None)
+
+    def _path(self, name: str | None) -> str:
+        """Return a module's name as the simulation gives it, which begins with the model's class."""
         root = self._root
-        return OUTSIDE if not name else root if name == root else f"{root}.{name}"
+        return OUTSIDE if name is None else root if name in {"", root} else f"{root}.{name}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_memtools._torch import autograd_sequence_number, current_autograd_node, node_sequence_number
 from lightning_memtools.memory.allocator import Block, CachingAllocator
+from lightning_memtools.memory.user_code import CodeLine
 from lightning_memtools.memory.virtual import Category, VirtualDevice
 from lightning_memtools.memory.virtual.ledger import DeviceListener
 from lightning_memtools.memory.virtual.module_scopes import BACKWARD, OPTIMIZER
@@ -29,6 +31,7 @@ class Allocation:
         kind: The last known `Category`, or `WORKSPACE`.
         module: The module that it is charged to.
         node_number: In backward, the sequence number of the autograd node that was running.
+        line: The line of code that asked for it; None where it is not known.
         died: The event that freed it; None if it was never freed.
     """
 
@@ -40,6 +43,7 @@ class Allocation:
     kind: int = Category.OTHER
     module: str = ""
     node_number: int | None = None
+    line: str | CodeLine | None = None
     died: int | None = None
 
 
@@ -55,9 +59,11 @@ class AllocationRecorder(DeviceListener):
         reserved: Bytes reserved after each event.
         marks: The first event of each phase: (event, step, phase).
         library_workspaces: Momentary workspaces of libraries: (length of the allocator's trace at that time, bytes).
+        line: Returns the line of code that asks for memory now; None where none is known.
     """
 
-    def __init__(self, allocator: CachingAllocator) -> None:
+    def __init__(self, allocator: CachingAllocator, line: Callable[[], str | CodeLine | None] = lambda: None) -> None:
+        self.line = line
         self.step = -1
         self.phase = "setup"
         self.operation: Any = None
@@ -111,6 +117,7 @@ class AllocationRecorder(DeviceListener):
             kind=WORKSPACE if category is None else category,
             module=module,
             node_number=None if node is None else node_sequence_number(node),
+            line=self.line(),
         )
         self._note()
 

@@ -13,9 +13,12 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.optimizer_lines import OptimizerLines
 from lightning_memtools.memory.owned import storage_of
 from lightning_memtools.memory.sizes import GpuShape
+from lightning_memtools.memory.user_code import CodeLine, line_that_allocates
 from lightning_memtools.memory.virtual import Category, VirtualDevice
+from lightning_memtools.simulation import step_runner
 from lightning_memtools.simulation.ddp_buckets import Buckets, BucketSettings, unwrapped
 from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
 from lightning_memtools.simulation.known_values import KnownValues, values_known
@@ -30,6 +33,9 @@ from lightning_memtools.simulation.step_runner import (
     StepRunner,
     copy_of_batch,
 )
+
+OUTSIDE_OF_STEPS = step_runner.__file__
+"""Above the frames of this file are those of the user's call, which asks for no memory itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +169,14 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSett
         cuda_like=settings.cuda,
         record=True,
     )
-    recorder = AllocationRecorder(device.allocator)
+    lines = OptimizerLines()
+
+    def line() -> str | CodeLine | None:
+        known = line_that_allocates(stop_at=OUTSIDE_OF_STEPS)
+        # A step also runs forward and backward, where it is given them as a closure.
+        return known or (lines.running if recorder.phase == "optimizer" else None)
+
+    recorder = AllocationRecorder(device.allocator, line)
     device.gpu = settings.gpu
     device.listen(recorder)
     result = Traced(device, recorder)
@@ -180,6 +193,7 @@ def trace(subject: Subject, batch: Any, recipe: Recipe, settings: SimulationSett
         if subject.ddp is not None:
             buckets = Buckets(model, subject.ddp, count=count_bucket, on_host=not settings.cuda)
         stack.enter_context(noted_shapes(model, result.shapes))
+        stack.enter_context(lines)
         tracer = Tracer(device, recorder, batch, recipe.dtype, buckets, accumulate=recipe.accumulate)
         run_steps(replace(subject, model=model), optimizer_maker(subject, exchange), recipe, tracer)
         count_parameters(model, result)

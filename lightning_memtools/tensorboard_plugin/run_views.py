@@ -224,6 +224,18 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
     }
 
 
+def composition_at_peak(run: LoggedRun) -> dict[str, float]:
+    """Return the GiB of each category at the point where they are most together; empty where they are not logged."""
+    curves = {name: run.curves.get(f"memory/composition/{name}_gib", Curve()) for name in CATEGORIES}
+    n_points = max(len(curve.values) for curve in curves.values())
+    whole = {name: curve.values for name, curve in curves.items() if len(curve.values) == n_points}
+    totals = [sum(values) for values in zip(*whole.values(), strict=True)]
+    if not totals:
+        return {}
+    peak = max(range(n_points), key=totals.__getitem__)
+    return {name: values[peak] for name, values in whole.items() if values[peak]}
+
+
 def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:
     """Return the figures of the newest runs, numbers in their names in order, and the name of the newest."""
     newest = sorted(runs.values(), key=_end, reverse=True)[:_MAX_RUNS]

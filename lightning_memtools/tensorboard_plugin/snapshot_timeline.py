@@ -20,6 +20,7 @@ _GRANULE = 512
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _BORN_IN = {"forward": "activations", "backward": "temporaries", "optimizer": "temporaries"}
 _REST = "everything else"
+_LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "/lightning_memtools/", "/contextlib.py")
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> di
     names = _names(blocks, peak)
     kept = [block for block in blocks if block.died is None or block.died > first]
     top = _top(kept, peak, is_marked=bool(owned))
+    holders = _holders_at(blocks, peak, is_marked=bool(owned))
     for block in blocks:
         block.part = block.part if block.part in names else _REST
     columns = _columns(shown, total)
@@ -98,6 +100,7 @@ def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> di
         "phases": [[event - first, name] for event, name in phases],
         "peak": {"at": peak - first, "bytes": total[peak], "phase": _phase_at(phases, peak)},
         "top": top,
+        "holders_at_peak": holders,
         # A VirtualDevice's only frame is a module, which has no line.
         "holders": "lines" if any(":" in name for one in top for name in one["names"]) else "modules",
         **(_block_table(kept, first) if with_blocks else {}),
@@ -252,6 +255,29 @@ def _top(blocks: Sequence[BlockLife], peak: int, *, is_marked: bool) -> list[dic
     ranked = sorted(held.items(), key=lambda one: (-one[1], one[0]))
     ties = ((size, [name for name, _ in group]) for size, group in groupby(ranked, key=lambda one: one[1]))
     return [{"bytes": size, "names": names} for size, names in list(ties)[:_MOST_TOP]]
+
+
+def _holders_at(blocks: Sequence[BlockLife], peak: int, *, is_marked: bool) -> dict[str, dict[str, int]]:
+    """Return the bytes at the peak by part, by module, and by line of the program; largest first."""
+    found: dict[str, dict[str, int]] = {"parts": {}, "modules": {}, "lines": {}}
+    for block in blocks:
+        if _is_alive(block, peak):
+            own = not is_marked or block.part in {"activations", "temporaries"}
+            names = (
+                ("parts", block.part if is_marked else ""),
+                ("modules", _module_of(block) if own else f"({block.part})"),
+                ("lines", _program_line(block)),
+            )
+            for what, name in names:
+                if name:
+                    found[what][name] = found[what].get(name, 0) + block.size
+    return {what: dict(sorted(sizes.items(), key=lambda one: (-one[1], one[0]))) for what, sizes in found.items()}
+
+
+def _program_line(block: BlockLife) -> str:
+    """Return the innermost line that is neither torch's nor Lightning's; "" for blocks without lines."""
+    own = (frame for frame in block.stack if ":" in frame and not any(one in frame for one in _LIBRARIES))
+    return next(own, "").rpartition("site-packages/")[2]
 
 
 def _module_of(block: BlockLife) -> str:

@@ -195,6 +195,7 @@ AT_WORK = {
     "replay": ("The step is run again", "CAPSULE", "--model", "slow.Slow"),
     "report": ("The page is written", "logs", "--output", "page.html"),
     "snapshot": ("The snapshot is read", "snapshot.pickle"),
+    "diff": ("The results are read", "snapshot.pickle", "snapshot.pickle"),
 }
 """tests/null_cuda/test_dry_run.py does the same with a dry run."""
 
@@ -203,7 +204,8 @@ AT_WORK = {
 def test_a_command_says_what_it_does_and_ends_with_one_line_after_ctrl_c(command, failed):
     doing, *arguments = AT_WORK[command]
     files = {"CAPSULE": next(failed.glob("nan/*capsule.pt"))}
-    pipe, mode = {"report": ("page.html", os.O_RDONLY), "snapshot": ("snapshot.pickle", os.O_WRONLY)}.get(
+    read = "snapshot.pickle", os.O_WRONLY
+    pipe, mode = {"report": ("page.html", os.O_RDONLY), "snapshot": read, "diff": read}.get(
         command, ("ready", os.O_RDONLY)
     )
     with started(failed, command, *(str(files.get(one, one)) for one in arguments)) as (process, terminal):

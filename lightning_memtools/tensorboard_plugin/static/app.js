@@ -24,7 +24,7 @@ export async function start(root, source) {
   const place = h("main", { id: "view", role: "tabpanel", tabindex: "-1" });
   const left = h("span", { class: "remark" });
   const problem = h("p", { class: "problem", role: "alert" });
-  const pages = { run: new RunPage(source, place, "run"), composition: new RunPage(source, place, "composition"), compare: new ComparePage(place) };
+  const pages = { run: new RunPage(source, place, "run"), composition: new RunPage(source, place, "composition"), compare: new ComparePage(source, place) };
   const bar = h("header", { class: "top" }, h("h1", {}, "Memory"), h("label", { for: "run", class: "picker" }, h("span", {}, "Run"), picker), left, h("div", { class: "tabs", role: "tablist", "aria-label": "Views" }, tabs));
   root.replaceChildren(bar, problem, place);
 

@@ -1,10 +1,10 @@
-"""The composition of a dry run's peaks: the owners of the blocks that were allocated at the moment of each peak."""
+"""The holders of memory at the peak of a recorded history, by the owners of blocks that were noted meanwhile."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.allocator.block_rounding import block_size
-from lightning_memtools.memory.owned import owned_addresses
+from lightning_memtools.memory.optimizer_lines import OptimizerLines
+from lightning_memtools.memory.peak_holders import BlockOwner, PeakHolder, block_owners, gathered
+from lightning_memtools.memory.user_code import line_of_frames
 
 _Entry = Mapping[str, Any]
-_Note = tuple[int, str | None, dict[int, str]]
+_Note = tuple[int, str | None, dict[int, BlockOwner]]
 
 
 @dataclass
@@ -23,25 +25,24 @@ class OwnerNotes:
     """Notes of which stage runs and which blocks have which owner, to be read beside the allocator's history.
 
     Attributes:
+        lines: The lines that made the optimizers.
         notes: Time in microseconds since 1970, as in the history; the stage that runs from then on, or None; and
             owners by the addresses of their blocks.
     """
 
+    lines: OptimizerLines = field(default_factory=OptimizerLines)
     notes: list[_Note] = field(default_factory=list)
 
     def enter(self, stage: str | None) -> None:
         """Note that a stage begins or continues; None where none runs."""
         self.notes.append((_now(), stage, {}))
 
-    def note(self, stage: str | None, model: nn.Module, optimizers: Iterable[Optimizer], batch: Any) -> None:
+    def note(self, stage: str | None, model: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> None:
         """Note the blocks of parameters, buffers, gradients, optimizer states and inputs."""
-        owned: dict[int, str] = {}
-        for name, address in owned_addresses(model, optimizers, batch):
-            owned.setdefault(address, name)
-        self.notes.append((_now(), stage, owned))
+        self.notes.append((_now(), stage, block_owners(model, optimizers, batch, self.lines)))
 
-    def compositions(self, entries: Sequence[_Entry]) -> dict[str, dict[str, int]]:
-        """Return the bytes of each owner when the most was allocated, by stage; without blocks that have no owner.
+    def holders(self, entries: Sequence[_Entry]) -> dict[str, tuple[PeakHolder, ...]]:
+        """Return who holds what when the most was allocated, by stage; blocks without an owner are "activations".
 
         Args:
             entries: The whole history of the device (`device_traces` of torch's snapshot).
@@ -50,16 +51,29 @@ class OwnerNotes:
         live: dict[int, _Block] = {}
         at_peak: dict[str, list[_Block]] = {}
         for at, (entry, passed) in enumerate(self._beside(entries)):
-            for address, owner in ((one, name) for _, _, owned in passed for one, name in owned.items()):
+            for address, owner in ((one, owner) for _, _, owned in passed for one, owner in owned.items()):
                 if address in live:
                     live[address].owner = owner
             if entry["action"] == "alloc":
-                live[entry["addr"]] = _Block(block_size(entry["size"]))
+                live[entry["addr"]] = _Block(entry)
             elif entry["action"] == "free_completed":
                 live.pop(entry["addr"], None)
             if at in stages:
                 at_peak[stages[at]] = list(live.values())  # some of them get their owners later
-        return {stage: _bytes_by_owner(blocks) for stage, blocks in at_peak.items()}
+        return {stage: gathered(one.holder() for one in blocks) for stage, blocks in at_peak.items()}
+
+    def moment(self, entries: Sequence[_Entry], stage: str) -> str:
+        """Return when a stage's peak was reached, such as "forward, in encoder.3"; "" where nothing was allocated."""
+        at = self._peaks(entries).get(stage)
+        if at is None:
+            return ""
+        phase, _, module = entries[at].get("user_metadata", "").partition(" | ")
+        files = [frame["filename"] for frame in entries[at].get("frames") or ()]
+        if not files:  # autograd's own thread runs no Python
+            phase = "backward"
+        elif any(file.endswith("torch/optim/optimizer.py") for file in files) and not module:
+            phase = "optimizer"
+        return ", in ".join(filter(None, (phase or "forward", module)))
 
     def _peaks(self, entries: Sequence[_Entry]) -> dict[str, int]:
         """Return the position of the entry after which each stage has the most allocated."""
@@ -88,16 +102,19 @@ class OwnerNotes:
 
 @dataclass(slots=True)
 class _Block:
-    size: int
-    owner: str = ""
+    entry: _Entry
+    owner: BlockOwner | None = None
 
-
-def _bytes_by_owner(blocks: Iterable[_Block]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for block in blocks:
-        if block.owner:
-            found[block.owner] += block.size
-    return dict(found)
+    def holder(self) -> PeakHolder:
+        n_bytes = block_size(self.entry["size"])
+        line = line_of_frames(self.entry.get("frames") or ())
+        described = "" if line is None else line.described
+        if self.owner is not None:
+            return PeakHolder(self.owner.category, self.owner.module or "", self.owner.line or described, n_bytes)
+        phase, _, module = self.entry.get("user_metadata", "").partition(" | ")
+        if not module and (phase == "backward" or not self.entry.get("frames")):  # autograd's own thread runs no Python
+            module = "(backward)"
+        return PeakHolder("activations", module, described, n_bytes)
 
 
 def _now() -> int:

@@ -1,0 +1,1 @@
+"""Memory under test: budgets, their recorded file, and what changed between two results."""

@@ -1,0 +1,79 @@
+"""The test that runs now, as pytest's plugin knows it: its name, its recorded peaks, and those that it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_memtools.budgets.recorded_peaks import RecordedPeaks
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSettings:
+    """The settings that pytest was started with.
+
+    Attributes:
+        file: The file of recorded peaks.
+        root: The root of the tests, from which lines of code are named.
+        records: Whether peaks are recorded anew.
+        tolerance: The share by which a peak may exceed the recorded one.
+    """
+
+    file: Path
+    root: Path = Path()
+    records: bool = False
+    tolerance: float = 0.01
+
+
+@dataclass
+class CurrentTest:
+    """One test while it runs.
+
+    Attributes:
+        name: Its node id.
+        settings: Those that pytest was started with.
+        peaks: The peaks that it has measured, by their names in the file.
+        notes: Sentences for the end of pytest's report.
+        unused: Contexts of `assert_peak_memory` that were made and not entered yet.
+    """
+
+    name: str
+    settings: BudgetSettings
+    peaks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unused: list[object] = field(default_factory=list)
+
+    @cached_property
+    def recorded(self) -> RecordedPeaks:
+        """The recorded peaks; read when the first test asks."""
+        from lightning_memtools.budgets.recorded_peaks import read_recorded  # noqa: PLC0415, only tests with a budget
+
+        return read_recorded(self.settings.file)
+
+    def next_name(self) -> str:
+        """Return the name of the next peak: the test's, and its number from the second on."""
+        number = len(self.peaks) + 1
+        return self.name if number == 1 else f"{self.name} #{number}"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Make this the test that runs now."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[CurrentTest | None] = ContextVar("current_test", default=None)
+
+
+def current_test() -> CurrentTest | None:
+    """Return the test that runs now; None outside of pytest, or where the plugin is switched off."""
+    return _current.get()

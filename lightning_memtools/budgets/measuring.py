@@ -1,0 +1,323 @@
+"""Measures the peak of a block of code, on PyTorch's CUDA code where it has a device and else on a simulated one."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_memtools._torch import (
+    clear_cublas_workspaces,
+    cuda_memory_snapshot,
+    in_backward,
+    is_cuda_history_recorded,
+    record_cuda_history,
+    stop_cuda_history,
+)
+from lightning_memtools.budgets.peak_memory import PeakMemory
+from lightning_memtools.estimate.memory_estimate import MemoryEstimate, cublas_workspace_of
+from lightning_memtools.estimate.memory_timeline import timeline_of
+from lightning_memtools.estimate.trace_reading import holders_at, place_at
+from lightning_memtools.memory.allocator import Block, replay
+from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
+from lightning_memtools.memory.gc_frozen import gc_frozen
+from lightning_memtools.memory.history_owners import OwnerNotes
+from lightning_memtools.memory.optimizer_lines import OptimizerLines
+from lightning_memtools.memory.peak_holders import held_by
+from lightning_memtools.memory.sizes import GpuShape, find_gpu
+from lightning_memtools.memory.step_snapshot import ModuleLabels
+from lightning_memtools.memory.user_code import CodeLine, line_that_allocates
+from lightning_memtools.memory.virtual import Category, VirtualDevice
+from lightning_memtools.memory.virtual.ledger import DeviceListener
+from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER
+from lightning_memtools.null_cuda.launch import DEFAULT_GPU
+from lightning_memtools.simulation.recording import AllocationRecorder
+
+_MOST_ENTRIES = 10_000_000
+_STAGE = "code"
+
+
+def device_matches(gpu: str | None) -> bool:
+    """Return whether this process has a CUDA device, of dry runs or real, that is like the GPU that is meant."""
+    if not torch.cuda.is_available():
+        return False
+    wanted = None if gpu is None else find_gpu(gpu)
+    if wanted is None:
+        return True
+    here = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return (here.multi_processor_count, here.major, here.minor) == (wanted.multiprocessors, *wanted.capability)
+
+
+def peak_of_estimate(estimate: MemoryEstimate, *, gpu: str | None) -> PeakMemory:
+    """Return the peak of an estimate."""
+    return PeakMemory(
+        allocated=estimate.peak_allocated,
+        reserved=estimate.peak_reserved,
+        engine=estimate.engine,
+        torch=torch.__version__.partition("+")[0],
+        gpu=gpu or "",
+        peak_at=str(estimate.peak_at),
+        categories={name: size for name, size in estimate.composition.items() if size},
+        modules=held_by(estimate.holders, "module"),
+        lines=held_by(estimate.holders, "line"),
+        notes=estimate.notes,
+    )
+
+
+class MeasuredCode:
+    """Measures the code within a `with` statement.
+
+    What was allocated before does not count, and garbage is collected after each step of an optimizer and at no other
+    time, so that the peak depends on the code alone.
+
+    Args:
+        gpu: The GPU that is meant; None for this process's device, or an A100 where it has none.
+
+    Raises:
+        ValueError: This process has a CUDA device that is unlike the GPU.
+    """
+
+    def __init__(self, *, gpu: str | None) -> None:
+        if torch.cuda.is_available() and not device_matches(gpu):
+            raise ValueError(
+                f"gpu={gpu!r}, and this process's CUDA device is like {torch.cuda.get_device_name()}. Start it with "
+                f"`python -m lightning_memtools.null_cuda --gpu '{gpu}' -m pytest`, or hide the device for a "
+                "simulation: CUDA_VISIBLE_DEVICES= pytest."
+            )
+        self._gpu = gpu
+        self._measuring: _OnCuda | _OnVirtualDevice = (
+            _OnCuda(gpu) if torch.cuda.is_available() else _OnVirtualDevice(gpu)
+        )
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        was_on = gc.isenabled()
+        with ExitStack() as stack:
+            stack.enter_context(gc_frozen())
+            gc.disable()
+            stack.callback(gc.enable if was_on else gc.disable)
+            stack.enter_context(self._measuring)
+            stack.enter_context(_UsedObjects(self._measuring))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+
+    @property
+    def n_steps(self) -> int:
+        """The number of steps that optimizers have taken."""
+        return self._measuring.lines.n_steps
+
+    @property
+    def peak(self) -> PeakMemory:
+        """The peak, once the code has ended."""
+        return self._measuring.peak(self._gpu or "")
+
+
+class _UsedObjects:
+    """Tells a measurement of each module when it is first called from outside of others, and of each optimizer step.
+
+    Models may be older than the code that is measured, as the fixtures of a test are.
+    """
+
+    def __init__(self, measuring: _OnCuda | _OnVirtualDevice) -> None:
+        self._measuring = measuring
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            register_module_forward_pre_hook(lambda module, _: self._see(module)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer)),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _see(self, module: nn.Module) -> None:
+        if module in self._seen:
+            return
+        self._roots.append(weakref.ref(module))
+        for one in module.modules():
+            self._seen.add(one)
+        self._measuring.on_module(module)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+        modules = [module for module in (root() for root in self._roots) if module is not None]
+        self._measuring.on_step(modules, list(self._optimizers))
+        gc.collect()
+
+
+class _OnVirtualDevice:
+    """The measurement on a simulated device."""
+
+    def __init__(self, gpu: str | None) -> None:
+        self._device = VirtualDevice(cuda_like=True, cublas_workspace=cublas_workspace_of(gpu))
+        self._device.gpu = GpuShape.of(None if gpu is None else find_gpu(gpu))
+        self.lines = OptimizerLines()
+        self._recorder = AllocationRecorder(self._device.allocator, self._line)
+        self._device.listen(_Phases(self._recorder))
+
+    def __enter__(self) -> Self:
+        self._device.__enter__()
+        self.lines.__enter__()
+        self._recorder.begin("forward", 0)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.finish(self._device)
+        self._device.__exit__()
+        self.lines.__exit__(*error)
+
+    def on_module(self, module: nn.Module) -> None:
+        self._device.track(module)
+
+    def on_step(self, _modules: Sequence[nn.Module], _optimizers: Sequence[Optimizer]) -> None:
+        # It charges gradients and optimizer states to their modules, as long as these live.
+        self._device.composition()
+
+    def _line(self) -> str | CodeLine | None:
+        known = line_that_allocates()
+        return known or (self.lines.running if self._recorder.phase == "optimizer" else None)
+
+    def peak(self, gpu: str) -> PeakMemory:
+        timeline = timeline_of(self._recorder)
+        stats = self._device.stats()
+        holders = holders_at(self._recorder, timeline.peak, "") if timeline.allocated else ()
+        return PeakMemory(
+            allocated=stats.peak_allocated or 0,
+            reserved=stats.peak_reserved or 0,
+            engine="simulation",
+            torch=torch.__version__.partition("+")[0],
+            gpu=gpu,
+            peak_at=str(place_at(self._recorder, timeline.peak, "")),
+            categories={name: n for name, n in (timeline.at(timeline.peak) if holders else {}).items() if n},
+            modules=held_by(holders, "module"),
+            lines=held_by(holders, "line"),
+        )
+
+
+class _Phases(DeviceListener):
+    """Passes a device's events on to a recorder, with the phase of training that they show."""
+
+    def __init__(self, recorder: AllocationRecorder) -> None:
+        self._recorder = recorder
+
+    def on_operator(self, operator: Any) -> None:
+        self._recorder.on_operator(operator)
+
+    def on_module(self, name: str) -> None:
+        self._recorder.on_module(name)
+
+    def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
+        phase = "backward" if in_backward() else "optimizer" if module == OPTIMIZER else "forward"
+        if phase != self._recorder.phase:
+            ended = self._recorder.phase == "optimizer"
+            operation = self._recorder.operation
+            self._recorder.begin(phase, self._recorder.step + ended)
+            self._recorder.operation = operation
+        self._recorder.on_allocation(block, category, module)
+
+    def on_free(self, block_id: int, category: Category | None, module: str) -> None:
+        self._recorder.on_free(block_id, category, module)
+
+
+class _OnCuda:
+    """The measurement on this process's CUDA device: the requests of the code, played on an empty allocator."""
+
+    def __init__(self, gpu: str | None) -> None:
+        here = torch.cuda.get_device_name().removesuffix(" (dry run)")
+        self._gpu = gpu or (DEFAULT_GPU if here == "no limit" else here)
+        self._owners = OwnerNotes()
+        self.lines = self._owners.lines
+        self._labels: list[ModuleLabels] = []
+        self._snapshot: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        clear_cublas_workspaces()
+        self.lines.__enter__()
+        self._owners.enter(_STAGE)
+        self._begin = time.time_ns() // 1000
+        record_cuda_history(_MOST_ENTRIES)
+        return self
+
+    def on_module(self, module: nn.Module) -> None:
+        # Without a phase: the label that autograd's thread got in a backward would stay with it.
+        self._labels.append(ModuleLabels(module))
+
+    def on_step(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        self._owners.note(_STAGE, model, optimizers, None)
+
+    def __exit__(self, *error: object) -> None:
+        was_recorded = is_cuda_history_recorded()
+        snapshot = cuda_memory_snapshot()
+        stop_cuda_history()
+        for labels in self._labels:
+            labels.remove()
+        self.lines.__exit__(*error)
+        if not was_recorded:
+            raise RuntimeError(
+                "the code within the budget stopped the recording of torch's memory history, by which it is measured. "
+                "Take torch.cuda.memory._record_memory_history out of it."
+            )
+        history = snapshot["device_traces"][torch.cuda.current_device()]
+        self._snapshot = {
+            "device_traces": [_own_entries([entry for entry in history if entry["time_us"] >= self._begin])],
+            "segments": [],
+            "allocator_settings": snapshot.get("allocator_settings", {}),
+        }
+
+    def peak(self, gpu: str) -> PeakMemory:
+        (entries,) = self._snapshot["device_traces"]
+        end = entries[-1]["time_us"] + 1 if entries else 0
+        trace = trace_until(self._snapshot, config_of(self._snapshot), capacity=None, used_by_others=0, until=end)
+        stats = replay(trace).stats
+        holders = self._owners.holders(entries).get(_STAGE, ())
+        return PeakMemory(
+            allocated=stats.peak_allocated or 0,
+            reserved=stats.peak_reserved or 0,
+            engine="cuda",
+            torch=torch.__version__.partition("+")[0],
+            gpu=gpu or self._gpu,
+            peak_at=self._owners.moment(entries, _STAGE),
+            categories=held_by(holders, "category"),
+            modules=held_by(holders, "module"),
+            lines=held_by(holders, "line"),
+        )
+
+
+def _own_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a history without the blocks that are older, whose end is all that it has of them."""
+    made: set[int] = set()
+    kept = []
+    for entry in entries:
+        if entry["action"] == "alloc":
+            made.add(entry["addr"])
+        elif entry["action"].startswith("free"):
+            if entry["addr"] not in made:
+                continue
+            if entry["action"] == "free_completed":
+                made.discard(entry["addr"])
+        kept.append(entry)
+    return kept

@@ -1,0 +1,196 @@
+"""The change from one peak to another: totals, categories, and the modules and lines that changed, largest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_memtools.budgets.peak_memory import PeakMemory, pattern_of, place_of, without_number
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.tables import Table, markdown_table
+
+_MOST_ROWS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure on both sides, in bytes; 0 where one side does not have it.
+
+    Attributes:
+        name: A category, the path of a module, or a line of code.
+        before: Its bytes on the first side.
+        after: Its bytes on the second side.
+        count: The number of modules that changed alike and are shown as one.
+    """
+
+    name: str
+    before: int
+    after: int
+    count: int = 1
+
+    @property
+    def difference(self) -> int:
+        """The bytes by which it grew."""
+        return self.after - self.before
+
+    @property
+    def sign(self) -> str:
+        """The difference in words, such as "+1.20 GiB"."""
+        change = self.difference
+        return f"{'+' if change > 0 else '-'}{format_size(abs(change))}" if change else "0"
+
+    @property
+    def percent(self) -> str:
+        """The difference as a share of the first side, such as "+12.5%"; empty without one."""
+        return f"{100 * self.difference / self.before:+.1f}%" if self.before and self.difference else ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDiff:
+    """Two peaks and what changed from the first to the second.
+
+    Attributes:
+        before: The first.
+        after: The second.
+        names: How to call them.
+    """
+
+    before: PeakMemory
+    after: PeakMemory
+    names: tuple[str, str] = ("before", "after")
+
+    @property
+    def totals(self) -> list[Change]:
+        """The peaks of allocated and reserved memory, changed or not."""
+        return [
+            Change("peak allocated", self.before.allocated, self.after.allocated),
+            Change("peak reserved", self.before.reserved, self.after.reserved),
+        ]
+
+    @property
+    def categories(self) -> list[Change]:
+        """The categories that changed, largest change first."""
+        return _changes(self.before.categories, self.after.categories)
+
+    @property
+    def modules(self) -> list[Change]:
+        """The modules that changed, largest change first; members of a list that changed alike are one."""
+        sides = self.before.modules, self.after.modules
+        if any("*" in name for side in sides for name in side):
+            return _changes(*sides, key=pattern_of)
+        return _alike(_changes(*sides))
+
+    @property
+    def lines(self) -> list[Change]:
+        """The lines of code that changed, largest change first.
+
+        A line that only moved is the same line, and so is one whose text changed where it stands.
+        """
+        moved = {without_number(line) for line in self.before.lines} & {
+            without_number(line) for line in self.after.lines
+        }
+
+        def key(line: str) -> str:
+            text = without_number(line)
+            return text if text in moved else place_of(line)
+
+        return [one for one in _changes(self.before.lines, self.after.lines, key=key) if one.name]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences that say why the two are hard to compare: another engine, torch or GPU."""
+        pairs = ((name, getattr(self.before, name), getattr(self.after, name)) for name in ("engine", "torch", "gpu"))
+        return [
+            f"The two were not made alike: {name} {before or 'not known'} and {after or 'not known'}."
+            for name, before, after in pairs
+            if before != after and (name != "gpu" or (before and after))
+        ]
+
+    def tables(self, most: int | None = _MOST_ROWS) -> Iterator[Table]:
+        """Yield the tables, without those in which nothing changed.
+
+        Args:
+            most: The most rows of modules and of lines; None for all.
+        """
+        yield Table(("memory", *self.names, "change", ""), [(*_row(one), one.percent) for one in self.totals])
+        for head, changes in (("at the peak", self.categories), ("module", self.modules), ("line", self.lines)):
+            if changes:
+                yield Table((head, *self.names, "change"), _rows(changes, None if head == "at the peak" else most))
+
+    def to_markdown(self, most: int | None = _MOST_ROWS) -> str:
+        """Return everything for a report, or for the comment on a pull request."""
+        return "\n\n".join([self.headline, *self.remarks, *map(markdown_table, self.tables(most)), *self.moments])
+
+    @property
+    def headline(self) -> str:
+        """A sentence that says by how much the peak changed."""
+        total = self.totals[0]
+        if not total.difference:
+            return f"The peak of allocated memory is the same: {format_size(total.after)}."
+        word = "grew" if total.difference > 0 else "fell"
+        return (
+            f"The peak of allocated memory {word} by {format_size(abs(total.difference))} ({total.percent}): "
+            f"{format_size(total.before)} to {format_size(total.after)}."
+        )
+
+    @property
+    def moments(self) -> list[str]:
+        """The moments of the two peaks, where they are known."""
+        moments = (self.before.peak_at, self.after.peak_at)
+        if moments[0] == moments[1]:
+            return [f"Both peaks are at {moments[0]}."] if moments[0] else []
+        return [f"Peak of {name}: at {at}." for name, at in zip(self.names, moments, strict=True) if at]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        parts = {"totals": self.totals, "categories": self.categories, "modules": self.modules, "lines": self.lines}
+        changed = {
+            name: [asdict(one) | {"difference": one.difference} for one in changes] for name, changes in parts.items()
+        }
+        sides = [
+            side.as_json() | {"name": name} for side, name in zip((self.before, self.after), self.names, strict=True)
+        ]
+        return {"format": 1, "before": sides[0], "after": sides[1], **changed, "remarks": self.remarks}
+
+
+def _changes(before: Mapping[str, int], after: Mapping[str, int], key: Callable[[str], str] = str) -> list[Change]:
+    """Return what changed, by a key under which names of both sides are the same; the second side's name is shown."""
+    found: dict[str, Change] = {}
+    for name, size in before.items():
+        known = found.get(key(name), Change(name, 0, 0))
+        found[key(name)] = Change(known.name, known.before + size, 0)
+    for name, size in after.items():
+        known = found.get(key(name), Change(name, 0, 0))
+        found[key(name)] = Change(name if not known.after else known.name, known.before, known.after + size)
+    return _ranked(one for one in found.values() if one.difference)
+
+
+def _alike(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes of modules, those of one list that are equal as one."""
+    groups: dict[tuple[str, int, int], list[Change]] = {}
+    for one in changes:
+        groups.setdefault((pattern_of(one.name), one.before, one.after), []).append(one)
+    return _ranked(
+        group[0] if len(group) == 1 else Change(pattern, before * len(group), after * len(group), count=len(group))
+        for (pattern, before, after), group in groups.items()
+    )
+
+
+def _ranked(changes: Iterator[Change]) -> list[Change]:
+    return sorted(changes, key=lambda one: (-abs(one.difference), one.name))
+
+
+def _row(one: Change) -> tuple[str, str, str, str]:
+    count = f" ({one.count} modules)" if one.count > 1 else ""
+    return f"{one.name or '(no module)'}{count}", format_size(one.before), format_size(one.after), one.sign
+
+
+def _rows(changes: Sequence[Change], most: int | None) -> list[tuple[str, str, str, str]]:
+    shown = changes if most is None or len(changes) <= most else changes[:most]
+    rest = changes[len(shown) :]
+    rows = [_row(one) for one in shown]
+    if rest:
+        left = Change(f"{len(rest)} more", sum(one.before for one in rest), sum(one.after for one in rest))
+        rows.append(_row(left))
+    return rows

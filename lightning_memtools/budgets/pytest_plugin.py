@@ -1,0 +1,164 @@
+"""The plugin of pytest: `@pytest.mark.peak_memory`, recorded peaks, and the name of the test in each message.
+
+pytest loads it at its start, so it imports neither torch nor lightning until a test has a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+
+from lightning_memtools.budgets.current_test import BudgetSettings, CurrentTest
+
+if TYPE_CHECKING:
+    from lightning_memtools.budgets.assert_peak_memory import PeakMemoryBudget
+
+_MARK = "peak_memory"
+_TEST = pytest.StashKey[CurrentTest]()
+_SETTINGS = pytest.StashKey[BudgetSettings]()
+_RESULTS = "memtools_peaks"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options, and the setting that names the file."""
+    group = parser.getgroup("memory", "memory under test (lightning_memtools)")
+    group.addoption(
+        "--memory-record", action="store_true", help="record the peaks of tests with a budget, in place of comparing"
+    )
+    group.addoption(
+        "--memory-tolerance", default="1%", metavar="SHARE",
+        help="how much a peak may exceed the recorded one, such as 2%% (default: 1%%)",
+    )  # fmt: skip
+    parser.addini("memory_budgets", "the file of recorded peaks, from the root", default="memory-budgets.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark and read the options.
+
+    Raises:
+        UsageError: The tolerance is no share.
+    """
+    config.addinivalue_line(
+        "markers",
+        f'{_MARK}(at_most, gpu=None, stage="train"): fail if the test takes more memory than this, such as "8GiB"',
+    )
+    given = str(config.getoption("memory_tolerance"))
+    try:
+        tolerance = float(given.removesuffix("%")) / 100
+    except ValueError:
+        tolerance = -1
+    if not given.endswith("%") or tolerance < 0:
+        raise pytest.UsageError(f"--memory-tolerance={given!r}: give a share in percent of 0% or more, such as 2%.")
+    config.stash[_SETTINGS] = BudgetSettings(
+        file=Path(config.rootpath, config.getini("memory_budgets")),
+        root=config.rootpath,
+        records=config.getoption("memory_record"),
+        tolerance=tolerance,
+    )
+    config.pluginmanager.register(_Results(config), "memtools_results")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Run a test under its budget."""
+    test = item.stash[_TEST] = CurrentTest(item.nodeid, item.config.stash[_SETTINGS])
+    mark = item.get_closest_marker(_MARK)
+    with test.running():
+        budget = None if mark is None else _without_frames(lambda: _budget_of(test, mark).__enter__())
+        try:
+            result = yield
+        except BaseException as error:
+            if budget is not None:
+                budget.__exit__(type(error), error, error.__traceback__)
+            raise
+        if budget is not None:
+            _without_frames(lambda: budget.__exit__(None, None, None))
+    if test.unused:
+        pytest.fail(
+            f"{test.name}: assert_peak_memory was called without a model and measured nothing. Write "
+            '"with assert_peak_memory(...):" around what it is to measure, or pass it a model and a batch.',
+            pytrace=False,
+        )
+    return result
+
+
+_T = TypeVar("_T")
+
+
+def _without_frames(run: Callable[[], _T]) -> _T:
+    """Run what begins or ends a marked test; what it says of the test is shown without the frames of this package."""
+    try:
+        return run()
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+
+
+def _budget_of(test: CurrentTest, mark: pytest.Mark) -> PeakMemoryBudget:
+    from lightning_memtools.budgets.assert_peak_memory import assert_peak_memory  # noqa: PLC0415, only marked tests
+
+    unknown = set(mark.kwargs) - {"at_most", "gpu", "stage"}
+    if unknown or len(mark.args) > 1 or (mark.args and "at_most" in mark.kwargs):
+        raise TypeError(
+            f"{test.name}: the mark {_MARK} has {mark.args!r} and {dict(mark.kwargs)!r}. It takes a budget, gpu and "
+            'stage: @pytest.mark.peak_memory("8GiB", gpu="A100 80GB").'
+        )
+    given = dict(zip(("at_most",), mark.args, strict=False)) | dict(mark.kwargs)
+    budget: PeakMemoryBudget = assert_peak_memory(**given)
+    return budget
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Put the peaks into the report of the test's call, which xdist carries to its controller."""
+    report = yield
+    test = item.stash.get(_TEST, None)
+    if call.when == "call" and test is not None and (test.peaks or test.notes):
+        setattr(report, _RESULTS, {"peaks": test.peaks, "notes": test.notes})
+    return report
+
+
+class _Results:
+    """Collects the peaks of all tests, in the process that reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._settings = config.stash[_SETTINGS]
+        self._peaks: dict[str, Mapping[str, Any]] = {}
+        self._failed: dict[str, Mapping[str, Any]] = {}
+        self._notes: list[str] = []
+        self._written = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take in the peaks of a test."""
+        found = getattr(report, _RESULTS, None)
+        if found is None:
+            return
+        self._notes += found["notes"]
+        if report.passed:
+            self._peaks |= found["peaks"]
+        else:
+            self._failed |= found["peaks"]
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file, if peaks are to be recorded."""
+        if not self._settings.records or hasattr(self._config, "workerinput") or not self._peaks:
+            return
+        from lightning_memtools.budgets.recorded_peaks import write_recorded  # noqa: PLC0415, only when recording
+
+        write_recorded(self._settings.file, self._peaks)
+        self._written = f"{len(self._peaks)} recorded in {self._settings.file.name}"
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say which engine measured, what was recorded, and what is less than recorded."""
+        if not self._peaks and not self._failed and not self._notes:
+            return
+        peaks = [*self._peaks.values(), *self._failed.values()]
+        made = sorted({f"engine {peak.get('engine')}, torch {peak.get('torch')}" for peak in peaks})
+        parts = [f"{len(peaks)} peak{'s'[: len(peaks) != 1]}", *made, *([self._written] if self._written else [])]
+        terminalreporter.section("memory under test", sep="-")
+        terminalreporter.line("; ".join(parts))
+        for note in self._notes:
+            terminalreporter.line(note)

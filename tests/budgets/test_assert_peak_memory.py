@@ -1,0 +1,190 @@
+"""Budgets without pytest's plugin: what they measure, refuse and say."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from lightning_memtools import PeakMemory, VirtualDevice, assert_peak_memory, estimate_memory
+from lightning_memtools.budgets.current_test import BudgetSettings, CurrentTest
+
+MIB = 2**20
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(256, 1024)
+        self.out = nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return self.out(self.wide(x).relu())
+
+
+def loss_of(model, x):
+    return model(x).pow(2).mean()
+
+
+def train(model, n_steps=2, device="cpu"):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(n_steps):
+        loss = loss_of(model, torch.ones(512, 256, device=device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def _no_recorded_peaks(monkeypatch):
+    """Each test stands alone: it is none whose peak is recorded."""
+    monkeypatch.setattr("lightning_memtools.budgets.judgement.current_test", lambda: None)
+    monkeypatch.setattr("lightning_memtools.budgets.assert_peak_memory.current_test", lambda: None)
+
+
+def test_a_step_within_its_budget_gives_the_peak_of_its_estimate():
+    batch = torch.ones(512, 256)
+    peak = assert_peak_memory(Net(), batch, at_most="1GiB", step=loss_of, optimizer=torch.optim.AdamW)
+    estimate = estimate_memory(Net(), batch, step=loss_of, optimizer=torch.optim.AdamW)
+    assert isinstance(peak, PeakMemory)
+    assert (peak.allocated, peak.reserved) == (estimate.peak_allocated, estimate.peak_reserved)
+    for sizes in (peak.categories, peak.modules, peak.lines):
+        assert sum(sizes.values()) == peak.allocated
+    assert peak.engine == estimate.engine
+    assert peak.torch == torch.__version__.partition("+")[0]
+
+
+def test_over_its_budget_the_error_names_peak_budget_moment_modules_and_lines():
+    with pytest.raises(AssertionError) as caught:
+        assert_peak_memory(Net(), torch.ones(512, 256), at_most="10MiB", step=loss_of, optimizer=torch.optim.AdamW)
+    text = str(caught.value)
+    assert "budget of 10.0 MiB" in text
+    assert "step 2, backward" in text
+    assert " wide" in text
+    assert f"{Path(__file__).name}:{line_of(Net.forward, 'relu')}: return self.out" in text
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(at for at, line in enumerate(lines) if text in line)
+
+
+def test_code_is_measured_as_a_gpu_would_take_it_whether_the_model_is_older_or_not():
+    old = Net()
+    with assert_peak_memory(at_most="1GiB") as older:
+        train(old)
+    with assert_peak_memory(at_most="1GiB") as newer:
+        train(Net())
+    assert older.peak.allocated == newer.peak.allocated
+    assert older.peak.engine == "simulation"
+    parameters = 4 * sum(one.numel() for one in old.parameters())
+    assert older.peak.categories["parameters"] == parameters
+    assert older.peak.categories["optimizer"] == 2 * parameters
+    # That of the same steps, estimated; here the batch of the step before has not been freed when the next is made.
+    estimate = estimate_memory(Net(), torch.ones(512, 256), step=loss_of, optimizer=torch.optim.AdamW)
+    assert abs(older.peak.allocated - estimate.peak_allocated) <= 512 * 256 * 4 + 2048
+
+
+def test_code_over_its_budget_names_the_line_that_made_the_optimizer():
+    wanted = r"test_assert_peak_memory.py:\d+: optimizer = torch.optim.AdamW"
+    with pytest.raises(AssertionError, match=wanted), assert_peak_memory(at_most="1MiB"):
+        train(Net())
+
+
+def test_an_error_of_the_code_itself_is_not_hidden():
+    with pytest.raises(ZeroDivisionError), assert_peak_memory(at_most="1MiB"):
+        torch.ones(2**20 // 0)
+    with assert_peak_memory(at_most="1GiB", stage="val") as budget:  # the device was left
+        torch.ones(2**20)
+    assert budget.peak.allocated == 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("at_most", "said"),
+    [
+        ("8", "8GiB"),
+        (8, "unit"),
+        ("-8GiB", "above zero"),
+        ("0GiB", "above zero"),
+        ("8 parsecs", "GiB"),
+        (None, "at_most"),
+    ],
+)
+def test_a_budget_that_is_no_size_is_refused(at_most, said):
+    with pytest.raises(ValueError, match=said):
+        assert_peak_memory(Net(), torch.ones(2, 256), at_most=at_most, step=loss_of)
+
+
+def test_within_another_virtual_device_nothing_is_measured_and_all_is_as_before():
+    hooks, was_on = len(module_hooks._global_forward_pre_hooks), gc.isenabled()
+    with VirtualDevice("1GiB"), pytest.raises(RuntimeError, match="is entered already"):
+        assert_peak_memory(at_most="1GiB").__enter__()
+    assert (len(module_hooks._global_forward_pre_hooks), gc.isenabled()) == (hooks, was_on)
+    assert torch.optim.Optimizer.__init__.__name__ == "__init__"
+    assert not hasattr(torch.optim.Optimizer.__init__, "__wrapped__")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(lambda: None, "nothing was allocated"), (lambda: torch.ones(1000), "no optimizer took a step")]
+)
+def test_code_that_allocates_or_trains_nothing_is_refused(code, said):
+    with pytest.raises(ValueError, match=said), assert_peak_memory(at_most="8GiB"):
+        code()
+
+
+def test_a_model_without_parameters_and_an_unknown_gpu_are_refused():
+    with pytest.raises(ValueError, match="no parameters to train"):
+        assert_peak_memory(nn.ReLU(), torch.ones(2), at_most="8GiB", step=lambda m, x: m(x).sum())
+    with pytest.raises(ValueError, match="A100 81GB"):
+        assert_peak_memory(Net(), torch.ones(2, 256), at_most="8GiB", gpu="A100 81GB", step=loss_of)
+    with pytest.raises(ValueError, match="gpu: 'A100' comes with different sizes"):
+        assert_peak_memory(Net(), torch.ones(2, 256), at_most="8GiB", gpu="A100", step=loss_of)
+    with pytest.raises(TypeError, match="precision"):
+        assert_peak_memory(at_most="8GiB", precision="bf16-mixed")
+
+
+def test_errors_within_a_test_begin_with_its_name(monkeypatch, tmp_path):
+    test = CurrentTest("tests/test_net.py::test_fits", BudgetSettings(tmp_path / "peaks.json"))
+    monkeypatch.setattr("lightning_memtools.budgets.judgement.current_test", lambda: test)
+    for at_most, model in (("8", Net()), ("8GiB", nn.ReLU()), ("1MiB", Net())):
+        with pytest.raises((AssertionError, ValueError), match=r"^tests/test_net.py::test_fits: "):
+            assert_peak_memory(model, torch.ones(2, 256), at_most=at_most, step=loss_of)
+
+
+@pytest.mark.cuda_memory
+def test_on_cuda_code_is_measured_alone_and_equal_to_the_simulation():
+    kept = [torch.ones(3 * MIB, device="cuda")]  # of somebody else
+    with assert_peak_memory(at_most="1GiB") as real:
+        model = Net().cuda()
+        train(model, device="cuda")
+    again = real.peak
+    kept.append(torch.ones(5 * MIB, device="cuda"))
+    old = Net().cuda()
+    train(old, n_steps=1, device="cuda")
+    kept.clear()
+    with assert_peak_memory(at_most="1GiB") as real:
+        train(Net().cuda(), device="cuda")
+    assert (real.peak.allocated, real.peak.reserved) == (again.allocated, again.reserved)
+    assert real.peak.modules == again.modules
+    assert again.engine == "cuda"
+    estimate = estimate_memory(Net(), torch.ones(512, 256), step=loss_of, optimizer=torch.optim.AdamW)
+    assert abs(again.allocated - estimate.peak_allocated) <= 512 * 256 * 4 + 2048
+    assert any("torch.optim.AdamW" in line for line in again.lines)
+
+
+@pytest.mark.cuda_memory
+def test_on_cuda_a_step_for_another_gpu_is_simulated_and_code_for_it_is_refused():
+    def engine(gpu):
+        batch = torch.ones(8, 256)
+        return assert_peak_memory(Net(), batch, at_most="1GiB", gpu=gpu, step=loss_of, optimizer=torch.optim.SGD).engine
+
+    assert (engine("A100 80GB"), engine("H100 80GB")) == ("cuda", "simulation")  # of make test-cuda
+    with assert_peak_memory(at_most="1GiB", gpu="A100 40GB", stage="val"):
+        torch.ones(1000, device="cuda")
+    with pytest.raises(ValueError, match="null_cuda --gpu 'H100 80GB'"):
+        assert_peak_memory(at_most="1GiB", gpu="H100 80GB").__enter__()

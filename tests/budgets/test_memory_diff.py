@@ -1,0 +1,87 @@
+"""Differences of two peaks: which rows, in which order, and what makes two of them the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_memtools.budgets.memory_diff import MemoryDiff
+from lightning_memtools.budgets.peak_memory import PeakMemory, pattern_of
+
+MIB = 2**20
+
+
+def peak(allocated=100, **parts):
+    return PeakMemory(allocated=allocated * MIB, reserved=2 * allocated * MIB, **parts)
+
+
+def rows(changes):
+    return [(one.name, one.before, one.after) for one in changes]
+
+
+def test_rows_are_what_changed_largest_first():
+    before = peak(categories={"parameters": 4, "activations": 10, "inputs": 1}, modules={"a": 1, "b": 5})
+    after = peak(110, categories={"parameters": 4, "activations": 3, "gradients": 2, "inputs": 1}, modules={"b": 9})
+    diff = MemoryDiff(before, after)
+    assert rows(diff.categories) == [("activations", 10, 3), ("gradients", 0, 2)]
+    assert rows(diff.modules) == [("b", 5, 9), ("a", 1, 0)]
+    assert [one.difference for one in diff.totals] == [10 * MIB, 20 * MIB]
+    assert "grew by 10.0 MiB (+10.0%): 100 MiB to 110 MiB" in diff.headline
+
+
+def test_members_of_a_list_that_changed_alike_are_one_row():
+    before = peak(modules={f"layers.{i}.mlp": 5 for i in range(12)} | {"head": 1})
+    after = peak(modules={f"layers.{i}.mlp": 8 for i in range(12)} | {"head": 1, "layers.3.mlp": 20})
+    changes = MemoryDiff(before, after).modules
+    assert [(one.name, one.count, one.difference) for one in changes] == [
+        ("layers.*.mlp", 11, 33),
+        ("layers.3.mlp", 1, 15),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("layers.10.attn.0", "layers.*.attn.*"), ("0.conv1", "*.conv1"), ("conv1x1.bn2", "conv1x1.bn2")],
+)
+def test_numbers_of_members_are_left_out_of_a_pattern(name, pattern):
+    assert pattern_of(name) == pattern
+
+
+def test_a_line_that_moved_is_the_same_and_one_that_was_edited_where_it_stands_too():
+    before = peak(lines={"net.py:10: x = self.a(x)": 5, "net.py:20: y = self.b(x)": 7, "": 3})
+    after = peak(lines={"net.py:14: x = self.a(x)": 5, "net.py:20: y = self.b(x).clone()": 9, "": 1})
+    assert rows(MemoryDiff(before, after).lines) == [("net.py:20: y = self.b(x).clone()", 7, 9)]
+
+
+def test_a_peak_without_change_says_so_and_others_than_before_are_remarked_on():
+    same = MemoryDiff(peak(engine="cuda"), peak(engine="cuda"))
+    assert "is the same: 100 MiB" in same.headline
+    assert not same.remarks
+    other = MemoryDiff(peak(engine="cuda", torch="2.12.0"), peak(engine="simulation", torch="2.13.0"))
+    assert [("engine" in text, "2.12.0" in text) for text in other.remarks] == [(True, False), (False, True)]
+
+
+def test_markdown_shows_the_largest_rows_and_the_sum_of_the_others():
+    after = peak(lines={f"net.py:{i}: x = f{i}(x)": i * MIB for i in range(1, 21)})
+    text = MemoryDiff(peak(), after, ("main", "HEAD")).to_markdown(most=3)
+    table = text[text.index("| line |") :].splitlines()
+    assert [row.split(" | ")[0] for row in table[2:6]] == [
+        *(f"| net.py:{i}: x = f{i}(x)" for i in (20, 19, 18)), "| 17 more",
+    ]  # fmt: skip
+    assert "153 MiB" in table[5]
+    assert "| memory | main | HEAD | change |" in text
+
+
+def test_json_gives_both_sides_back():
+    before, after = peak(modules={"a": 1}, peak_at="step 2, backward"), peak(120, modules={"a": 3})
+    content = MemoryDiff(before, after).as_json()
+    assert PeakMemory.from_json(content["before"]) == before
+    assert content["modules"] == [{"name": "a", "before": 1, "after": 3, "count": 1, "difference": 2}]
+
+
+def test_a_row_for_review_holds_what_is_large_and_lists_as_one():
+    long = peak(
+        modules={f"layers.{i}": 10 * MIB for i in range(9)} | {"tiny": MIB // 4},
+        lines={"a.py:1: x": MIB, "b.py:1: y": 1},
+    )
+    assert long.shortened().modules == {"layers.*": 90 * MIB}
+    assert long.shortened().lines == {"a.py:1: x": MIB}
