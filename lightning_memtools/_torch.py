@@ -514,10 +514,10 @@ def cuda_memory_snapshot() -> dict[str, Any]:
 
 
 KEEPS_CUBLAS_WORKSPACES = torch.__version__ < "2.15"
-"""Whether a workspace of cuBLAS stays allocated after the first product; from torch 2.15 on, each product takes one."""
+"""True if a workspace of cuBLAS stays allocated after the first product; from torch 2.15 on, each product takes one."""
 
 EFFICIENT_ATTENTION_GROUPS = torch.__version__ >= "2.15"
-"""Whether the efficient kernel serves grouped queries, as it does from torch 2.15 on."""
+"""True if the efficient kernel serves grouped queries, as it does from torch 2.15 on."""
 
 
 def clear_cublas_workspaces() -> None:
