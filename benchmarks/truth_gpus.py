@@ -27,12 +27,9 @@ HERE = Path(__file__).parent
 CASES = (
     "resnet50, bf16-true, AdamW, channels last",
     "resnet34, 16-mixed, Adam",
-    "convnext_tiny, bf16-mixed, SGD, channels last, manual",
     "vit_small_patch16_224, bf16-mixed, AdamW, clip 1",
     "gpt2, bf16-true, AdamW",
     "llama, bf16-mixed, Adam, accumulate 2",
-    "albert, 32-true, AdamW fused, manual",
-    "distilbert, 16-mixed, validation",
     "roberta, 32-true, SGD",
 )
 
