@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -34,7 +35,8 @@ def working(text: str) -> Status:
     """Show on a terminal what the code inside is doing; elsewhere print nothing, for programs that read the output."""
     from rich.console import Console  # noqa: PLC0415, --help does not need it
 
-    return Console(stderr=True).status(f"{text} ...")
+    # With NO_COLOR, a terminal gets no codes at all: those that move the cursor are none of colours.
+    return Console(stderr=True, force_terminal=False if os.environ.get("NO_COLOR") else None).status(f"{text} ...")
 
 
 def print_error(error: BaseException) -> None:

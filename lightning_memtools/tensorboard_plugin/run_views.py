@@ -210,6 +210,7 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
         "run": run.name,
         "stages": stages,
         "capacity_gib": _last(capacity),
+        "composition_gib": {name: _json(gib) for name, gib in composition_at_peak(run).items()},
         "host_gib": _highest_value(_first_curve(run, "memory/host_rss_gib")),
         "host_used_gib": _highest_value(_first_curve(run, "memory/host/used_gib")),
         "host_limit_gib": _last(_first_curve(run, "memory/host/limit_gib")),

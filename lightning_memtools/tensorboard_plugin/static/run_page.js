@@ -47,6 +47,22 @@ export function cards(summary) {
   return h("div", { class: "figures" }, found);
 }
 
+// A bar of what the memory consists of at the peak; it opens the page with the areas.
+function compositionBar(summary) {
+  const bytes = Object.fromEntries(Object.entries(summary.composition_gib ?? {}).map(([part, gib]) => [part, bytesOf(gib)]));
+  const total = Object.values(bytes).reduce((sum, one) => sum + one, 0);
+  if (!total) return null;
+  const capacity = bytesOf(summary.capacity_gib);
+  const all = Math.max(capacity ?? 0, total);
+  const parts = PARTS.filter((part) => bytes[part]).map((part) => [PART_NAMES[part] ?? part, bytes[part], colours().parts[part]]);
+  if (all > total) parts.push(["free", all - total, "transparent"]);
+  const open = () => document.getElementById("tab-composition")?.click();
+  return h("button", { type: "button", class: "card composition", onclick: open, title: "Show the composition over training" },
+    h("span", { class: "label" }, `Composition at the peak of ${size(total)}`),
+    h("span", { class: "strip", "aria-hidden": "true" }, parts.map(([, n, colour]) => h("span", { style: `flex-grow:${n / all};background:${colour}` }))),
+    h("span", { class: "note" }, parts.map(([name, n, colour]) => h("span", { class: "part", style: `--c:${colour}` }, `${name} ${size(n)} (${percent(n / all)})`))));
+}
+
 function memoryChart(linked, view) {
   const paint = colours();
   const series = memorySeries(view);
@@ -199,7 +215,7 @@ export class RunPage {
     clear(this.words, wordsOnPoints(view, this.source.grows));
     const all = h("button", { type: "button", class: "plain", onclick: () => this.linked.reset() }, "Show all steps");
     const step = this.kind === "composition" ? this.oneStep(view.run) : null;
-    clear(this.container, this.kind === "run" ? cards(view.summary) : null,
+    clear(this.container, this.kind === "run" ? cards(view.summary) : null, this.kind === "run" ? compositionBar(view.summary) : null,
       h("div", { class: "bar" }, h("span", { class: "remark" }, "Drag over a chart to zoom; double-click for all steps."), all),
       this.parts.map((part) => part.chart.element), this.words, this.kind === "run" ? eventsTable(view) : null, step,
       this.parts.length ? null : h("p", { class: "card empty" }, this.kind === "run" ? "This run has reports, but no curves." : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* where the device can tell, such as on CUDA and inside VirtualDevice."));
