@@ -19,7 +19,7 @@ from lightning_memtools._lightning import (
 from lightning_memtools.callbacks.oom_recovery_run import ToldRecoveries
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.recovery.gradient_exchange import GradientExchange, why_unsent
-from lightning_memtools.recovery.step_recovery import Recoveries, StepRecovery
+from lightning_memtools.recovery.step_recovery import MANUAL_OPTIMIZATION, Recoveries, StepRecovery
 from lightning_memtools.recovery.step_start import BatchStep
 from lightning_memtools.recovery.update_recovery import UpdateRecovery
 from lightning_memtools.reporting.console import print_on_console
@@ -70,6 +70,7 @@ class OOMRecovery(EitherCallback, Neighbour):
     """
 
     takes_part_in_trials = False
+    runs_batches_in_parts = True
 
     # What is replaced stays with the original: it is undone once.
     parts_of_a_run = ("_undo", "_recovery", "_told")
@@ -124,7 +125,7 @@ class OOMRecovery(EitherCallback, Neighbour):
                 raise ValueError(f"OOMRecovery does not work here under several ranks. {reason}.")
             undo.append(replace_closures(trainer, partial(self._run_training, trainer)))
         else:
-            _say(trainer, "in manual optimization training_step steps optimizers itself, and that cannot be taken back")
+            _say(trainer, MANUAL_OPTIMIZATION)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the optimizers' updates."""

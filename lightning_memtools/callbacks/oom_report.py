@@ -162,8 +162,12 @@ class OOMReport(EitherCallback, Neighbour):
         try:
             text: str | None
             if is_out_of_memory(exception):
-                batch_idx = capture.facts_of(exception).moment.batch_idx or 0
-                text = reporter.report(exception, capture, partial(failed_run_of, trainer, batch_idx))
+                facts = capture.facts_of(exception)
+                # What is still there then is not the step's.
+                forget_frames(exception)
+                forget_batch(trainer)
+                read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
+                text = reporter.report(exception, facts, capture, read_run)
             elif death := worker_out_of_memory(exception):
                 text = reporter.report_worker(exception, death, capture.facts_of(exception).moment)
             else:
@@ -179,8 +183,6 @@ class OOMReport(EitherCallback, Neighbour):
         finally:
             self._stop()
         if is_out_of_memory(exception):
-            forget_frames(exception)
-            forget_batch(trainer)
             pl_module.zero_grad()
             release_cached(trainer.strategy.root_device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -12,12 +12,20 @@ from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpoi
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.oom.failed_step import FailedRun
 from lightning_memtools.oom.failure_capture import RunProgress
+from lightning_memtools.recovery.step_recovery import MANUAL_OPTIMIZATION, norms_of, why_norm_prevents
 from lightning_memtools.reporting.strategies import why_unsupported
 
 
 def progress_of(trainer: Trainer) -> RunProgress:
     """Return the present place in the run."""
     return RunProgress(training_step(trainer), trainer.global_rank, trainer.world_size, trainer.optimizers)
+
+
+def _why_no_recovery(trainer: Trainer, module: LightningModule) -> str:
+    """Return the reason why OOMRecovery would not run training batches in parts; "" where it would."""
+    if not module.automatic_optimization:
+        return MANUAL_OPTIMIZATION
+    return why_unsupported("OOMRecovery", type(trainer.strategy)) or why_norm_prevents(norms_of(module))
 
 
 def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
@@ -41,5 +49,7 @@ def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
         untraceable=untraceable,
         empties_cache=any(isinstance(one, EmptyCache) for one in callbacks),
         plan=next((plan for plan in plans if plan is not None and plan.refused is None), None),
+        others=[*callbacks, getattr(trainer, "datamodule", None)],
+        no_recovery=_why_no_recovery(trainer, pl_module),
         predictions=trainer.predict_loop.predictions if trainer.state.fn == TrainerFn.PREDICTING else (),
     )

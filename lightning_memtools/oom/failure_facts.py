@@ -194,6 +194,23 @@ class MemoryGrowth:
     n_batches: int
 
 
+@dataclass(frozen=True, slots=True)
+class LargestBatchBefore:
+    """The largest of the batches of a stage before the failed one.
+
+    Attributes:
+        n_bytes: Its size in bytes.
+        batch: The batch on the meta device.
+        n_batches: The number of batches before the failed one.
+        times: The size of the failed batch, as a multiple of it.
+    """
+
+    n_bytes: int
+    batch: Any
+    n_batches: int
+    times: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureFacts:
     """The facts captured when memory ran out: plain data that holds no tensor of the device. Sizes in bytes.
@@ -209,6 +226,7 @@ class FailureFacts:
         fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
         split: The allocated bytes by category; None where nothing is known of them.
         grown: Memory that has accumulated over the batches; None where it is little, or not known.
+        before: The largest batch before, if the failed one is far larger; else None.
         module: The innermost module that was being called; "" where it is not known.
         batch: The batch on the meta device (sizes without values); None where there was none.
         is_own_batch: True if it is the failing batch itself, False if it is the first batch of the stage.
@@ -225,6 +243,7 @@ class FailureFacts:
     fraction: float = 1.0
     split: MemorySplit | None = None
     grown: MemoryGrowth | None = None
+    before: LargestBatchBefore | None = None
     module: str = ""
     batch: Any = None
     is_own_batch: bool = True

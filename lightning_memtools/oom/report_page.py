@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.processes import GpuProcess, in_words
 from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.oom.failure_facts import FailureFacts, describe_batch
+from lightning_memtools.oom.held_words import holding_in_words, not_found
 from lightning_memtools.oom.recorded_history import ReplayVerdict
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
 from lightning_memtools.reporting.phrases import counted, in_series
@@ -27,19 +29,22 @@ _STANDS_FOR = {
 class ActionKind(IntEnum):
     """The change that an action makes, the least intrusive first."""
 
-    GROWTH = 0
-    EXPANDABLE_SEGMENTS = 1
-    EMPTY_CACHE = 2
-    STOP_PROCESS = 3
-    PREDICTIONS = 4
-    LOSS = 5
-    CHECKPOINTING = 6
-    ACCUMULATION = 7
-    BATCH_SIZE = 8
-    PRECISION = 9
-    OPTIMIZER = 10
-    COMBINATION = 11
-    LARGER_GPU = 12
+    HOLDER = 0
+    GARBAGE = 1
+    GROWTH = 2
+    RARE_BATCH = 3
+    EXPANDABLE_SEGMENTS = 4
+    EMPTY_CACHE = 5
+    STOP_PROCESS = 6
+    PREDICTIONS = 7
+    LOSS = 8
+    CHECKPOINTING = 9
+    ACCUMULATION = 10
+    BATCH_SIZE = 11
+    PRECISION = 12
+    OPTIMIZER = 13
+    COMBINATION = 14
+    LARGER_GPU = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class Action:
         fits: True if it is enough by itself; None where that is not known.
         saved: The bytes by which it lowers the peak of a step.
         code: The code to write in the program.
+        is_cause: True if it takes away what made memory run out, rather than making room for it.
+        cause: That cause in a sentence, without the period; "" where it is none.
     """
 
     kind: ActionKind
@@ -63,6 +70,8 @@ class Action:
     fits: bool | None = None
     saved: int = 0
     code: str = ""
+    is_cause: bool = False
+    cause: str = ""
 
     @property
     def is_useless(self) -> bool:
@@ -80,12 +89,13 @@ class Action:
 def ranked(actions: Iterable[Action]) -> list[Action]:
     """Return the actions in the order of their worth.
 
-    Those that are enough come first, the least intrusive before others; then those that help, by how much; then those
-    that were not checked; last those that were checked and do not help.
+    Those that take away the cause come first; then those that are enough, the least intrusive before others; then those
+    that help, by how much; then those that were not checked; last those that were checked and do not help.
     """
 
-    def rank(one: Action) -> tuple[bool, bool, bool, int, int]:
-        return one.is_useless, not one.checked, not one.fits, 0 if one.fits else -one.saved, one.kind
+    def rank(one: Action) -> tuple[bool, bool, bool, bool, int, int]:
+        by_size = 0 if one.fits else -one.saved
+        return one.is_useless, not one.checked, not one.is_cause, not one.fits, by_size, one.kind
 
     return sorted(actions, key=rank)
 
@@ -100,6 +110,7 @@ class ReportPage:
         done: What was done about it, where the run goes on.
         where: The user's line of code; "" where it is not known.
         request: The bytes that the program requested, where they are known: the device is asked for whole segments.
+        held: Who holds what the step does not need.
         actions: The suggested actions, the best first.
         modules: Bytes of activations by module, largest first.
         modules_traced: True if these are from a traced step, False if the device reported them.
@@ -117,6 +128,7 @@ class ReportPage:
     done: str = ""
     where: str = ""
     request: int | None = None
+    held: Holdings = field(default_factory=Holdings)
     actions: Sequence[Action] = ()
     modules: Sequence[tuple[str, int]] = ()
     modules_traced: bool = False
@@ -130,7 +142,12 @@ class ReportPage:
 
     @property
     def headline(self) -> str:
-        """The failure and its place, in a sentence."""
+        """The failure, its place and its cause, as far as it is known."""
+        causes = [action.cause for action in self.actions if action.is_cause]
+        return f"{self._failure} {causes[0]}." if causes else self._failure
+
+    @property
+    def _failure(self) -> str:
         facts = self.facts
         request = "" if facts.requested is None else f": tried to allocate {format_size(facts.requested)}"
         free = "" if facts.free is None or not request else f" with {format_size(facts.free)} free"
@@ -139,7 +156,14 @@ class ReportPage:
     def markdown(self) -> str:
         """Return the whole report."""
         parts = [f"# {self.headline}", *self._what_was_done(), *self._what_to_do(), *self._facts()]
-        parts += [*self._split(), *self._modules(), *self._fragmentation(), *self._others(), *self._files()]
+        parts += [
+            *self._split(),
+            *self._holders(),
+            *self._modules(),
+            *self._fragmentation(),
+            *self._others(),
+            *self._files(),
+        ]
         return "\n\n".join(parts) + "\n"
 
     def console(self) -> str:
@@ -257,8 +281,7 @@ class ReportPage:
         if split.older > _WORTH_A_LINE * total:
             parts.append(
                 f"{format_size(split.older)} of this were allocated before the batch began and belong neither to the "
-                "model nor to its optimizers or inputs. Hooks, callbacks, your own lists, buffers of the strategy and "
-                "workspaces of libraries can hold such memory."
+                "model nor to its optimizers or inputs."
             )
         if not split.exact:
             parts.append(
@@ -266,6 +289,21 @@ class ReportPage:
                 "includes temporary memory of the backward pass."
             )
         return parts
+
+    def _holders(self) -> list[str]:
+        total = self.facts.stats.allocated or 0
+        found = [one for one in self.held.found if one.n_bytes > _WORTH_A_LINE * total][: self.top]
+        lines = [f"- {holding_in_words(one)}" for one in found]
+        if self.held.garbage_bytes > _WORTH_A_LINE * total:
+            lines.append(f"- garbage that Python had not collected, {format_size(self.held.garbage_bytes)}")
+        rest = not_found(self.held, self.facts)
+        parts = ["\n".join(lines)] if lines else []
+        if rest > _WORTH_A_LINE * total:
+            parts.append(
+                f"Of what was there before the batch, {format_size(rest)} were not found: autograd graphs, workspaces "
+                "of libraries, buffers of the strategy and other threads can hold memory that no Python object shows."
+            )
+        return ["## Who holds the rest", *parts] if parts else []
 
     def _modules(self) -> list[str]:
         shown = [(name, n_bytes) for name, n_bytes in self.modules if n_bytes][: self.top]

@@ -83,6 +83,11 @@ class StepTrials:
         return usable
 
     @property
+    def missing(self) -> int:
+        """The bytes by which the step is too large; 0 where a trace cannot tell."""
+        return max(0, self.plain.peak_allocated - self.usable) if self.can_tell_what_fits else 0
+
+    @property
     def plain(self) -> MemoryEstimate:
         """The estimate of the step as it was; only where it could be traced."""
         return self.at(self.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from lightning_memtools.recovery.step_start import BatchStep, StepStart
 from lightning_memtools.state.buffer_keeper import BufferKeeper
 from lightning_memtools.state.random_state import NumpyStateReader, PythonStateReader, RandomState
 
+MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers itself, and that cannot be taken back"
 # Of the batches that are split from the beginning, the loss of the first ten is tried, and then of every tenth.
 _TRIED_FIRST = 10
 # The samples of a trial, where they fit: two and three, because some models do not work with a single one.
@@ -146,7 +147,7 @@ class StepRecovery:
         self._tell = tell
         self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
         self._parameters = list(model.parameters())  # those that are frozen now may be trained later
-        self._norms = [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
+        self._norms = norms_of(model)
         self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
         self._proof = LossProof(model, self._parameters, split=split, weight=loss_weight)
         self._n_planned = 0
@@ -308,11 +309,8 @@ class StepRecovery:
 
     def _why_not(self, step: BatchStep) -> str:
         """Return the reason why a step must not be run in parts; "" where it may."""
-        if not self._allow_batch_norm and (norm := self._norm_over_batch()):
-            return (
-                f"{norm} normalizes with the statistics of its batch, and those of a part differ; "
-                "allow_batch_norm=True accepts that"
-            )
+        if not self._allow_batch_norm and (reason := why_norm_prevents(self._norms)):
+            return reason
         if step.backward is not None and any(map(has_accumulation_hook, self._parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
@@ -328,20 +326,10 @@ class StepRecovery:
 
     def _copied_buffers(self, step: BatchStep) -> BufferKeeper | None:
         """Copy the buffers; None where the step would not be run again."""
-        if step.backward is not None and not self._allow_batch_norm and self._norm_over_batch() is not None:
+        if step.backward is not None and not self._allow_batch_norm and why_norm_prevents(self._norms):
             return None
         self._buffers.keep()
         return self._buffers
-
-    def _norm_over_batch(self) -> str | None:
-        """Return the name of the first module that normalizes with statistics of the batch now."""
-        for name, module in self._norms:
-            is_batch_norm = isinstance(module, AnyBatchNorm)
-            if (module.training and (is_batch_norm or module.track_running_stats)) or (
-                is_batch_norm and module.running_mean is None
-            ):
-                return str(name)
-        return None
 
     def _end(self, step: BatchStep, n_parts: int, exchange: GradientExchange, *, is_recovering: bool) -> None:
         if n_parts > 1:
@@ -401,6 +389,25 @@ class StepRecovery:
             unrestored = before.take_back()
         if unrestored:
             raise CannotSplitError(unrestored)
+
+
+def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules of a model that may normalize with the statistics of a batch, with their names."""
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
+
+
+def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
+    """Return the reason why batches must not be cut, if one of these normalizes with their statistics now; else ""."""
+    for name, module in norms:
+        is_batch_norm = isinstance(module, AnyBatchNorm)
+        if (module.training and (is_batch_norm or module.track_running_stats)) or (
+            is_batch_norm and module.running_mean is None
+        ):
+            return (
+                f"{name} normalizes with the statistics of its batch, and those of a part differ; "
+                "allow_batch_norm=True accepts that"
+            )
+    return ""
 
 
 def _n_elements(batch: Any) -> int:

@@ -1,0 +1,73 @@
+"""What is held beside a step, in words, and whether it is why memory ran out."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_memtools.memory.leaks.holdings import Holding, Holdings
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.oom.failure_facts import FailureFacts
+from lightning_memtools.reporting.phrases import counted, in_series
+
+# As a share of what is allocated: less than this is not why memory ran out.
+_LEAST_OF_A_CAUSE = 0.05
+
+
+def holding_in_words(holding: Holding) -> str:
+    """Return a holding: "`Net.outs`, a list of 240 tensors, 240 MiB; made at train.py:31"."""
+    finding = holding.finding
+    graph = ""
+    if finding.with_graph:
+        n_tensors = sum(finding.tensors.values())
+        some = "" if finding.with_graph >= n_tensors else f"{finding.with_graph} of them "
+        one = "its autograd graph and what that saved" if n_tensors == 1 else "autograd graphs and what these saved"
+        graph = f", {some}with {one}"
+    made = f"; made {holding.made_at}" if holding.made_at else ""
+    return f"`{holding.path}`, {_contents(holding)}, {format_size(holding.n_bytes)}{graph}{made}"
+
+
+def _contents(holding: Holding) -> str:
+    """Return the container and what is in it, such as "a list of 240 tensors"."""
+    finding, holder = holding.finding, holding.finding.holder
+    n_tensors = sum(finding.tensors.values())
+    assert holder is not None
+    container = holder.container
+    what = owners_in_words(holding)
+    if holder.container_path == holder.path and not holding.owners:
+        shape = next(iter(finding.tensors))
+        return f"a tensor of {list(shape[0])} {shape[1]}" if n_tensors == 1 else counted(n_tensors, "tensor", "tensors")
+    if isinstance(container, nn.Module) and holding.owners:
+        return what
+    kind = f"a {type(container).__name__}" if container is not None else "what it holds"
+    length = len(container) if hasattr(container, "__len__") else n_tensors
+    if what:
+        return f"{kind} with {what}"
+    # The last item may be the failed batch's, which is not counted.
+    items = "" if length - 1 <= n_tensors <= length else f" in {counted(length, 'item', 'items')}"
+    return f"{kind} of {counted(n_tensors, 'tensor', 'tensors')}{items}"
+
+
+def owners_in_words(holding: Holding) -> str:
+    """Return the models and optimizers that are held: "the optimizer Adam and 3 models Net"."""
+    parts = []
+    for name, n in holding.owners.items():
+        kind, _, of = name.partition(" ")
+        parts.append(f"the {name}" if n == 1 else f"{n} {kind}s {of}")
+    return in_series(parts)
+
+
+def is_cause(holding: Holding, facts: FailureFacts) -> bool:
+    """Return True for what is likely why memory ran out: much memory that piles up, or is left over from another run.
+
+    A copy of the weights that the run itself keeps, such as an average of them, is none.
+    """
+    allocated = facts.stats.allocated or 0
+    return holding.n_bytes > _LEAST_OF_A_CAUSE * allocated and (
+        holding.piles_up or holding.is_left_over or 2 * holding.n_bytes > allocated
+    )
+
+
+def not_found(held: Holdings, facts: FailureFacts) -> int:
+    """Return the bytes that were there before the batch, belong to nobody in the step, and were not found."""
+    found = sum(one.n_bytes for one in held.found) + held.garbage_bytes
+    return 0 if facts.split is None else max(0, facts.split.older - facts.split.buffers - found)
