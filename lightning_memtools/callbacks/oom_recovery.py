@@ -56,7 +56,8 @@ class OOMRecovery(EitherCallback, Neighbour):
         max_splits: The largest number of micro-batches of a batch.
         skip_batch: Skip a training batch that does not fit in the smallest parts, as if training_step returned None.
         split_batch: A function `(batch, n_parts) -> parts` for batches of a kind of your own, in place of a method
-            `split_batch` that the module may have.
+            `split_batch` that the module may have. It may return pairs `(part, number of samples)`, and has to where
+            the tensors of a part are not all as long as it has samples, unless `loss_weight` is given.
         loss: "mean" or "sum" over the samples of the batch; "auto" finds out.
         loss_weight: A function of a batch that returns over how many of its parts, such as tokens, its loss is a mean.
             Without it, its samples are counted. A part for which it returns 0 is left out.
