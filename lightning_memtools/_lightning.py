@@ -340,6 +340,17 @@ def forget_batch(trainer: Trainer) -> None:
         results.batch = None
 
 
+def untoggle_all(module: Any) -> None:
+    """Undo `toggle_optimizer` in a step that failed before it did so itself: parameters would stay switched off.
+
+    `untoggle_optimizer` wants to know which optimizer was toggled, and nothing public tells.
+    """
+    before: Mapping[Any, bool] = module._param_requires_grad_state
+    for parameter, requires_grad in before.items():
+        parameter.requires_grad = requires_grad
+    module._param_requires_grad_state = {}
+
+
 def saves_on_exception(trainer: Trainer) -> bool:
     """Return True if a ModelCheckpoint will save when training fails."""
     return any(getattr(callback, "save_on_exception", False) for callback in callbacks_of(trainer))

@@ -71,7 +71,6 @@ class OOMRecovery(EitherCallback, Neighbour):
     """
 
     takes_part_in_trials = False
-    runs_batches_in_parts = True
 
     # What is replaced stays with the original: it is undone once.
     parts_of_a_run = ("_undo", "_recovery", "_told")

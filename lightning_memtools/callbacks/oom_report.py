@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EitherCallback, forget_batch, training_step
+from lightning_memtools._lightning import EitherCallback, forget_batch, training_step, untoggle_all
 from lightning_memtools.callbacks.oom_report_run import failed_run_of, progress_of
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory, worker_out_of_memory
@@ -166,6 +166,7 @@ class OOMReport(EitherCallback, Neighbour):
                 # What is still there then is not the step's.
                 forget_frames(exception)
                 forget_batch(trainer)
+                untoggle_all(pl_module)
                 read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
                 text = reporter.report(exception, facts, capture, read_run)
             elif death := worker_out_of_memory(exception):

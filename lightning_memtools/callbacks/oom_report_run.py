@@ -13,6 +13,7 @@ from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.oom.failed_step import FailedRun
 from lightning_memtools.oom.failure_capture import RunProgress
 from lightning_memtools.recovery.step_recovery import MANUAL_OPTIMIZATION, norms_of, why_norm_prevents
+from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
 
 
@@ -45,11 +46,12 @@ def failed_run_of(trainer: Trainer, batch_idx: int) -> FailedRun:
         accumulate=trainer.accumulate_grad_batches if automatic else 1,
         # With either, Lightning refuses the argument.
         can_accumulate=automatic and not any(isinstance(one, GradientAccumulationScheduler) for one in callbacks),
-        clip=trainer.gradient_clip_val if automatic else None,
+        clip=(trainer.gradient_clip_val or None) if automatic else None,  # Lightning takes 0 for no clipping
         untraceable=untraceable,
         empties_cache=any(isinstance(one, EmptyCache) for one in callbacks),
         plan=next((plan for plan in plans if plan is not None and plan.refused is None), None),
         others=[*callbacks, getattr(trainer, "datamodule", None)],
+        max_splits=max((one.max_splits for one in callbacks if isinstance(one, Neighbour)), default=1),
         no_recovery=_why_no_recovery(trainer, pl_module),
         predictions=trainer.predict_loop.predictions if trainer.state.fn == TrainerFn.PREDICTING else (),
     )

@@ -121,9 +121,10 @@ def _of(
     if verdict.served is None:
         raise NotFoundError(verdict.why)
     fits: bool | None = verdict.served
+    is_partial = False
     detail = f"In a replay of the recorded allocations, {verdict.why}"
     if verdict.served and trials.why_not:
-        fits = None
+        fits, is_partial = None, True
         detail += ". Whether the rest of the step would fit is not known"
     elif verdict.served:
         estimate, fits = whole_step()
@@ -133,7 +134,7 @@ def _of(
             if fits
             else f". The whole step does not fit: its peak is {format_size(peak)}, and {trials.obstacle(peak)}"
         )
-    return replace(action, detail=detail, checked=True, fits=fits, saved=int(fits is None))
+    return replace(action, detail=detail, checked=True, fits=fits, saved=int(is_partial), is_partial=is_partial)
 
 
 def _with_more_memory(trials: StepTrials, action: Action, n_bytes: int, verb: str) -> Action:
@@ -177,6 +178,10 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
         fits=True,
         saved=trials.saving(peak),
     )
+    if trials.failed.run.max_splits > 1:
+        n_parts = -(-size // found.size)
+        parts = f"OOMRecovery(max_splits={n_parts}) would run the batch in parts of that size"
+        smaller = replace(smaller, detail=f"{smaller.detail}. {parts}")
     yield _with_the_same_plan(trials, smaller, peak)
 
 

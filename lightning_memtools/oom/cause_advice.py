@@ -122,13 +122,15 @@ def rare_batch(trials: StepTrials) -> Iterator[Action]:
     now, largest = shapes_of(failed.facts.batch), shapes_of(before.batch)
     odd = f"The batch, {now}, is {before.times:.3g} times as large as any of the {before.n_batches:,} before it"
     other = (
-        f"Or keep batches alike: sort or bucket samples by their length, or cap it; the largest before was {largest}"
+        f"To keep batches alike, sort or bucket samples by their length, or cap it: the largest before was {largest}"
     )
     parts, how = _parts(trials)
+    can_split = not failed.run.no_recovery and failed.run.max_splits == 1
     yield replace(
         RUN_IN_PARTS,
         detail=f"{odd} (at most {largest}). {how}. {other}",
-        code="" if failed.run.no_recovery else RUN_IN_PARTS.code,
+        title=RUN_IN_PARTS.title if can_split else "Keep batches alike: this one is far larger",
+        code=RUN_IN_PARTS.code if can_split else "",
         checked=True,
         fits=parts,
         saved=trials.missing if parts else 1,
@@ -139,6 +141,8 @@ def rare_batch(trials: StepTrials) -> Iterator[Action]:
 
 def _parts(trials: StepTrials) -> tuple[bool | None, str]:
     """Return whether the batch fits in parts, and a sentence on that."""
+    if trials.failed.run.max_splits > 1:
+        return None, f"OOMRecovery did not run it in up to {trials.failed.run.max_splits} parts"
     if trials.failed.run.no_recovery:
         return None, f"OOMRecovery would not split it: {trials.failed.run.no_recovery}"
     if trials.why_not or not trials.can_tell_what_fits:

@@ -60,6 +60,7 @@ class FailedRun:
         plan: The checkpoint plan that is applied to the model.
         predictions: The predictions that the run keeps, in any nesting.
         others: What else belongs to the run: callbacks and the data module.
+        max_splits: The largest number of parts in which OOMRecovery runs a batch; 1 where it is not on.
         no_recovery: The reason why OOMRecovery would not run its batches in parts; "" where it would.
     """
 
@@ -77,6 +78,7 @@ class FailedRun:
     plan: CheckpointPlan | None = None
     predictions: Any = ()
     others: Sequence[Any] = ()
+    max_splits: int = 1
     no_recovery: str = ""
 
 

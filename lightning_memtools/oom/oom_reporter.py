@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,8 @@ def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, 
     try:
         write_snapshot(snapshot, path)
     except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         return f"it could not be written: {error}"
     return path
 

@@ -59,6 +59,7 @@ class Action:
         fits: True if it is enough by itself; None where that is not known.
         saved: The bytes by which it lowers the peak of a step.
         code: The code to write in the program.
+        is_partial: True if it was replayed up to the failure only: what comes after it may fail too.
         is_cause: True if it takes away what made memory run out, rather than making room for it.
         cause: That cause in a sentence, without the period; "" where it is none.
     """
@@ -70,8 +71,14 @@ class Action:
     fits: bool | None = None
     saved: int = 0
     code: str = ""
+    is_partial: bool = False
     is_cause: bool = False
     cause: str = ""
+
+    @property
+    def helps(self) -> bool:
+        """True if it was checked for the whole step, and helps."""
+        return self.checked and not self.is_useless and not self.is_partial
 
     @property
     def is_useless(self) -> bool:
@@ -90,12 +97,13 @@ def ranked(actions: Iterable[Action]) -> list[Action]:
     """Return the actions in the order of their worth.
 
     Those that take away the cause come first; then those that are enough, the least intrusive before others; then those
-    that help, by how much; then those that were not checked; last those that were checked and do not help.
+    that help, by how much; then those that were not checked, and those that were replayed up to the failure only; last
+    those that were checked and do not help.
     """
 
-    def rank(one: Action) -> tuple[bool, bool, bool, bool, int, int]:
+    def rank(one: Action) -> tuple[bool, bool, bool, bool, bool, int, int]:
         by_size = 0 if one.fits else -one.saved
-        return one.is_useless, not one.checked, not one.is_cause, not one.fits, by_size, one.kind
+        return one.is_useless, one.is_partial, not one.checked, not one.is_cause, not one.fits, by_size, one.kind
 
     return sorted(actions, key=rank)
 
@@ -167,8 +175,18 @@ class ReportPage:
         return "\n\n".join(parts) + "\n"
 
     def console(self) -> str:
-        """Return the short form: what failed, what filled the device, what to do first, and the path of the report."""
+        """Return the short form: what failed, what to do first, what filled the device, and the path of the report."""
         lines = [self.headline, *self._what_was_done()]
+        helping = [action for action in self.actions if action.helps][:_SHORT]
+        lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
+        if not helping and any(action.checked for action in self.actions):
+            lines.append("None of the checked changes helps.")
+        unchecked = [action for action in self.actions if not action.checked]
+        if unchecked:
+            reasons = list(dict.fromkeys(action.detail for action in unchecked))
+            why = f" ({reasons[0]})" if len(reasons) == 1 else ", for reasons given in the report"
+            titles = "; ".join(_lower_first(action.title) for action in unchecked)
+            lines.append(f"These changes were not checked{why}: {titles}.")
         if self.facts.split is not None:
             lines.append(f"The device held {_in_words(self.facts.split.by_category)}.")
         # "(backward)" and "(outside)" are no modules.
@@ -182,16 +200,6 @@ class ReportPage:
                 else f", with {format_size(size)}"
             )
             lines.append(f"The largest activations belong to {name}{others}.")
-        helping = [action for action in self.actions if action.checked and not action.is_useless][:_SHORT]
-        lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
-        if not helping and any(action.checked for action in self.actions):
-            lines.append("None of the checked changes helps.")
-        unchecked = [action for action in self.actions if not action.checked]
-        if unchecked:
-            reasons = list(dict.fromkeys(action.detail for action in unchecked))
-            why = f" ({reasons[0]})" if len(reasons) == 1 else ", for reasons given in the report"
-            titles = "; ".join(_lower_first(action.title) for action in unchecked)
-            lines.append(f"These changes were not checked{why}: {titles}.")
         lines.append(self.file_line())
         return "\n".join(lines)
 
@@ -210,7 +218,7 @@ class ReportPage:
 
     def _what_to_do(self) -> list[str]:
         parts = ["## What to do"]
-        helping = [action for action in self.actions if action.checked and not action.is_useless]
+        helping = [action for action in self.actions if action.helps]
         if helping:
             parts.append("\n".join(f"{number}. {action}" for number, action in enumerate(helping, 1)))
             parts.append(
@@ -218,7 +226,9 @@ class ReportPage:
                 "capacity of the device, less what other processes hold, and less what this process holds beside the "
                 "step."
             )
-        rest = [action for action in self.actions if not action.checked]
+        rest = [
+            action for action in self.actions if not action.checked or (action.is_partial and not action.is_useless)
+        ]
         if rest:
             parts.append("\n".join(f"- {action}" for action in rest))
         useless = [action for action in self.actions if action.is_useless]

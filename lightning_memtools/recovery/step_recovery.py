@@ -267,7 +267,9 @@ class StepRecovery:
             return None, ""
         if n_samples is not None and n_samples <= self._max_splits:
             return None, f"each of its {n_samples} samples alone is too large; skip_batch=True skips such a batch"
-        return None, f"even max_splits={self._max_splits} parts are too large; a larger max_splits allows smaller ones"
+        return None, (
+            f"even max_splits={self._max_splits} parts are too large; a larger max_splits helps if a single sample fits"
+        )
 
     def _attempt(self, step: BatchStep, n_parts: int, before: StepStart, exchange: GradientExchange) -> Any:
         if n_parts == 1:

@@ -316,7 +316,7 @@ def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
 @pytest.mark.parametrize(
     ("n_given", "said"),
     [
-        (lambda n: n, "even max_splits=2 parts are too large; a larger max_splits allows smaller ones"),
+        (lambda n: n, "even max_splits=2 parts are too large; a larger max_splits helps if a single sample fits"),
         (lambda n: 2 * n, "split_batch returned 4 parts, and max_splits=2"),
     ],
 )
