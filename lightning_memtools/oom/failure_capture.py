@@ -43,6 +43,9 @@ _LEAST_GROWTH = 0.05
 _LEAST_ODD = 1.5
 _LEAST_BEFORE = 3
 
+# A device with less free memory than both is nearly full. The handles of cuBLAS and cuDNN take up to some 100 MiB.
+_LITTLE_SHARE, _LITTLE_BYTES = 0.1, 2**30
+
 OOMObserver = Callable[[int, int, int, int], object]
 """Called with a device's index, the requested bytes, the capacity, and the free bytes."""
 
@@ -222,6 +225,14 @@ class FailureCapture:
         if not self._captured or not n_observed:
             return self._capture(requested=requested_bytes(exception))
         return self._captured[-min(n_observed, len(self._captured))]
+
+    def is_nearly_full(self) -> bool:
+        """Return True if so little of the device is free that a library may not find room for its handle."""
+        stats = None if self.reader is None else self.reader.stats()
+        if stats is None or stats.capacity is None:
+            return False
+        used = max(stats.device_used or 0, stats.reserved or 0)
+        return stats.capacity - used < min(_LITTLE_SHARE * stats.capacity, _LITTLE_BYTES)
 
     def first_facts(self) -> FailureFacts | None:
         """Return the facts that were captured first in the present step; None if no device reported a failure."""

@@ -229,6 +229,8 @@ class FailureFacts:
         before: The largest batch before, if the failed one is far larger; else None.
         module: The innermost module that was being called; "" where it is not known.
         batch: The batch on the meta device (sizes without values); None where there was none.
+        is_probable: True if a library could not make its handle, and the device was nearly full: the error itself does
+            not say that memory ran out.
         is_own_batch: True if it is the failing batch itself, False if it is the first batch of the stage.
         problem: The error that occurred while the facts were captured; "" if none did.
     """
@@ -247,6 +249,7 @@ class FailureFacts:
     module: str = ""
     batch: Any = None
     is_own_batch: bool = True
+    is_probable: bool = False
     problem: str = ""
 
     @property

@@ -159,7 +159,10 @@ class ReportPage:
         facts = self.facts
         request = "" if facts.requested is None else f": tried to allocate {format_size(facts.requested)}"
         free = "" if facts.free is None or not request else f" with {format_size(facts.free)} free"
-        return f"Out of memory on {facts.device} ({facts.moment}){request}{free}."
+        if facts.is_probable:
+            request = ": a library could not make its handle, and the device was nearly full"
+        what = "Probably out of memory" if facts.is_probable else "Out of memory"
+        return f"{what} on {facts.device} ({facts.moment}){request}{free}."
 
     def markdown(self) -> str:
         """Return the whole report."""
