@@ -8,9 +8,9 @@ from dataclasses import replace
 from lightning_memtools.memory.leaks.holdings import Holding
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.oom.held_words import holding_in_words, is_cause, owners_in_words
 from lightning_memtools.oom.report_page import Action, ActionKind
 from lightning_memtools.oom.step_trials import StepTrials
+from lightning_memtools.reporting.held_words import holding_in_words, is_cause, owners_in_words
 
 RELEASE = Action(kind=ActionKind.HOLDER, title="Delete or detach what is held")
 COLLECT_GARBAGE = Action(kind=ActionKind.GARBAGE, title="Collect garbage", code="gc.collect()")
@@ -33,10 +33,10 @@ def _without(trials: StepTrials, n_bytes: int, what: str) -> tuple[bool | None, 
 
 def release(trials: StepTrials) -> Iterator[Action]:
     """Letting go of what the run, or what is left of another one, holds beside the model and its optimizers."""
-    facts = trials.failed.facts
-    least = _LEAST_SHARE * (facts.stats.allocated or 0)
+    allocated = trials.failed.facts.stats.allocated or 0
+    least = _LEAST_SHARE * allocated
     found = [one for one in trials.failed.held.found if one.n_bytes > least][:_MOST_HOLDERS]
-    causes = [one for one in found if is_cause(one, facts)]
+    causes = [one for one in found if is_cause(one, allocated)]
     together = sum(one.n_bytes for one in causes)
     for holding in found:
         fits, detail = _without(trials, holding.n_bytes, "it")

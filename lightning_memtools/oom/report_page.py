@@ -11,9 +11,9 @@ from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.processes import GpuProcess, in_words
 from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.oom.failure_facts import FailureFacts, describe_batch
-from lightning_memtools.oom.held_words import holding_in_words, not_found
 from lightning_memtools.oom.recorded_history import ReplayVerdict
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
+from lightning_memtools.reporting.held_words import holding_in_words
 from lightning_memtools.reporting.phrases import counted, in_series
 from lightning_memtools.reporting.tables import Table, markdown_table
 
@@ -304,12 +304,14 @@ class ReportPage:
         return parts
 
     def _holders(self) -> list[str]:
-        total = self.facts.stats.allocated or 0
+        facts, split = self.facts, self.facts.split
+        total = facts.stats.allocated or 0
         found = [one for one in self.held.found if one.n_bytes > _WORTH_A_LINE * total][: self.top]
         lines = [f"- {holding_in_words(one)}" for one in found]
         if self.held.garbage_bytes > _WORTH_A_LINE * total:
             lines.append(f"- garbage that Python had not collected, {format_size(self.held.garbage_bytes)}")
-        rest = not_found(self.held, self.facts)
+        found_bytes = sum(one.n_bytes for one in self.held.found) + self.held.garbage_bytes
+        rest = 0 if split is None else max(0, split.older - split.buffers - found_bytes)
         parts = ["\n".join(lines)] if lines else []
         if rest > _WORTH_A_LINE * total:
             parts.append(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
-from lightning_memtools.memory.leaks.holdings import Holding, Holdings
+from lightning_memtools.memory.leaks.growth_watch import SteadyGrowth
+from lightning_memtools.memory.leaks.holdings import Holding
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.oom.failure_facts import FailureFacts
 from lightning_memtools.reporting.phrases import counted, in_series
 
 # As a share of what is allocated: less than this is not why memory ran out.
@@ -56,18 +58,42 @@ def owners_in_words(holding: Holding) -> str:
     return in_series(parts)
 
 
-def is_cause(holding: Holding, facts: FailureFacts) -> bool:
-    """Return True for what is likely why memory ran out: much memory that piles up, or is left over from another run.
+def is_cause(holding: Holding, allocated: int) -> bool:
+    """Return True for what is likely why memory ran out: much of it, which piles up or is left over from another run.
 
     A copy of the weights that the run itself keeps, such as an average of them, is none.
+
+    Args:
+        holding: What is held.
+        allocated: All bytes that are allocated on the device.
     """
-    allocated = facts.stats.allocated or 0
     return holding.n_bytes > _LEAST_OF_A_CAUSE * allocated and (
         holding.piles_up or holding.is_left_over or 2 * holding.n_bytes > allocated
     )
 
 
-def not_found(held: Holdings, facts: FailureFacts) -> int:
-    """Return the bytes that were there before the batch, belong to nobody in the step, and were not found."""
-    found = sum(one.n_bytes for one in held.found) + held.garbage_bytes
-    return 0 if facts.split is None else max(0, facts.split.older - facts.split.buffers - found)
+def growth_warning(growth: SteadyGrowth, found: Sequence[Holding], *, device: str, batch: int) -> str:
+    """Return the warning of memory that rises steadily within an epoch: how fast, until when, and who holds it.
+
+    Args:
+        growth: The growth.
+        found: Who holds it, the largest first; none where nobody was found.
+        device: The device's name.
+        batch: The number of batches in training so far.
+    """
+    each = format_size(int(growth.per_batch))
+    until = "" if growth.n_left is None else f" At this rate it is full at batch {batch + growth.n_left:,}."
+    lines = [
+        (
+            f"Memory in use on {device} grows by {each} in each batch: by {format_size(growth.n_bytes)} in the last "
+            f"{growth.n_batches:,} batches, until batch {batch:,}.{until} What piles up:"
+        )
+    ]
+    lines += [
+        f"  - {holding_in_words(one)}. Keep numbers, or tensors on the host (`.detach().cpu()`)." for one in found
+    ]
+    if not found:
+        lines.append("  - Holder not found: something Python's garbage collector does not know (C++).")
+    elif not any(one.finding.with_graph for one in found):
+        lines.append("A container that stops growing by itself may be filling up, and is then no leak.")
+    return "\n".join([*lines, "This warning is given once."])
