@@ -13,6 +13,7 @@ from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
+from lightning_memtools.oom.fragmentation import changed, settings_that_serve
 from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.plan_trials import LEAST_PRICE
 from lightning_memtools.oom.recorded_history import (
@@ -23,11 +24,13 @@ from lightning_memtools.oom.recorded_history import (
 )
 from lightning_memtools.oom.report_page import Action, ActionKind
 from lightning_memtools.oom.step_trials import NotFoundError, StepTrials
-from lightning_memtools.reporting.phrases import first_of
+from lightning_memtools.reporting.phrases import first_of, in_series
 from lightning_memtools.simulation.step_runner import PrecisionName
 
 BF16: PrecisionName = "bf16-mixed"
 NO_HISTORY = "no history of allocations was recorded"
+# As a share of what is reserved: so much in pieces is fragmentation.
+MUCH = 0.2
 # Another optimizer changes the result of training: what saves a smaller share of what is missing is no advice.
 _LEAST_OF_MISSING = 0.01
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
@@ -57,6 +60,7 @@ USE_EXPANDABLE_SEGMENTS = Action(
     title="Use expandable segments",
     code='PYTORCH_ALLOC_CONF="expandable_segments:True"',
 )
+USE_SETTING = Action(kind=ActionKind.EXPANDABLE_SEGMENTS, title="Use other settings of the allocator")
 EMPTY_THE_CACHE = Action(kind=ActionKind.EMPTY_CACHE, title="Empty the cache before evaluation", code="EmptyCache()")
 STOP_PROCESSES = Action(kind=ActionKind.STOP_PROCESS, title="Stop other processes on the device")
 KEEP_NO_PREDICTIONS = Action(
@@ -82,7 +86,49 @@ def expandable_segments(trials: StepTrials) -> Iterator[Action]:
         return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
 
     verdict = with_expandable_segments(history)
-    yield _of(trials, verdict, USE_EXPANDABLE_SEGMENTS, whole_step)
+    made = _of(trials, verdict, USE_EXPANDABLE_SEGMENTS, whole_step)
+    yield _as_cause(trials, made)
+
+
+def allocator_settings(trials: StepTrials) -> Iterator[Action]:
+    """Other settings of the allocator, where expandable segments do not serve: the first that makes the step fit."""
+    history = trials.failed.history
+    assert history is not None
+    tried: list[str] = []
+    for setting, verdict in settings_that_serve(history, trials.check_time):
+        if setting.startswith("expandable"):
+            if verdict.served:
+                return
+            continue
+        tried.append(setting)
+        if not verdict.served:
+            continue
+
+        def whole_step(setting: str = setting) -> tuple[MemoryEstimate, bool]:
+            plain = trials.plain
+            assert plain.trace is not None
+            config = changed(plain.trace.config, setting)
+            return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
+
+        action = replace(USE_SETTING, title=f"Set {setting}", code=f'PYTORCH_ALLOC_CONF="{setting}"')
+        yield _as_cause(trials, _of(trials, verdict, action, whole_step))
+        return
+    yield replace(
+        USE_SETTING,
+        detail=f"In a replay of the recorded allocations, none of {in_series(tried)} serves the request",
+        checked=True,
+        fits=False,
+    )
+
+
+def _as_cause(trials: StepTrials, action: Action) -> Action:
+    """Return the action as one against the cause, if it makes the step fit and much memory lay in pieces."""
+    facts = trials.failed.facts
+    unusable, reserved = facts.unusable or 0, facts.stats.reserved or 0
+    if not action.fits or unusable < MUCH * reserved:
+        return action
+    cause = f"{format_size(unusable)} of the {format_size(reserved)} that are reserved lay in pieces (fragmentation)"
+    return replace(action, is_cause=True, cause=cause)
 
 
 def empty_cache(trials: StepTrials) -> Iterator[Action]:

@@ -58,6 +58,14 @@ def _is_garbage(failed: FailedStep) -> bool:
     return failed.held.garbage_bytes > _LEAST_GARBAGE * (failed.facts.stats.allocated or 0)
 
 
+def _is_in_pieces(failed: FailedStep) -> bool:
+    """Return True if the request would have found memory, had what is free not lain in pieces."""
+    facts, history = failed.facts, failed.history
+    if history is None or history.failed is None or history.config.expandable_segments:
+        return False
+    return (facts.unusable or 0) > max(history.failed.n_bytes, advice.MUCH * (facts.stats.reserved or 0))
+
+
 # As a share of what is allocated.
 _LEAST_GARBAGE = 0.05
 
@@ -74,6 +82,7 @@ CHECKS = (
         lambda it: it.is_cuda_like and not it.config.expandable_segments,
         needs_trace=False,
     ),
+    AdviceCheck(advice.allocator_settings, advice.USE_SETTING, _is_in_pieces, needs_trace=False),
     AdviceCheck(
         advice.empty_cache,
         advice.EMPTY_THE_CACHE,

@@ -1,4 +1,4 @@
-"""Who holds what the failed step does not need, found when the step has been let go of."""
+"""Finds who holds what the failed step does not need, once that step has been let go of."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_memtools.memory.leaks.leak_detector import SearchScope
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.owned import KnowsItsTensors, cuda_address
 from lightning_memtools.memory.release_failed_step import uncounted
-from lightning_memtools.memory.user_code import CodeLine, owner_of
 from lightning_memtools.oom.failed_step import FailedRun
 from lightning_memtools.oom.failure_capture import FailureCapture
+from lightning_memtools.oom.fragmentation import maker
 
 HOLDERS_S = 3.0
 """Processor time after which no further holder is looked for."""
@@ -68,16 +68,5 @@ def _notes(capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Block
                 frames[block.get("address", at)] = block.get("frames") or ()
                 at += block["size"]
     return BlockNotes(
-        lambda tensor: address_of(tensor) in young, lambda tensor: _maker(frames.get(address_of(tensor) or 0, ()))
+        lambda tensor: address_of(tensor) in young, lambda tensor: maker(frames.get(address_of(tensor) or 0, ()))
     )
-
-
-def _maker(frames: Any) -> str:
-    """Return "at" the innermost line of the user's in a block's stack; of a simulated device, "in" the module."""
-    for frame in frames:
-        file, name = frame["filename"], frame["name"]
-        if file and owner_of(file) == "user" and file.endswith(".py"):
-            return f"at {CodeLine(file, frame['line'], name)}"
-        if not file and not name.startswith("("):
-            return f"in {name}"
-    return ""

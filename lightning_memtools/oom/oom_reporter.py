@@ -19,6 +19,7 @@ from lightning_memtools.oom.deadline import Deadline
 from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes_of
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
+from lightning_memtools.oom.fragmentation import pinned_segments
 from lightning_memtools.oom.held_memory import held_memory
 from lightning_memtools.oom.killed_worker import killed_worker_page
 from lightning_memtools.oom.report_page import ReportPage
@@ -175,6 +176,7 @@ class OOMReporter:
         page.file = self._write(_file_name(facts.moment), page.markdown())
         snapshot = None if capture.recording is None else capture.recording.take()
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
+        page.pinned = () if snapshot is None else pinned_segments(snapshot, capture.device.index or 0)
         _check(page, capture, snapshot, read_run, Deadline(CHECKS_S - (time.thread_time() - begin_cpu)))
         page.seconds = time.monotonic() - begin
         text = page.markdown()

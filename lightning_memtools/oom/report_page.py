@@ -11,6 +11,7 @@ from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.processes import GpuProcess, in_words
 from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.oom.failure_facts import FailureFacts, describe_batch
+from lightning_memtools.oom.fragmentation import PinnedSegment
 from lightning_memtools.oom.recorded_history import ReplayVerdict
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
 from lightning_memtools.reporting.held_words import holding_in_words
@@ -123,6 +124,7 @@ class ReportPage:
         modules: Bytes of activations by module, largest first.
         modules_traced: True if these are from a traced step, False if the device reported them.
         expandable: Whether expandable segments would have helped; None where no history was recorded.
+        pinned: Segments that are half empty and cannot be released.
         processes: Other processes on the device, or the reason why they are not known; None where there is no GPU.
         notes: Further remarks.
         top: The number of modules that are listed.
@@ -141,6 +143,7 @@ class ReportPage:
     modules: Sequence[tuple[str, int]] = ()
     modules_traced: bool = False
     expandable: ReplayVerdict | None = None
+    pinned: Sequence[PinnedSegment] = ()
     processes: Sequence[GpuProcess] | str | None = None
     notes: Sequence[str] = field(default_factory=list)
     top: int = 10
@@ -362,7 +365,11 @@ class ReportPage:
             )
         else:
             verdict = f"{setting} would not have helped: {self.expandable.why}."
-        return ["## Fragmentation", f"{text} {verdict}"]
+        pins = "\n".join(f"- {one}" for one in self.pinned)
+        pinned = (
+            ["These segments are half empty or more, and are held by the blocks in use in them:", pins] if pins else []
+        )
+        return ["## Fragmentation", f"{text} {verdict}", *pinned]
 
     def _others(self) -> list[str]:
         if self.processes is None:

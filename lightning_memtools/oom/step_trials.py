@@ -102,6 +102,10 @@ class StepTrials:
         """True if a trace can tell what fits; if not, it only tells by how much something lowers the peak."""
         return self.failed.usable is not None and not self.plain_fits
 
+    def check_time(self) -> None:
+        """Raise where the time is over."""
+        self._deadline.check()
+
     # --- what fits
 
     def at(self, size: int, accumulate: int | None = None) -> MemoryEstimate:

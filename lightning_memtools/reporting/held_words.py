@@ -1,4 +1,4 @@
-"""What is held beside a step, in words, and whether it is why memory ran out."""
+"""Words for what is held beside a step, and the judgement if it is why memory ran out."""
 
 from __future__ import annotations
 

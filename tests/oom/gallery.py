@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import OOMRecovery, OOMReport
+from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice
 from tests.lightning_models import trainer
 
 MIB = 2**20
@@ -359,6 +359,38 @@ class NoHandle(Net):
 @exhibit("Probably out of memory", "`NoHandle.kept` holds", advice=("list",), capacity_mib=56, on_cuda=False)
 def a_library_without_room_for_its_handle(fit: FitOn, *, mended: bool) -> None:
     fit(NoHandle(full=not mended))
+
+
+# --- memory in pieces
+
+
+class Pinned(Net):
+    """Its buffers lie in segments that were made for larger tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def on_fit_start(self) -> None:
+        for index in range(3):
+            large = torch.empty(18 * MIB, dtype=torch.uint8, device=self.device)
+            del large
+            self.register_buffer(f"pin{index}", torch.zeros(19 * MIB // 2, dtype=torch.uint8, device=self.device))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mask = torch.zeros(16 * MIB, dtype=torch.uint8, device=self.device)
+        return super().training_step(batch, batch_idx) + mask[0]
+
+
+@exhibit("fragmentation", advice=("expandable_segments:True",), capacity_mib=70, on_cuda=False)
+def buffers_that_pin_half_empty_segments(fit: FitOn, *, mended: bool) -> None:
+    if mended:
+        device = VirtualDevice.current()
+        assert device is not None
+        device.__exit__()
+        with VirtualDevice(70 * MIB, allocator="expandable_segments:True"):
+            fit(Pinned())
+        return
+    fit(Pinned())
 
 
 # --- odd batches
