@@ -340,6 +340,44 @@ def forget_batch(trainer: Trainer) -> None:
         results.batch = None
 
 
+# What they do is named as a phase of the batch.
+_STEP_HOOKS = {"optimizer_step", "backward", "optimizer_zero_grad", "configure_gradient_clipping"}
+
+
+def running_hook() -> str:
+    """Return the hook that is running, such as "EMA.on_train_epoch_end", or what else Lightning does; "" in a step.
+
+    It is read off the stack: Lightning tells nobody outside of a profiler.
+    """
+    frame = inspect.currentframe()
+    hook = ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(("trainer/call.py", "checkpoint_connector.py", "trainer/trainer.py")):
+            name = _hook_of(code.co_name, frame.f_locals)
+            if name in {"loading a checkpoint", "saving a checkpoint"}:
+                return f"{name}, in {hook}" if hook else name
+            hook = hook or name
+        frame = frame.f_back
+    return hook
+
+
+def _hook_of(function: str, variables: Mapping[str, Any]) -> str:
+    """Return what a function of Lightning's calls or does."""
+    if function.startswith(("restore", "_restore", "resume_start")):
+        return "loading a checkpoint"
+    if function in {"save_checkpoint", "dump_checkpoint"}:
+        return "saving a checkpoint"
+    name = variables.get("hook_name", "")
+    if function == "_call_callback_hooks":
+        return f"{type(variables.get('callback')).__name__}.{name}"
+    if function.startswith("_call_callbacks_"):
+        return f"{type(variables.get('callback')).__name__}.{function.removeprefix('_call_callbacks_')}"
+    if function == "_call_lightning_module_hook" and name not in _STEP_HOOKS:
+        return f"{type(variables.get('pl_module')).__name__}.{name}"
+    return {"_call_setup_hook": "setup", "_call_configure_model": "configure_model"}.get(function, "")
+
+
 def untoggle_all(module: Any) -> None:
     """Undo `toggle_optimizer` in a step that failed before it did so itself: parameters would stay switched off.
 

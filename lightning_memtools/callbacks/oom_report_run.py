@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memtools._lightning import callbacks_of, is_compiled_by_lightning, training_step
+from lightning_memtools._lightning import callbacks_of, is_compiled_by_lightning, running_hook, training_step
 from lightning_memtools.callbacks.empty_cache import EmptyCache
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memtools.checkpointing.chains import is_compiled
@@ -19,7 +19,8 @@ from lightning_memtools.reporting.strategies import why_unsupported
 
 def progress_of(trainer: Trainer) -> RunProgress:
     """Return the present place in the run."""
-    return RunProgress(training_step(trainer), trainer.global_rank, trainer.world_size, trainer.optimizers)
+    step, optimizers = training_step(trainer), trainer.optimizers
+    return RunProgress(step, trainer.global_rank, trainer.world_size, optimizers, running_hook())
 
 
 def _why_no_recovery(trainer: Trainer, module: LightningModule) -> str:

@@ -58,6 +58,11 @@ def _is_garbage(failed: FailedStep) -> bool:
     return failed.held.garbage_bytes > _LEAST_GARBAGE * (failed.facts.stats.allocated or 0)
 
 
+def _has_two_copies(failed: FailedStep) -> bool:
+    hook = failed.facts.moment.hook
+    return failed.facts.split is not None and ("checkpoint" in hook or hook.endswith("load_state_dict"))
+
+
 def _is_in_pieces(failed: FailedStep) -> bool:
     """Return True if the request would have found memory, had what is free not lain in pieces."""
     facts, history = failed.facts, failed.history
@@ -71,6 +76,7 @@ _LEAST_GARBAGE = 0.05
 
 CHECKS = (
     AdviceCheck(cause_advice.release, cause_advice.RELEASE, lambda it: bool(it.held.found), needs_trace=False),
+    AdviceCheck(cause_advice.two_copies, cause_advice.ONE_COPY, _has_two_copies, needs_trace=False),
     AdviceCheck(cause_advice.garbage, cause_advice.COLLECT_GARBAGE, _is_garbage, needs_trace=False),
     AdviceCheck(cause_advice.growth, cause_advice.FIND_GROWTH, _grows_unseen, needs_trace=False),
     AdviceCheck(

@@ -16,6 +16,11 @@ RELEASE = Action(kind=ActionKind.HOLDER, title="Delete or detach what is held")
 COLLECT_GARBAGE = Action(kind=ActionKind.GARBAGE, title="Collect garbage", code="gc.collect()")
 FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
 RUN_IN_PARTS = Action(kind=ActionKind.RARE_BATCH, title="Run the rare large batch in parts", code="OOMRecovery()")
+ONE_COPY = Action(
+    kind=ActionKind.GARBAGE,
+    title="Keep one copy on the device",
+    code='torch.load(path, map_location="cpu")',
+)
 _MOST_HOLDERS = 5
 _LEAST_SHARE = 0.01
 # OOMRecovery's `max_splits`.
@@ -111,6 +116,26 @@ def growth(trials: StepTrials) -> Iterator[Action]:
         saved=grown.n_bytes,
         is_cause=True,
         cause=f"Memory grew by {each} in each batch",
+    )
+
+
+def two_copies(trials: StepTrials) -> Iterator[Action]:
+    """Loading a checkpoint to the host: what two copies of weights and optimizer state take."""
+    split = trials.failed.facts.split
+    assert split is not None
+    weights, state = split.by_category["parameters"], split.by_category["optimizer"]
+    size, twice = format_size(weights + state), format_size(2 * (weights + state))
+    verb = "loaded" if "load" in trials.failed.facts.moment.hook else "saved"
+    yield replace(
+        ONE_COPY,
+        title=f"{ONE_COPY.title}: memory ran out while a checkpoint was {verb}",
+        detail=f"Weights and optimizer state take {size} on the device, and two copies of them {twice}. A tensor that "
+        "is loaded goes to the device that it was saved from, and an optimizer's load_state_dict puts its state where "
+        "the parameters are",
+        checked=True,
+        saved=max(1, weights + state),
+        is_cause=True,
+        cause=f"A checkpoint was being {verb}: two copies of weights and optimizer state take {twice}",
     )
 
 

@@ -104,12 +104,14 @@ class RunProgress:
         rank: The rank of this process.
         world_size: The number of ranks.
         optimizers: The optimizers; none before they are configured.
+        hook: The hook that is running, or what else happens outside of a step; "" in a step.
     """
 
     step: int
     rank: int
     world_size: int
     optimizers: Sequence[Optimizer]
+    hook: str = ""
 
 
 class FailureCapture:
@@ -260,7 +262,13 @@ class FailureCapture:
         reader = self.reader
         facts = FailureFacts(
             moment=FailureMoment(
-                self._stage, progress.step, self._batch_idx, self.phase, progress.rank, progress.world_size
+                self._stage,
+                progress.step,
+                self._batch_idx,
+                "" if progress.hook else self.phase,
+                progress.rank,
+                progress.world_size,
+                progress.hook,
             ),
             device=str(self.device) if reader is None else reader.name,
             simulated=reader is not None and reader.simulated,

@@ -159,6 +159,7 @@ class FailureMoment:
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
         rank: The rank of this process.
         world_size: The number of ranks.
+        hook: The hook that was running, or what else happened outside of a step; "" in a step.
     """
 
     stage: str
@@ -167,6 +168,7 @@ class FailureMoment:
     phase: str = ""
     rank: int = 0
     world_size: int = 1
+    hook: str = ""
 
     def __str__(self) -> str:
         parts = [self.stage]
@@ -176,6 +178,8 @@ class FailureMoment:
             parts.append(f"batch {self.batch_idx}")
         if self.phase:
             parts.append(self.phase)
+        if self.hook:
+            parts.append(self.hook if " " in self.hook else f"in {self.hook}")
         if self.world_size > 1:
             parts.append(f"rank {self.rank} of {self.world_size}")
         return ", ".join(parts)

@@ -92,6 +92,7 @@ class Exhibit:
         cause: What the report's first line has to name.
         advice: What its first action has to say.
         capacity_mib: The device.
+        on_cpu: False for what has to leave the device for the host, which are one on a VirtualDevice.
         on_cuda: False for what PyTorch's CUDA code on a device that computes nothing cannot show.
     """
 
@@ -100,6 +101,7 @@ class Exhibit:
     advice: Iterable[str]
     capacity_mib: int = 32
     on_cuda: bool = True
+    on_cpu: bool = True
 
 
 EXHIBITS: dict[str, Exhibit] = {}
@@ -112,15 +114,16 @@ class FitOn:
         self.root, self.device = root, device
 
     def __call__(self, module: L.LightningModule, *callbacks: Any, validate: bool = False, stays: bool = False,
-                 **options: Any) -> None:  # fmt: skip
+                 ckpt_path: Any = None, **options: Any) -> Any:  # fmt: skip
         if not validate:
             options["limit_val_batches"] = 0
         defaults = {"accelerator": "cuda" if self.device == "cuda" else "cpu", "devices": 1, "logger": False}
         report = OOMReport(directory=str(self.root))
         run = trainer(self.root, *callbacks, report, num_sanity_val_steps=0, **defaults, **options)
-        run.fit(module)
+        run.fit(module, ckpt_path=ckpt_path)
         if stays:  # Lightning moves the model to the host
             module.to(self.device)
+        return run
 
 
 def exhibit(*cause: str, advice: Iterable[str], **options: Any) -> Callable[[Callable[..., object]], None]:
@@ -391,6 +394,63 @@ def buffers_that_pin_half_empty_segments(fit: FitOn, *, mended: bool) -> None:
             fit(Pinned())
         return
     fit(Pinned())
+
+
+# --- loading and saving
+
+
+class Frozen(Net):
+    """32 MiB of weights that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.table = nn.Parameter(torch.zeros(8 * MIB), requires_grad=False)
+
+
+class LoadsAgain(Frozen):
+    """Loads its weights in a hook, to the device that they were saved from."""
+
+    def __init__(self, path: Path, *, to_host: bool) -> None:
+        super().__init__()
+        self.path, self.to_host = path, to_host
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.load_state_dict(torch.load(self.path, map_location="cpu" if self.to_host else "cuda"))
+
+
+TWO_COPIES = "two copies of weights and optimizer state take 64"
+
+
+@exhibit("LoadsAgain.on_load_checkpoint", TWO_COPIES, advice=('map_location="cpu"',), capacity_mib=60, on_cpu=False)
+def weights_that_are_loaded_to_the_device(fit: FitOn, *, mended: bool) -> None:
+    fit.root.mkdir(parents=True, exist_ok=True)
+    weights, run = fit.root / "weights.pt", fit.root / "run.ckpt"
+    model = LoadsAgain(weights, to_host=True)
+    torch.save(model.state_dict(), weights)
+    fit(model).save_checkpoint(run)
+    del model
+    gc.collect()
+    fit(LoadsAgain(weights, to_host=mended).cuda(), ckpt_path=run, max_epochs=2)
+
+
+class SavesOnDevice(Frozen):
+    """Puts a copy of its weights into the checkpoint."""
+
+    def __init__(self, *, to_host: bool) -> None:
+        super().__init__()
+        self.to_host = to_host
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["copy"] = [one.detach().cpu() if self.to_host else one.detach().clone() for one in self.parameters()]
+
+
+@exhibit("saving a checkpoint, in SavesOnDevice.on_save", TWO_COPIES, advice=("copies",), capacity_mib=60, on_cpu=False)
+def a_copy_that_is_made_while_saving(fit: FitOn, *, mended: bool) -> None:
+    class Saves(L.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(fit.root / "x.ckpt")
+
+    fit(SavesOnDevice(to_host=mended), Saves())
 
 
 # --- odd batches
