@@ -13,7 +13,7 @@ from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
-from lightning_memtools.oom.fragmentation import changed, settings_that_serve
+from lightning_memtools.oom.fragmentation import IN_PIECES, changed, settings_that_serve
 from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.plan_trials import LEAST_PRICE
 from lightning_memtools.oom.recorded_history import (
@@ -29,8 +29,8 @@ from lightning_memtools.simulation.step_runner import PrecisionName
 
 BF16: PrecisionName = "bf16-mixed"
 NO_HISTORY = "no history of allocations was recorded"
-# As a share of what is reserved: so much in pieces is fragmentation.
-MUCH = 0.2
+# Of the device: another process that holds so much is a cause.
+_LARGE_SHARE = 0.2
 # Another optimizer changes the result of training: what saves a smaller share of what is missing is no advice.
 _LEAST_OF_MISSING = 0.01
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
@@ -125,7 +125,7 @@ def _as_cause(trials: StepTrials, action: Action) -> Action:
     """Return the action as one against the cause, if it makes the step fit and much memory lay in pieces."""
     facts = trials.failed.facts
     unusable, reserved = facts.unusable or 0, facts.stats.reserved or 0
-    if not action.fits or unusable < MUCH * reserved:
+    if not action.fits or unusable < IN_PIECES * reserved:
         return action
     cause = f"{format_size(unusable)} of the {format_size(reserved)} that are reserved lay in pieces (fragmentation)"
     return replace(action, is_cause=True, cause=cause)
@@ -141,7 +141,9 @@ def empty_cache(trials: StepTrials) -> Iterator[Action]:
         return trials.plain, trials.fits(trials.plain, emptied=True)
 
     verdict = with_empty_cache(history, evaluation)
-    yield _of(trials, verdict, EMPTY_THE_CACHE, whole_step)
+    made = _of(trials, verdict, EMPTY_THE_CACHE, whole_step)
+    cause = "Evaluation found no room beside the segments that training left in the cache"
+    yield replace(made, is_cause=True, cause=cause) if made.fits else made
 
 
 def processes(trials: StepTrials) -> Iterator[Action]:
@@ -152,12 +154,17 @@ def processes(trials: StepTrials) -> Iterator[Action]:
     for process in others or ():
         if process.used_bytes:
             stop = replace(STOP_PROCESSES, title=f"Stop {process.name or 'process'} (pid {process.pid})")
-            yield _with_more_memory(trials, stop, process.used_bytes, "It holds")
+            made = _with_more_memory(trials, stop, process.used_bytes, "It holds")
+            much = process.used_bytes > _LARGE_SHARE * (trials.failed.facts.stats.capacity or 0)
+            cause = f"{process.name or 'Process'} (pid {process.pid}) holds {format_size(process.used_bytes)}"
+            yield replace(made, is_cause=True, cause=cause) if made.fits and much else made
 
 
 def predictions(trials: StepTrials) -> Iterator[Action]:
     """Keeping no predictions: whether the memory they hold would be enough."""
-    yield _with_more_memory(trials, KEEP_NO_PREDICTIONS, trials.failed.predictions, "They hold")
+    made = _with_more_memory(trials, KEEP_NO_PREDICTIONS, trials.failed.predictions, "They hold")
+    cause = f"Predictions that are kept hold {format_size(trials.failed.predictions)}"
+    yield replace(made, is_cause=True, cause=cause) if made.fits else made
 
 
 def _of(

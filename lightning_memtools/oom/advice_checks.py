@@ -11,6 +11,7 @@ from lightning_memtools.oom import advice, cause_advice
 from lightning_memtools.oom.combined_advice import COMBINE, combined
 from lightning_memtools.oom.deadline import NOT_REACHED, Deadline
 from lightning_memtools.oom.failed_step import FailedStep
+from lightning_memtools.oom.fragmentation import IN_PIECES
 from lightning_memtools.oom.recorded_history import ReplayVerdict, with_expandable_segments
 from lightning_memtools.oom.report_page import Action, ActionKind, ranked
 from lightning_memtools.oom.step_trials import StepTrials, in_a_line
@@ -68,7 +69,7 @@ def _is_in_pieces(failed: FailedStep) -> bool:
     facts, history = failed.facts, failed.history
     if history is None or history.failed is None or history.config.expandable_segments:
         return False
-    return (facts.unusable or 0) > max(history.failed.n_bytes, advice.MUCH * (facts.stats.reserved or 0))
+    return (facts.unusable or 0) > max(history.failed.n_bytes, IN_PIECES * (facts.stats.reserved or 0))
 
 
 # As a share of what is allocated.

@@ -23,6 +23,8 @@ SETTINGS = (
     "garbage_collection_threshold:0.8",
 )
 """The settings that are tried, one at a time."""
+IN_PIECES = 0.2
+"""As a share of what is reserved: so much that is free in pieces is fragmentation."""
 _MOST_BLOCKS = 5
 # As a share of a segment.
 _HALF_EMPTY = 0.4

@@ -11,7 +11,7 @@ from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.processes import GpuProcess, in_words
 from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.oom.failure_facts import FailureFacts, describe_batch
-from lightning_memtools.oom.fragmentation import PinnedSegment
+from lightning_memtools.oom.fragmentation import IN_PIECES, PinnedSegment
 from lightning_memtools.oom.recorded_history import ReplayVerdict
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
 from lightning_memtools.reporting.held_words import holding_in_words
@@ -20,6 +20,8 @@ from lightning_memtools.reporting.tables import Table, markdown_table
 
 _SHORT = 3
 _WORTH_A_LINE = 0.01
+# As a share of what is allocated.
+_MOST = 0.4
 _CATEGORY_WORDS = {"optimizer": "optimizer state", "other": "other tensors"}
 _STANDS_FOR = {
     "(backward)": "`(backward)` stands for gradients that backward passes from module to module.",
@@ -155,7 +157,15 @@ class ReportPage:
     def headline(self) -> str:
         """The failure, its place and its cause, as far as it is known."""
         causes = [action.cause for action in self.actions if action.is_cause]
-        return f"{self._failure} {causes[0]}." if causes else self._failure
+        if causes:
+            return f"{self._failure} {causes[0]}."
+        split = {} if self.facts.split is None else self.facts.split.by_category
+        name, size = max(split.items(), key=lambda item: item[1], default=("", 0))
+        if size <= _MOST * sum(split.values()):
+            return self._failure
+        words = _CATEGORY_WORDS.get(name, name)
+        verb = "takes" if name == "optimizer" else "take"
+        return f"{self._failure} {words[0].upper()}{words[1:]} {verb} {format_size(size)}."
 
     @property
     def _failure(self) -> str:
@@ -365,7 +375,7 @@ class ReportPage:
             )
         else:
             verdict = f"{setting} would not have helped: {self.expandable.why}."
-        pins = "\n".join(f"- {one}" for one in self.pinned)
+        pins = "\n".join(f"- {one}" for one in self.pinned if unusable > IN_PIECES * reserved)
         pinned = (
             ["These segments are half empty or more, and are held by the blocks in use in them:", pins] if pins else []
         )

@@ -533,6 +533,10 @@ def test_where_no_file_can_be_written_the_console_has_it(tmp_path, capsys, monke
 
 
 DEVICE = "virtual device (64MiB, simulated)"
+HEADLINE = (
+    f"Out of memory on {DEVICE} (train, step 0, batch 0, forward): tried to allocate 24.0 MiB with 2.00 MiB free. "
+    "Activations take 32.0 MiB."
+)
 FOUR = "DataLoader(batch_size=4), Trainer(accumulate_grad_batches=4)"
 KEEPS = "The effective batch stays 16, and the step fits, with a peak of 28.0 MiB within the available 64.0 MiB."
 FITS = (
@@ -547,7 +551,7 @@ def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     begin = next(at for at, line in enumerate(lines) if line.startswith("Out of memory"))
     assert lines[begin:] == [
-        f"Out of memory on {DEVICE} (train, step 0, batch 0, forward): tried to allocate 24.0 MiB with 2.00 MiB free.",
+        HEADLINE,
         f"1. Accumulate gradients over 4 batches of 4 (`{FOUR}`). {KEEPS}",
         f"2. Use training batches of 6 instead of 16 (`DataLoader(batch_size=6)`). {FITS}",
         "3. Use a larger GPU (RTX 4060 8GB). It is the smallest known GPU on which this step fits unchanged.",

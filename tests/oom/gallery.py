@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import CatMetric
 
 from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice
 from tests.lightning_models import trainer
@@ -113,14 +114,18 @@ class FitOn:
     def __init__(self, root: Path, device: str) -> None:
         self.root, self.device = root, device
 
-    def __call__(self, module: L.LightningModule, *callbacks: Any, validate: bool = False, stays: bool = False,
-                 ckpt_path: Any = None, **options: Any) -> Any:  # fmt: skip
-        if not validate:
-            options["limit_val_batches"] = 0
+    def trainer(self, *callbacks: Any, **options: Any) -> Any:
+        """Return a Trainer with OOMReport."""
         defaults = {"accelerator": "cuda" if self.device == "cuda" else "cpu", "devices": 1, "logger": False}
         report = OOMReport(directory=str(self.root))
-        run = trainer(self.root, *callbacks, report, num_sanity_val_steps=0, **defaults, **options)
-        run.fit(module, ckpt_path=ckpt_path)
+        return trainer(self.root, *callbacks, report, **({"num_sanity_val_steps": 0} | defaults | options))
+
+    def __call__(self, module: L.LightningModule, *callbacks: Any, validate: bool = False, stays: bool = False,
+                 ckpt_path: Any = None, datamodule: Any = None, **options: Any) -> Any:  # fmt: skip
+        if not validate:
+            options["limit_val_batches"] = 0
+        run = self.trainer(*callbacks, **options)
+        run.fit(module, ckpt_path=ckpt_path, datamodule=datamodule)
         if stays:  # Lightning moves the model to the host
             module.to(self.device)
         return run
@@ -262,6 +267,60 @@ def a_global_list(fit: FitOn, *, mended: bool) -> None:
         fit(FillsGlobal(keeps=not mended))
     finally:
         GLOBAL_OUTS.clear()
+
+
+class KeepsPredictions(Net):
+    """A metric that nobody resets keeps all predictions."""
+
+    def __init__(self, *, resets: bool) -> None:
+        super().__init__()
+        self.metric = CatMetric()
+        self.resets = resets
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch)
+        self.metric.update(out.detach())
+        if self.resets:
+            self.metric.reset()
+        return out.square().mean()
+
+
+@exhibit("`KeepsPredictions.metric", "holds", advice=("Delete or detach",))
+def a_metric_that_nobody_resets(fit: FitOn, *, mended: bool) -> None:
+    fit(KeepsPredictions(resets=mended))
+
+
+class DataOnDevice(L.LightningDataModule):
+    """Keeps its data on the device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.data = torch.full((400, WIDTH), 0.5, device=device)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(list(self.data.cpu().split(16)[:2]), batch_size=None)  # type: ignore[arg-type]
+
+
+@exhibit("`DataOnDevice.data` holds", advice=("Keep on the host",), on_cpu=False)
+def a_data_set_on_the_device(fit: FitOn, *, mended: bool) -> None:
+    fit(Net(), datamodule=DataOnDevice("cpu" if mended else fit.device))
+
+
+@exhibit("errors in search", "holds", advice=("errors",), capacity_mib=64)
+def an_error_that_is_kept_with_its_frames(fit: FitOn, *, mended: bool) -> None:
+    def fails() -> None:
+        results = [torch.zeros(4 * MIB, device=fit.device) for _ in range(2)]
+        raise ValueError(f"{len(results)} results")
+
+    def search() -> None:
+        errors: list[Any] = []
+        try:
+            fails()
+        except ValueError as error:
+            errors.append(str(error) if mended else error)
+        fit(KeepsNothing())
+
+    search()
 
 
 # --- what is left of other runs
@@ -451,6 +510,120 @@ def a_copy_that_is_made_while_saving(fit: FitOn, *, mended: bool) -> None:
             trainer.save_checkpoint(fit.root / "x.ckpt")
 
     fit(SavesOnDevice(to_host=mended), Saves())
+
+
+# --- evaluation, prediction and other programs
+
+
+class WideEvaluation(Net):
+    """Its batches of evaluation are larger than those of training."""
+
+    def __init__(self, *, n: int) -> None:
+        super().__init__(2)
+        self.n = n
+
+    def val_dataloader(self) -> Any:
+        return loader([self.n] * 2)
+
+    predict_dataloader = val_dataloader
+
+    def predict_step(self, batch: Any) -> Any:
+        return self(batch)
+
+
+@exhibit("sanity check, batch 0", "Inputs take", advice=("Use validation batches of",), capacity_mib=40)
+def a_sanity_check_of_large_batches(fit: FitOn, *, mended: bool) -> None:
+    fit(WideEvaluation(n=64 if mended else 240), validate=True, num_sanity_val_steps=1)
+
+
+@exhibit("val, batch 0", "Inputs take", advice=("Use validation batches of",), capacity_mib=40)
+def a_first_validation_of_large_batches(fit: FitOn, *, mended: bool) -> None:
+    fit(WideEvaluation(n=64 if mended else 240), validate=True)
+
+
+class PredictsMuch(WideEvaluation):
+    def val_dataloader(self) -> Any:
+        return loader([16] * 40)
+
+    predict_dataloader = val_dataloader
+
+
+@exhibit("Predictions that are kept hold", advice=("return_predictions=False",))
+def predictions_that_are_kept(fit: FitOn, *, mended: bool) -> None:
+    fit.trainer().predict(PredictsMuch(n=16), return_predictions=not mended)
+
+
+@exhibit("others (simulated) (pid 0) holds", advice=("Stop others",), capacity_mib=64, on_cuda=False)
+def another_program_on_the_device(fit: FitOn, *, mended: bool) -> None:
+    device = VirtualDevice.current()
+    assert device is not None
+    device.__exit__()
+    with VirtualDevice(64 * MIB, used_by_others="1MiB" if mended else "40MiB"):
+        fit(LargeNet())
+
+
+# --- the step itself
+
+
+class Activations(Net):
+    def __init__(self, batch: int = 96) -> None:
+        super().__init__(2)
+        self.batch = batch
+
+    def sizes(self) -> list[int]:
+        return [self.batch] * self.n_batches
+
+
+@exhibit("Activations take", advice=("Accumulate gradients over 3 batches of 32",), capacity_mib=32)
+def a_batch_that_is_too_large(fit: FitOn, *, mended: bool) -> None:
+    fit(Activations(32 if mended else 96), accumulate_grad_batches=3 if mended else 1)
+
+
+class TooMuchState(LargeNet):
+    """Adam's states, and what its first step takes beside them, are most of the memory."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__(table_mib=16)
+        self.fused = fused
+
+    def sizes(self) -> list[int]:
+        return [1] * 2
+
+    def configure_optimizers(self) -> Any:
+        if self.fused:
+            return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+        return torch.optim.Adam(self.parameters())
+
+
+@exhibit("Optimizer state takes", advice=("Replace Adam with",), capacity_mib=76, on_cuda=False)
+def an_optimizer_with_a_large_state(fit: FitOn, *, mended: bool) -> None:
+    fit(TooMuchState(fused=mended))
+
+
+class Adversaries(Activations):
+    """Two optimizers in manual optimization; memory runs out while one of them is toggled."""
+
+    def __init__(self, batch: int = 96) -> None:
+        super().__init__(batch)
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(Gain(), Gain())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.critic(self(batch)).mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (self.layers, self.critic)], []
+
+
+@exhibit("Activations take", advice=("Use training batches of",), capacity_mib=40)
+def toggled_optimizers(fit: FitOn, *, mended: bool) -> None:
+    fit(Adversaries(16 if mended else 96))
 
 
 # --- odd batches
