@@ -354,7 +354,7 @@ def running_hook() -> str:
     while frame is not None:
         code = frame.f_code
         if code.co_filename.endswith(("trainer/call.py", "checkpoint_connector.py", "trainer/trainer.py")):
-            name = _hook_of(code.co_name, frame.f_locals)
+            name = _hook_of(code.co_name, frame)
             if name in {"loading a checkpoint", "saving a checkpoint"}:
                 return f"{name}, in {hook}" if hook else name
             hook = hook or name
@@ -362,20 +362,20 @@ def running_hook() -> str:
     return hook
 
 
-def _hook_of(function: str, variables: Mapping[str, Any]) -> str:
+def _hook_of(function: str, frame: FrameType) -> str:
     """Return what a function of Lightning's calls or does."""
     if function.startswith(("restore", "_restore", "resume_start")):
         return "loading a checkpoint"
     if function in {"save_checkpoint", "dump_checkpoint"}:
         return "saving a checkpoint"
-    name = variables.get("hook_name", "")
-    if function == "_call_callback_hooks":
-        return f"{type(variables.get('callback')).__name__}.{name}"
-    if function.startswith("_call_callbacks_"):
-        return f"{type(variables.get('callback')).__name__}.{function.removeprefix('_call_callbacks_')}"
-    if function == "_call_lightning_module_hook" and name not in _STEP_HOOKS:
-        return f"{type(variables.get('pl_module')).__name__}.{name}"
-    return {"_call_setup_hook": "setup", "_call_configure_model": "configure_model"}.get(function, "")
+    if function not in {"_call_callback_hooks", "_call_lightning_module_hook"} and "_call_callbacks_" not in function:
+        return {"_call_setup_hook": "setup", "_call_configure_model": "configure_model"}.get(function, "")
+    # Reading variables keeps them alive as long as the frame, which ends with the error.
+    variables = frame.f_locals
+    name = variables.get("hook_name", function.removeprefix("_call_callbacks_"))
+    if function == "_call_lightning_module_hook":
+        return "" if name in _STEP_HOOKS else f"{type(variables.get('pl_module')).__name__}.{name}"
+    return f"{type(variables.get('callback')).__name__}.{name}"
 
 
 def untoggle_all(module: Any) -> None:

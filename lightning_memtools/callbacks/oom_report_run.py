@@ -20,7 +20,7 @@ from lightning_memtools.reporting.strategies import why_unsupported
 def progress_of(trainer: Trainer) -> RunProgress:
     """Return the present place in the run."""
     step, optimizers = training_step(trainer), trainer.optimizers
-    return RunProgress(step, trainer.global_rank, trainer.world_size, optimizers, running_hook())
+    return RunProgress(step, trainer.global_rank, trainer.world_size, optimizers, running_hook)
 
 
 def _why_no_recovery(trainer: Trainer, module: LightningModule) -> str:

@@ -104,14 +104,14 @@ class RunProgress:
         rank: The rank of this process.
         world_size: The number of ranks.
         optimizers: The optimizers; none before they are configured.
-        hook: The hook that is running, or what else happens outside of a step; "" in a step.
+        hook: Returns the hook that is running, or what else happens outside of a step; "" in a step.
     """
 
     step: int
     rank: int
     world_size: int
     optimizers: Sequence[Optimizer]
-    hook: str = ""
+    hook: Callable[[], str] = str
 
 
 class FailureCapture:
@@ -258,17 +258,17 @@ class FailureCapture:
             self.is_reporting = False
 
     def _capture(self, *, requested: int | None = None, free: int | None = None) -> FailureFacts:
-        progress = self._progress()
-        reader = self.reader
+        progress, reader = self._progress(), self.reader
+        hook = progress.hook()
         facts = FailureFacts(
             moment=FailureMoment(
                 self._stage,
                 progress.step,
                 self._batch_idx,
-                "" if progress.hook else self.phase,
+                "" if hook else self.phase,
                 progress.rank,
                 progress.world_size,
-                progress.hook,
+                hook,
             ),
             device=str(self.device) if reader is None else reader.name,
             simulated=reader is not None and reader.simulated,

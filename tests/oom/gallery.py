@@ -531,12 +531,12 @@ class WideEvaluation(Net):
         return self(batch)
 
 
-@exhibit("sanity check, batch 0", "Inputs take", advice=("Use validation batches of",), capacity_mib=40)
+@exhibit("sanity check, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40)
 def a_sanity_check_of_large_batches(fit: FitOn, *, mended: bool) -> None:
     fit(WideEvaluation(n=64 if mended else 240), validate=True, num_sanity_val_steps=1)
 
 
-@exhibit("val, batch 0", "Inputs take", advice=("Use validation batches of",), capacity_mib=40)
+@exhibit("val, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40)
 def a_first_validation_of_large_batches(fit: FitOn, *, mended: bool) -> None:
     fit(WideEvaluation(n=64 if mended else 240), validate=True)
 
@@ -548,7 +548,8 @@ class PredictsMuch(WideEvaluation):
     predict_dataloader = val_dataloader
 
 
-@exhibit("Predictions that are kept hold", advice=("return_predictions=False",))
+# On a GPU, Lightning moves predictions to the host.
+@exhibit("Predictions that are kept hold", advice=("return_predictions=False",), on_cuda=False)
 def predictions_that_are_kept(fit: FitOn, *, mended: bool) -> None:
     fit.trainer().predict(PredictsMuch(n=16), return_predictions=not mended)
 
