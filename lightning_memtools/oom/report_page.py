@@ -20,7 +20,7 @@ from lightning_memtools.reporting.tables import Table, markdown_table
 
 _SHORT = 3
 _WORTH_A_LINE = 0.01
-# As a share of what is allocated.
+# As a share of what is allocated, and that of the device.
 _MOST = 0.4
 _CATEGORY_WORDS = {"optimizer": "optimizer state", "other": "other tensors"}
 _STANDS_FOR = {
@@ -161,7 +161,8 @@ class ReportPage:
             return f"{self._failure} {causes[0]}."
         split = {} if self.facts.split is None else self.facts.split.by_category
         name, size = max(split.items(), key=lambda item: item[1], default=("", 0))
-        if size <= _MOST * sum(split.values()):
+        total = sum(split.values())
+        if size <= _MOST * total or total < _MOST * (self.facts.stats.capacity or 0):
             return self._failure
         words = _CATEGORY_WORDS.get(name, name)
         verb = "takes" if name == "optimizer" else "take"
