@@ -162,7 +162,8 @@ class ReportPage:
         split = {} if self.facts.split is None else self.facts.split.by_category
         name, size = max(split.items(), key=lambda item: item[1], default=("", 0))
         total = sum(split.values())
-        if size <= _MOST * total or total < _MOST * (self.facts.stats.capacity or 0):
+        limit = self.facts.fraction * (self.facts.stats.capacity or 0)
+        if size <= _MOST * total or total < _MOST * limit:
             return self._failure
         words = _CATEGORY_WORDS.get(name, name)
         verb = "takes" if name == "optimizer" else "take"
