@@ -188,7 +188,7 @@ class KeepsAtEpochEnd(L.Callback):
             self.kept[trainer.current_epoch] = torch.full((48, WIDTH), 0.5, device=pl_module.device)
 
 
-@exhibit("`KeepsAtEpochEnd.kept` holds", advice=("dict",))
+@exhibit("in KeepsAtEpochEnd.on_train_epoch_end", "`KeepsAtEpochEnd.kept` holds", advice=("dict",))
 def tensors_a_callback_keeps_at_each_epochs_end(fit: FitOn, *, mended: bool) -> None:
     fit(Net(2), KeepsAtEpochEnd(keeps=not mended), max_epochs=12)
 
