@@ -357,6 +357,57 @@ def forget_batch(trainer: Trainer) -> None:
         results.batch = None
 
 
+# What they do is named as a phase of the batch.
+_STEP_HOOKS = {"optimizer_step", "backward", "optimizer_zero_grad", "configure_gradient_clipping"}
+
+
+def running_hook() -> str:
+    """Return the hook that is running, such as "EMA.on_train_epoch_end", or what else Lightning does; "" in a step.
+
+    It is read off the stack: Lightning tells nobody outside of a profiler.
+    """
+    frame = inspect.currentframe()
+    hook = ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(("trainer/call.py", "checkpoint_connector.py", "trainer/trainer.py")):
+            name = _hook_of(code.co_name, frame)
+            if name in {"loading a checkpoint", "saving a checkpoint"}:
+                return f"{name}, in {hook}" if hook else name
+            hook = hook or name
+        frame = frame.f_back
+    return hook
+
+
+def _hook_of(function: str, frame: FrameType) -> str:
+    """Return what a function of Lightning's calls or does."""
+    if function.startswith(("restore", "_restore", "resume_start")):
+        return "loading a checkpoint"
+    if function in {"save_checkpoint", "dump_checkpoint"}:
+        return "saving a checkpoint"
+    if function not in {"_call_callback_hooks", "_call_lightning_module_hook"} and "_call_callbacks_" not in function:
+        return {"_call_setup_hook": "setup", "_call_configure_model": "configure_model"}.get(function, "")
+    # Reading variables keeps them alive as long as the frame, which ends with the error.
+    variables = frame.f_locals
+    name = variables.get("hook_name", function.removeprefix("_call_callbacks_"))
+    if function == "_call_lightning_module_hook":
+        return "" if name in _STEP_HOOKS else f"{type(variables.get('pl_module')).__name__}.{name}"
+    callback = type(variables.get("callback"))
+    # Ours put the model on a VirtualDevice, and report when the step has unwound: what runs is not theirs.
+    return "" if callback.__module__.startswith("lightning_memtools.") else f"{callback.__name__}.{name}"
+
+
+def untoggle_all(module: Any) -> None:
+    """Undo `toggle_optimizer` in a step that failed before it did so itself: parameters would stay switched off.
+
+    `untoggle_optimizer` wants to know which optimizer was toggled, and nothing public tells.
+    """
+    before: Mapping[Any, bool] = module._param_requires_grad_state
+    for parameter, requires_grad in before.items():
+        parameter.requires_grad = requires_grad
+    module._param_requires_grad_state = {}
+
+
 def saves_on_exception(trainer: Trainer) -> bool:
     """Return True if a ModelCheckpoint will save when training fails."""
     return any(getattr(callback, "save_on_exception", False) for callback in callbacks_of(trainer))

@@ -376,6 +376,23 @@ def saved_reduction(node: Any) -> int | None:
 DispatchMode = _TorchDispatchMode
 
 
+def saved_tensors_of(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an autograd node has saved, where reading them runs no hooks; none once they are freed.
+
+    `node.saved_tensors` exists for Python's functions alone. It can go when there is one for every node.
+    """
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        with suppress(RuntimeError):  # they were freed
+            raw = getattr(node, name)
+            for one in raw if isinstance(raw, (list, tuple)) else (raw,):
+                # As it is: `unpack` refuses some results. Versions without these attributes may have hooks.
+                found = getattr(one, "data", None) if getattr(one, "unpack_hook", one) is None else None
+                if isinstance(found, Tensor):
+                    yield found
+
+
 def sparse_values(tensor: Tensor) -> Tensor:
     """Return a sparse tensor's values; the public `values()` refuses gradients that are not coalesced yet."""
     return tensor._values()

@@ -51,7 +51,7 @@ class DoctorRun:
             others=[*trainer.callbacks, trainer.datamodule],  # type: ignore[attr-defined]
             stop_at=trainer,
             precision=str(trainer.precision),
-            clip=trainer.gradient_clip_val,
+            clip=trainer.gradient_clip_val or None,  # Lightning takes 0 for no clipping
             world_size=trainer.world_size,
             local_ranks=min(trainer.num_devices, trainer.world_size),
             sharded=why_unsupported("TrainingDoctor", type(trainer.strategy)) is not None,

@@ -16,12 +16,15 @@ from torch import Tensor
 from lightning_memtools._lightning import EitherCallback, callbacks_of, running_stage, training_step
 from lightning_memtools._torch import tree_leaves
 from lightning_memtools.memory.first_time import FirstTime
+from lightning_memtools.memory.leaks.growth_watch import EVERY, GrowthWatch
+from lightning_memtools.memory.leaks.holdings import find_holdings
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
-from lightning_memtools.memory.owned import on_device_of
-from lightning_memtools.memory.readers import reader_for
+from lightning_memtools.memory.owned import bytes_on_device, on_device_of
+from lightning_memtools.memory.readers import allocated_bytes, reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.reporting.held_words import growth_warning
 from lightning_memtools.reporting.loggers import Charts, log_scalars, write_layout
 
 Evaluation = Literal["val", "test", "predict"]
@@ -38,6 +41,8 @@ class _ReleasingRun:
     epoch_has_evaluation: bool = False
     releases_at_the_end: bool = False
     inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    growth: GrowthWatch | None = None
+    n_batches: int = 0
 
 
 class EmptyCache(EitherCallback):
@@ -55,6 +60,9 @@ class EmptyCache(EitherCallback):
     | `memory/retained/<category>_gib` | its parts: parameters, gradients, optimizer, other (with `ledger`) |
 
     When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
+    Memory that rises steadily from batch to batch within an epoch is noticed after 300 batches: if it would fill the
+    device before the epoch ends (or the run, where it went on over the end of an epoch), a warning names its holder
+    and the batch at which the device is full.
 
     Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is left
     out where all allocated memory belongs to the model and its optimizers, or was there after the last one: a healthy
@@ -146,7 +154,7 @@ class EmptyCache(EitherCallback):
             always=self.always,
             leak_detector=detector,
         )
-        self._run = _ReleasingRun(releaser, in_fit)
+        self._run = _ReleasingRun(releaser, in_fit, growth=GrowthWatch() if self.ledger and in_fit else None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lay out TensorBoard's custom scalars."""
@@ -165,8 +173,14 @@ class EmptyCache(EitherCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """End an evaluation inside the epoch: at on_validation_end Lightning still held its last batch."""
-        if self._run is not None and self._run.has_evaluated:
+        run = self._run
+        if run is None:
+            return
+        if run.has_evaluated:
             self._end_evaluation(trainer, batch)
+        run.n_batches += 1
+        if run.growth is not None and run.n_batches % EVERY == 0:
+            self._watch_growth(run, run.growth, trainer, batch, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End an evaluation at the epoch's end, and take the epoch's reading."""
@@ -228,6 +242,30 @@ class EmptyCache(EitherCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forget everything."""
         self._forget()
+
+    def _watch_growth(
+        self, run: _ReleasingRun, watch: GrowthWatch, trainer: Trainer, batch: Any, batch_idx: int
+    ) -> None:
+        """Warn once of memory that rises so steadily that it fills the device before it can stop by itself."""
+        releaser, module = run.releaser, trainer.lightning_module
+        inputs = bytes_on_device(tree_leaves(batch), releaser.on_device, set())
+        if not watch.read(allocated_bytes(releaser.reader) - inputs, run.n_batches, trainer.current_epoch):
+            return
+        growth = watch.growth(releaser.reader.stats())
+        # What an epoch collects is dropped at its end; growth that went on over one goes on.
+        left = trainer.num_training_batches - batch_idx
+        if trainer.max_epochs is not None and growth.has_lasted:
+            left += (max(trainer.max_epochs, 0) - trainer.current_epoch - 1) * trainer.num_training_batches
+        if growth.n_left is None or growth.n_left >= left:
+            return
+        run.growth = None  # said once
+        scope = SearchScope.around(module, [*callbacks_of(trainer), getattr(trainer, "datamodule", None)], trainer)
+        held = find_holdings(releaser.on_device, module, trainer.optimizers, batch, scope)
+        found = [one for one in held.found if one.piles_up and 10 * one.n_bytes >= growth.n_bytes]
+        rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+        warnings.warn(
+            growth_warning(growth, found, device=f"{releaser.reader.name}{rank}", batch=run.n_batches), stacklevel=2
+        )
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
         """Release memory after an evaluation in fit, and count its reading if evaluations are counted."""

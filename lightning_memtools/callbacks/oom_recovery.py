@@ -19,7 +19,7 @@ from lightning_memtools._lightning import (
 from lightning_memtools.callbacks.oom_recovery_run import ToldRecoveries
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.recovery.gradient_exchange import GradientExchange, why_unsent
-from lightning_memtools.recovery.step_recovery import Recoveries, StepRecovery
+from lightning_memtools.recovery.step_recovery import MANUAL_OPTIMIZATION, Recoveries, StepRecovery
 from lightning_memtools.recovery.step_start import BatchStep
 from lightning_memtools.recovery.update_recovery import UpdateRecovery
 from lightning_memtools.reporting.console import print_on_console
@@ -56,7 +56,8 @@ class OOMRecovery(EitherCallback, Neighbour):
         max_splits: The largest number of micro-batches of a batch.
         skip_batch: Skip a training batch that does not fit in the smallest parts, as if training_step returned None.
         split_batch: A function `(batch, n_parts) -> parts` for batches of a kind of your own, in place of a method
-            `split_batch` that the module may have.
+            `split_batch` that the module may have. It may return pairs `(part, number of samples)`, and has to where
+            the tensors of a part are not all as long as it has samples, unless `loss_weight` is given.
         loss: "mean" or "sum" over the samples of the batch; "auto" finds out.
         loss_weight: A function of a batch that returns over how many of its parts, such as tokens, its loss is a mean.
             Without it, its samples are counted. A part for which it returns 0 is left out.
@@ -124,7 +125,7 @@ class OOMRecovery(EitherCallback, Neighbour):
                 raise ValueError(f"OOMRecovery does not work here under several ranks. {reason}.")
             undo.append(replace_closures(trainer, partial(self._run_training, trainer)))
         else:
-            _say(trainer, "in manual optimization training_step steps optimizers itself, and that cannot be taken back")
+            _say(trainer, MANUAL_OPTIMIZATION)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the optimizers' updates."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_memtools._lightning import EitherCallback, forget_batch, training_step
+from lightning_memtools._lightning import EitherCallback, forget_batch, training_step, untoggle_all
 from lightning_memtools.callbacks.oom_report_run import failed_run_of, progress_of
 from lightning_memtools.memory.error_frames import forget_frames
-from lightning_memtools.memory.oom_errors import is_out_of_memory, worker_out_of_memory
+from lightning_memtools.memory.oom_errors import is_out_of_memory, may_be_out_of_memory, worker_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
@@ -159,11 +160,17 @@ class OOMReport(EitherCallback, Neighbour):
             return
         # Memory that runs out while a report is made must not replace the facts that it is about.
         capture.is_reporting = True
+        is_probable = False
         try:
             text: str | None
-            if is_out_of_memory(exception):
-                batch_idx = capture.facts_of(exception).moment.batch_idx or 0
-                text = reporter.report(exception, capture, partial(failed_run_of, trainer, batch_idx))
+            if is_out_of_memory(exception) or (is_probable := self._is_probable(exception)):
+                facts = replace(capture.facts_of(exception), is_probable=is_probable)
+                # What is still there then is not the step's.
+                forget_frames(exception)
+                forget_batch(trainer)
+                untoggle_all(pl_module)
+                read_run = partial(failed_run_of, trainer, facts.moment.batch_idx or 0)
+                text = reporter.report(exception, facts, capture, read_run)
             elif death := worker_out_of_memory(exception):
                 text = reporter.report_worker(exception, death, capture.facts_of(exception).moment)
             else:
@@ -178,9 +185,7 @@ class OOMReport(EitherCallback, Neighbour):
             )
         finally:
             self._stop()
-        if is_out_of_memory(exception):
-            forget_frames(exception)
-            forget_batch(trainer)
+        if is_out_of_memory(exception) or is_probable:
             pl_module.zero_grad()
             release_cached(trainer.strategy.root_device)
 
@@ -212,6 +217,9 @@ class OOMReport(EitherCallback, Neighbour):
     def _begin(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
         put_on_device(trainer, pl_module)
         self._running().begin(stage)
+
+    def _is_probable(self, exception: BaseException) -> bool:
+        return self._capture is not None and may_be_out_of_memory(exception) and self._capture.is_nearly_full()
 
     def _running(self) -> FailureCapture:
         if self._capture is None:

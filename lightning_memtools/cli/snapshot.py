@@ -1,4 +1,7 @@
-"""`memtools snapshot FILE`: shows a memory snapshot, torch's own or ours, as one HTML file that loads nothing."""
+"""`memtools snapshot FILE`: shows a memory snapshot, torch's own or ours, as one HTML file that loads nothing.
+
+If a request failed in it, it also says which settings of the allocator would have served it.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,15 @@ def run(chosen: argparse.Namespace) -> None:
     Raises:
         UsageError: The file is no snapshot, or the page cannot be written.
     """
+    from lightning_memtools.oom.fragmentation import fragmentation_in_words  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.report_html import snapshot_html  # noqa: PLC0415, --help needs none
-    from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError  # noqa: PLC0415, as above
-    from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from  # noqa: PLC0415, as above
+    from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot  # noqa: PLC0415, as above
+    from lightning_memtools.tensorboard_plugin.snapshot_timeline import checked_timeline  # noqa: PLC0415, as above
 
     try:
         with working("The snapshot is read"):
-            timeline = timeline_from(chosen.file, with_blocks=True)
+            snapshot = read_snapshot(chosen.file)
+            timeline = checked_timeline(snapshot, chosen.file, with_blocks=True)
     except NotASnapshotError as error:
         raise UsageError(str(error)) from error
     output: Path = chosen.output or chosen.file.with_suffix(".html")
@@ -48,3 +53,8 @@ def run(chosen: argparse.Namespace) -> None:
         raise UsageError(f"{output} cannot be written: {error.strerror}.") from error
     what = f"{timeline['n_events']:,} events, {len(timeline['blocks']):,} blocks"
     print(f"{output}: {what}. Open it in a browser.")  # noqa: T201, a command prints
+    with working("The failed request is replayed under other settings"):
+        devices = range(len(snapshot["device_traces"]))
+        lines = [line for device in devices for line in fragmentation_in_words(snapshot, device)]
+    for line in lines:
+        print(line)  # noqa: T201, as above

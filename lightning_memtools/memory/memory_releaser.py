@@ -145,7 +145,7 @@ class MemoryReleaser:
         self.reader = reader
         self.leak_detector = leak_detector
         self.cannot_empty: str = ""
-        self._on_device = on_device
+        self.on_device = on_device
         self._threshold = threshold
         self._collect_garbage = collect_garbage
         self._always = always
@@ -165,7 +165,7 @@ class MemoryReleaser:
             inputs: Tensors that are expected to be there for the moment.
             exact: Whether the figure must leave out garbage that is too small to be worth releasing.
         """
-        owned = owned_by(model, optimizers, self._on_device, inputs=inputs)
+        owned = owned_by(model, optimizers, self.on_device, inputs=inputs)
         if self._always:
             return self.collect_now(owned)
         stats = self.reader.stats()

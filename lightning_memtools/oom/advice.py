@@ -13,6 +13,7 @@ from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.sizes import MIB, format_size, known_gpus
+from lightning_memtools.oom.fragmentation import IN_PIECES, changed, settings_that_serve
 from lightning_memtools.oom.other_optimizers import fused_form, smaller_states
 from lightning_memtools.oom.plan_trials import LEAST_PRICE
 from lightning_memtools.oom.recorded_history import (
@@ -23,14 +24,17 @@ from lightning_memtools.oom.recorded_history import (
 )
 from lightning_memtools.oom.report_page import Action, ActionKind
 from lightning_memtools.oom.step_trials import NotFoundError, StepTrials
-from lightning_memtools.reporting.phrases import first_of
+from lightning_memtools.reporting.phrases import first_of, in_series
 from lightning_memtools.simulation.step_runner import PrecisionName
 
 BF16: PrecisionName = "bf16-mixed"
 NO_HISTORY = "no history of allocations was recorded"
+# Of the device: another process that holds so much is a cause.
+_LARGE_SHARE = 0.2
+# Another optimizer changes the result of training: what saves a smaller share of what is missing is no advice.
+_LEAST_OF_MISSING = 0.01
 _STAGES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 
-FIND_GROWTH = Action(kind=ActionKind.GROWTH, title="Find what grows from batch to batch")
 SMALLER_BATCHES = Action(kind=ActionKind.BATCH_SIZE, title="Use smaller batches")
 ACCUMULATE = Action(
     kind=ActionKind.ACCUMULATION,
@@ -56,6 +60,7 @@ USE_EXPANDABLE_SEGMENTS = Action(
     title="Use expandable segments",
     code='PYTORCH_ALLOC_CONF="expandable_segments:True"',
 )
+USE_SETTING = Action(kind=ActionKind.EXPANDABLE_SEGMENTS, title="Use other settings of the allocator")
 EMPTY_THE_CACHE = Action(kind=ActionKind.EMPTY_CACHE, title="Empty the cache before evaluation", code="EmptyCache()")
 STOP_PROCESSES = Action(kind=ActionKind.STOP_PROCESS, title="Stop other processes on the device")
 KEEP_NO_PREDICTIONS = Action(
@@ -81,7 +86,49 @@ def expandable_segments(trials: StepTrials) -> Iterator[Action]:
         return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
 
     verdict = with_expandable_segments(history)
-    yield _of(trials, verdict, USE_EXPANDABLE_SEGMENTS, whole_step)
+    made = _of(trials, verdict, USE_EXPANDABLE_SEGMENTS, whole_step)
+    yield _as_cause(trials, made)
+
+
+def allocator_settings(trials: StepTrials) -> Iterator[Action]:
+    """Other settings of the allocator, where expandable segments do not serve: the first that makes the step fit."""
+    history = trials.failed.history
+    assert history is not None
+    tried: list[str] = []
+    for setting, verdict in settings_that_serve(history, trials.check_time):
+        if setting.startswith("expandable"):
+            if verdict.served:
+                return
+            continue
+        tried.append(setting)
+        if not verdict.served:
+            continue
+
+        def whole_step(setting: str = setting) -> tuple[MemoryEstimate, bool]:
+            plain = trials.plain
+            assert plain.trace is not None
+            config = changed(plain.trace.config, setting)
+            return plain, replay(plain.trace, config=config, capacity=trials.usable).completed
+
+        action = replace(USE_SETTING, title=f"Set {setting}", code=f'PYTORCH_ALLOC_CONF="{setting}"')
+        yield _as_cause(trials, _of(trials, verdict, action, whole_step))
+        return
+    yield replace(
+        USE_SETTING,
+        detail=f"In a replay of the recorded allocations, none of {in_series(tried)} serves the request",
+        checked=True,
+        fits=False,
+    )
+
+
+def _as_cause(trials: StepTrials, action: Action) -> Action:
+    """Return the action as one against the cause, if it makes the step fit and much memory lay in pieces."""
+    facts = trials.failed.facts
+    unusable, reserved = facts.unusable or 0, facts.stats.reserved or 0
+    if not action.fits or unusable < IN_PIECES * reserved:
+        return action
+    cause = f"{format_size(unusable)} of the {format_size(reserved)} that are reserved lay in pieces (fragmentation)"
+    return replace(action, is_cause=True, cause=cause)
 
 
 def empty_cache(trials: StepTrials) -> Iterator[Action]:
@@ -94,7 +141,9 @@ def empty_cache(trials: StepTrials) -> Iterator[Action]:
         return trials.plain, trials.fits(trials.plain, emptied=True)
 
     verdict = with_empty_cache(history, evaluation)
-    yield _of(trials, verdict, EMPTY_THE_CACHE, whole_step)
+    made = _of(trials, verdict, EMPTY_THE_CACHE, whole_step)
+    cause = "Evaluation found no room beside the segments that training left in the cache"
+    yield replace(made, is_cause=True, cause=cause) if made.fits else made
 
 
 def processes(trials: StepTrials) -> Iterator[Action]:
@@ -105,12 +154,17 @@ def processes(trials: StepTrials) -> Iterator[Action]:
     for process in others or ():
         if process.used_bytes:
             stop = replace(STOP_PROCESSES, title=f"Stop {process.name or 'process'} (pid {process.pid})")
-            yield _with_more_memory(trials, stop, process.used_bytes, "It holds")
+            made = _with_more_memory(trials, stop, process.used_bytes, "It holds")
+            much = process.used_bytes > _LARGE_SHARE * (trials.failed.facts.stats.capacity or 0)
+            cause = f"{process.name or 'Process'} (pid {process.pid}) holds {format_size(process.used_bytes)}"
+            yield replace(made, is_cause=True, cause=cause) if made.fits and much else made
 
 
 def predictions(trials: StepTrials) -> Iterator[Action]:
     """Keeping no predictions: whether the memory they hold would be enough."""
-    yield _with_more_memory(trials, KEEP_NO_PREDICTIONS, trials.failed.predictions, "They hold")
+    made = _with_more_memory(trials, KEEP_NO_PREDICTIONS, trials.failed.predictions, "They hold")
+    cause = f"Predictions that are kept hold {format_size(trials.failed.predictions)}"
+    yield replace(made, is_cause=True, cause=cause) if made.fits else made
 
 
 def _of(
@@ -120,9 +174,10 @@ def _of(
     if verdict.served is None:
         raise NotFoundError(verdict.why)
     fits: bool | None = verdict.served
+    is_partial = False
     detail = f"In a replay of the recorded allocations, {verdict.why}"
     if verdict.served and trials.why_not:
-        fits = None
+        fits, is_partial = None, True
         detail += ". Whether the rest of the step would fit is not known"
     elif verdict.served:
         estimate, fits = whole_step()
@@ -132,7 +187,7 @@ def _of(
             if fits
             else f". The whole step does not fit: its peak is {format_size(peak)}, and {trials.obstacle(peak)}"
         )
-    return replace(action, detail=detail, checked=True, fits=fits, saved=int(fits is None))
+    return replace(action, detail=detail, checked=True, fits=fits, saved=int(is_partial), is_partial=is_partial)
 
 
 def _with_more_memory(trials: StepTrials, action: Action, n_bytes: int, verb: str) -> Action:
@@ -176,6 +231,10 @@ def smaller_batch(trials: StepTrials) -> Iterator[Action]:
         fits=True,
         saved=trials.saving(peak),
     )
+    if trials.failed.run.max_splits > 1:
+        n_parts = -(-size // found.size)
+        parts = f"OOMRecovery(max_splits={n_parts}) would run the batch in parts of that size"
+        smaller = replace(smaller, detail=f"{smaller.detail}. {parts}")
     yield _with_the_same_plan(trials, smaller, peak)
 
 
@@ -299,6 +358,8 @@ def optimizer(trials: StepTrials) -> Iterator[Action]:
     for other in others:
         action = replace(SMALLER_STATE, title=other.title, code=other.code)
         made = compared(trials, trials.failed.estimate(optimizer=other.make), action)
+        if made.saved < _LEAST_OF_MISSING * trials.missing:
+            continue
         yield replace(made, detail=made.detail + (f". {other.note}" if other.note else ""))
 
 
@@ -318,28 +379,6 @@ def larger_gpu(trials: StepTrials) -> Iterator[Action]:
                 fits=True,
             )
             return
-
-
-def growth(trials: StepTrials) -> Iterator[Action]:
-    """Release the memory that has accumulated over the batches."""
-    grown = trials.failed.facts.grown
-    assert grown is not None
-    enough = trials.plain_fits_with(grown.n_bytes)
-    without = {
-        True: "the step fits",
-        False: "the step would not fit either",
-        None: "the step may or may not fit",
-    }
-    yield replace(
-        FIND_GROWTH,
-        title=f"Find what grows by {format_size(grown.n_bytes // grown.n_batches)} a batch",
-        detail=f"In {grown.n_batches} batches, {format_size(grown.n_bytes)} have accumulated that belong neither to "
-        "the model nor to its optimizers or inputs. The usual cause is losses or outputs that are kept with their "
-        f"graph (use `.detach()`). Without this memory, {without[enough]}",
-        checked=True,
-        fits=enough,
-        saved=grown.n_bytes,
-    )
 
 
 def compared(trials: StepTrials, estimate: MemoryEstimate, action: Action, *, price: str = "") -> Action:

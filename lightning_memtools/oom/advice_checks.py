@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_memtools.checkpointing.loss_head import may_have_large_logits
-from lightning_memtools.oom import advice
+from lightning_memtools.oom import advice, cause_advice
 from lightning_memtools.oom.combined_advice import COMBINE, combined
 from lightning_memtools.oom.deadline import NOT_REACHED, Deadline
 from lightning_memtools.oom.failed_step import FailedStep
+from lightning_memtools.oom.fragmentation import IN_PIECES
 from lightning_memtools.oom.recorded_history import ReplayVerdict, with_expandable_segments
 from lightning_memtools.oom.report_page import Action, ActionKind, ranked
 from lightning_memtools.oom.step_trials import StepTrials, in_a_line
@@ -48,13 +49,47 @@ def _grows(failed: FailedStep) -> bool:
     return grown is not None and 2 * failed.predictions < grown.n_bytes
 
 
+def _grows_unseen(failed: FailedStep) -> bool:
+    """Return True if memory grows, and those that were found hold less than half of it."""
+    piles = sum(one.n_bytes for one in failed.held.found if one.piles_up) + failed.held.garbage_bytes
+    return _grows(failed) and failed.facts.grown is not None and 2 * piles < failed.facts.grown.n_bytes
+
+
+def _is_garbage(failed: FailedStep) -> bool:
+    return failed.held.garbage_bytes > _LEAST_GARBAGE * (failed.facts.stats.allocated or 0)
+
+
+def _has_two_copies(failed: FailedStep) -> bool:
+    hook = failed.facts.moment.hook
+    return failed.facts.split is not None and ("checkpoint" in hook or hook.endswith("load_state_dict"))
+
+
+def _is_in_pieces(failed: FailedStep) -> bool:
+    """Return True if the request would have found memory, had what is free not lain in pieces."""
+    facts, history = failed.facts, failed.history
+    if history is None or history.failed is None or history.config.expandable_segments:
+        return False
+    return (facts.unusable or 0) > max(history.failed.n_bytes, IN_PIECES * (facts.stats.reserved or 0))
+
+
+# As a share of what is allocated.
+_LEAST_GARBAGE = 0.05
+
 CHECKS = (
+    AdviceCheck(cause_advice.release, cause_advice.RELEASE, lambda it: bool(it.held.found), needs_trace=False),
+    AdviceCheck(cause_advice.two_copies, cause_advice.ONE_COPY, _has_two_copies, needs_trace=False),
+    AdviceCheck(cause_advice.garbage, cause_advice.COLLECT_GARBAGE, _is_garbage, needs_trace=False),
+    AdviceCheck(cause_advice.growth, cause_advice.FIND_GROWTH, _grows_unseen, needs_trace=False),
+    AdviceCheck(
+        cause_advice.rare_batch, cause_advice.RUN_IN_PARTS, lambda it: it.facts.before is not None, needs_trace=False
+    ),
     AdviceCheck(
         advice.expandable_segments,
         advice.USE_EXPANDABLE_SEGMENTS,
         lambda it: it.is_cuda_like and not it.config.expandable_segments,
         needs_trace=False,
     ),
+    AdviceCheck(advice.allocator_settings, advice.USE_SETTING, _is_in_pieces, needs_trace=False),
     AdviceCheck(
         advice.empty_cache,
         advice.EMPTY_THE_CACHE,
@@ -67,7 +102,6 @@ CHECKS = (
         advice.KEEP_NO_PREDICTIONS,
         lambda it: it.stage == "predict" and it.predictions > 0,
     ),
-    AdviceCheck(advice.growth, advice.FIND_GROWTH, _grows),
     AdviceCheck(advice.larger_gpu, advice.LARGER_GPU, lambda it: it.is_cuda_like),
     AdviceCheck(advice.smaller_batch, advice.SMALLER_BATCHES, lambda _: True),
     AdviceCheck(

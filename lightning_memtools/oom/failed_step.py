@@ -19,6 +19,7 @@ from lightning_memtools.estimate.estimator import estimate_step
 from lightning_memtools.estimate.memory_estimate import cublas_workspace_of
 from lightning_memtools.memory.allocator import AllocatorConfig, cublas_workspace_bytes
 from lightning_memtools.memory.allocator.memory_snapshot import config_of
+from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.owned import OnDevice, block_bytes, storage_of
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
@@ -58,6 +59,9 @@ class FailedRun:
         empties_cache: True if the cache is emptied before evaluation already.
         plan: The checkpoint plan that is applied to the model.
         predictions: The predictions that the run keeps, in any nesting.
+        others: What else belongs to the run: callbacks and the data module.
+        max_splits: The largest number of parts in which OOMRecovery runs a batch; 1 where it is not on.
+        no_recovery: The reason why OOMRecovery would not run its batches in parts; "" where it would.
     """
 
     model: nn.Module
@@ -73,6 +77,9 @@ class FailedRun:
     empties_cache: bool = False
     plan: CheckpointPlan | None = None
     predictions: Any = ()
+    others: Sequence[Any] = ()
+    max_splits: int = 1
+    no_recovery: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,7 @@ class FailedStep:
         processes: Other processes on the device, or the reason why they are not known; None where there is no real
             device.
         predictions: Bytes of predictions that are kept on the device.
+        held: Who holds what the step does not need.
     """
 
     facts: FailureFacts
@@ -103,6 +111,7 @@ class FailedStep:
     evaluation_began: int | None = None
     processes: Sequence[GpuProcess] | str | None = None
     predictions: int = 0
+    held: Holdings = field(default_factory=Holdings)
 
     @property
     def stage(self) -> Stage | None:
@@ -218,7 +227,11 @@ class FailedStep:
 
 
 def failed_step(
-    run: FailedRun, facts: FailureFacts, capture: FailureCapture, snapshot: dict[str, Any] | None
+    run: FailedRun,
+    facts: FailureFacts,
+    capture: FailureCapture,
+    snapshot: dict[str, Any] | None,
+    held: Holdings,
 ) -> FailedStep:
     """Return the failed step with all that the checks need.
 
@@ -227,6 +240,7 @@ def failed_step(
         facts: The facts captured when memory ran out.
         capture: The object that captured them.
         snapshot: The memory snapshot; None where none was recorded.
+        held: Who holds what the step does not need.
     """
     device, virtual = capture.device, capture.virtual
     config = replace(_settings(virtual, snapshot), per_process_memory_fraction=facts.fraction)
@@ -244,6 +258,7 @@ def failed_step(
         evaluation_began=capture.evaluation_began,
         processes=processes_of(device, virtual, facts),
         predictions=_bytes_on_device(run.predictions, capture.on_device),
+        held=held,
     )
 
 

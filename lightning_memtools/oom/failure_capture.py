@@ -25,6 +25,7 @@ from lightning_memtools.oom.failure_facts import (
     FailureFacts,
     FailureMoment,
     KnowsItsComposition,
+    LargestBatchBefore,
     MemoryAtBatchStart,
     MemoryGrowth,
     MemorySplit,
@@ -38,6 +39,12 @@ from lightning_memtools.oom.failure_facts import (
 _MOST_CAPTURED = 8
 # As a share of the reserved memory. Smaller growth comes from batches of different sizes.
 _LEAST_GROWTH = 0.05
+# A batch that takes so many times the memory of the largest of at least so many before it is an odd one.
+_LEAST_ODD = 1.5
+_LEAST_BEFORE = 3
+
+# A device with less free memory than both is nearly full. The handles of cuBLAS and cuDNN take up to some 100 MiB.
+_LITTLE_SHARE, _LITTLE_BYTES = 0.1, 2**30
 
 OOMObserver = Callable[[int, int, int, int], object]
 """Called with a device's index, the requested bytes, the capacity, and the free bytes."""
@@ -97,12 +104,14 @@ class RunProgress:
         rank: The rank of this process.
         world_size: The number of ranks.
         optimizers: The optimizers; none before they are configured.
+        hook: Returns the hook that is running, or what else happens outside of a step; "" in a step.
     """
 
     step: int
     rank: int
     world_size: int
     optimizers: Sequence[Optimizer]
+    hook: Callable[[], str] = str
 
 
 class FailureCapture:
@@ -123,6 +132,7 @@ class FailureCapture:
         recording: The recording; None where there is none.
         phase: Within a training batch "forward", "backward" or "optimizer step".
         evaluation_began: The time, on the recording's clock, at which the present evaluation began.
+        batch_began: The time at which the present batch began; None where nothing is recorded, or between batches.
         is_reporting: True while a report is being made: running out of memory meanwhile is not captured.
     """
 
@@ -137,6 +147,7 @@ class FailureCapture:
         self.recording = record(self.reader) if snapshot else None
         self.phase = ""
         self.evaluation_began: int | None = None
+        self.batch_began: int | None = None
         self.is_reporting = False
         self._model = model
         self._progress = progress
@@ -149,6 +160,8 @@ class FailureCapture:
         # a stage's own first batch is left out.
         self._first_before: MemoryAtBatchStart | None = None
         self._n_since = 0
+        # By stage: the largest batch that ran.
+        self._largest: dict[str, LargestBatchBefore] = {}
         self._captured: deque[FailureFacts] = deque(maxlen=_MOST_CAPTURED)
         self._stop_observing = observe(device, self._observe)
 
@@ -164,13 +177,19 @@ class FailureCapture:
 
     def begin(self, stage: str) -> None:
         """Note that a stage begins, or continues after another."""
-        self._stage = stage
         self.end_batch()
+        self._stage = stage
         self._first_batch = self._first_before = None
         self.evaluation_began = None if stage == "train" or self.recording is None else self.recording.now()
 
+    @property
+    def batch(self) -> Any:
+        """The batch that is running; None between batches."""
+        return self._batch
+
     def begin_batch(self, batch: Any, batch_idx: int, phase: str = "") -> None:
         """Note that a batch is on the device."""
+        self.batch_began = None if self.recording is None else self.recording.now()
         self._batch, self._batch_idx, self.phase = batch, batch_idx, phase
         is_first = self._first_batch is None
         if is_first:
@@ -189,7 +208,13 @@ class FailureCapture:
                 self._first_before, self._n_since = before, 0
 
     def end_batch(self) -> None:
-        """Forget the batch."""
+        """Forget the batch, but for its size."""
+        if self._before is not None:
+            n_bytes, known = self._before.inputs, self._largest.get(self._stage)
+            if known is None or n_bytes > known.n_bytes:
+                known = LargestBatchBefore(n_bytes, sizes_only(self._batch), 0 if known is None else known.n_batches)
+            self._largest[self._stage] = replace(known, n_batches=known.n_batches + 1)
+        self.batch_began = None
         self._batch = self._batch_idx = self._before = None
         self.phase = ""
 
@@ -202,6 +227,14 @@ class FailureCapture:
         if not self._captured or not n_observed:
             return self._capture(requested=requested_bytes(exception))
         return self._captured[-min(n_observed, len(self._captured))]
+
+    def is_nearly_full(self) -> bool:
+        """Return True if so little of the device is free that a library may not find room for its handle."""
+        stats = None if self.reader is None else self.reader.stats()
+        if stats is None or stats.capacity is None:
+            return False
+        used = max(stats.device_used or 0, stats.reserved or 0)
+        return stats.capacity - used < min(_LITTLE_SHARE * stats.capacity, _LITTLE_BYTES)
 
     def first_facts(self) -> FailureFacts | None:
         """Return the facts that were captured first in the present step; None if no device reported a failure."""
@@ -225,11 +258,17 @@ class FailureCapture:
             self.is_reporting = False
 
     def _capture(self, *, requested: int | None = None, free: int | None = None) -> FailureFacts:
-        progress = self._progress()
-        reader = self.reader
+        progress, reader = self._progress(), self.reader
+        hook = progress.hook()
         facts = FailureFacts(
             moment=FailureMoment(
-                self._stage, progress.step, self._batch_idx, self.phase, progress.rank, progress.world_size
+                self._stage,
+                progress.step,
+                self._batch_idx,
+                "" if hook else self.phase,
+                progress.rank,
+                progress.world_size,
+                hook,
             ),
             device=str(self.device) if reader is None else reader.name,
             simulated=reader is not None and reader.simulated,
@@ -240,14 +279,18 @@ class FailureCapture:
             if reader is None:
                 facts = _with_host(facts, self.device)
             else:
-                stats = reader.stats()
+                stats, fraction = reader.stats(), _fraction(reader)
+                if free is not None and stats.capacity is not None and fraction < 1:
+                    free = max(0, min(free, int(fraction * stats.capacity) - (stats.reserved or 0)))
                 facts = replace(
                     facts,
+                    free=free,
                     stats=stats,
                     used_by_others=_used_by_others(stats),
-                    fraction=_fraction(reader),
+                    fraction=fraction,
                     split=self._split(stats, progress.optimizers),
                     grown=self._grown(stats),
+                    before=self._largest_before(),
                 )
             is_own = self._batch is not None
             batch = sizes_only(self._batch) if is_own else self._first_batch
@@ -264,6 +307,14 @@ class FailureCapture:
         if not isinstance(self.reader, KnowsItsComposition):
             return walked
         return split_by_device(self.reader, self._model, walked=None if self._before is None else walked)
+
+    def _largest_before(self) -> LargestBatchBefore | None:
+        """Return the largest batch before this one, if this one is an odd one beside it."""
+        known = self._largest.get(self._stage)
+        if known is None or known.n_batches < _LEAST_BEFORE or self._before is None or not known.n_bytes:
+            return None
+        times = self._before.inputs / known.n_bytes
+        return replace(known, times=times) if times >= _LEAST_ODD else None
 
     def _grown(self, stats: MemoryStats) -> MemoryGrowth | None:
         first, now, n_batches = self._first_before, self._before, self._n_since

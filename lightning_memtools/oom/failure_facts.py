@@ -159,6 +159,7 @@ class FailureMoment:
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.
         rank: The rank of this process.
         world_size: The number of ranks.
+        hook: The hook that was running, or what else happened outside of a step; "" in a step.
     """
 
     stage: str
@@ -167,6 +168,7 @@ class FailureMoment:
     phase: str = ""
     rank: int = 0
     world_size: int = 1
+    hook: str = ""
 
     def __str__(self) -> str:
         parts = [self.stage]
@@ -176,6 +178,8 @@ class FailureMoment:
             parts.append(f"batch {self.batch_idx}")
         if self.phase:
             parts.append(self.phase)
+        if self.hook:
+            parts.append(self.hook if " " in self.hook else f"in {self.hook}")
         if self.world_size > 1:
             parts.append(f"rank {self.rank} of {self.world_size}")
         return ", ".join(parts)
@@ -194,6 +198,23 @@ class MemoryGrowth:
     n_batches: int
 
 
+@dataclass(frozen=True, slots=True)
+class LargestBatchBefore:
+    """The largest of the batches of a stage before the failed one.
+
+    Attributes:
+        n_bytes: Its size in bytes.
+        batch: The batch on the meta device.
+        n_batches: The number of batches before the failed one.
+        times: The size of the failed batch, as a multiple of it.
+    """
+
+    n_bytes: int
+    batch: Any
+    n_batches: int
+    times: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureFacts:
     """The facts captured when memory ran out: plain data that holds no tensor of the device. Sizes in bytes.
@@ -209,8 +230,11 @@ class FailureFacts:
         fraction: The share of the device that this process may reserve (`torch.cuda.set_per_process_memory_fraction`).
         split: The allocated bytes by category; None where nothing is known of them.
         grown: Memory that has accumulated over the batches; None where it is little, or not known.
+        before: The largest batch before, if the failed one is far larger; else None.
         module: The innermost module that was being called; "" where it is not known.
         batch: The batch on the meta device (sizes without values); None where there was none.
+        is_probable: True if a library could not make its handle, and the device was nearly full: the error itself does
+            not say that memory ran out.
         is_own_batch: True if it is the failing batch itself, False if it is the first batch of the stage.
         problem: The error that occurred while the facts were captured; "" if none did.
     """
@@ -225,9 +249,11 @@ class FailureFacts:
     fraction: float = 1.0
     split: MemorySplit | None = None
     grown: MemoryGrowth | None = None
+    before: LargestBatchBefore | None = None
     module: str = ""
     batch: Any = None
     is_own_batch: bool = True
+    is_probable: bool = False
     problem: str = ""
 
     @property

@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from lightning_memtools.oom.deadline import Deadline
 from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes_of
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
+from lightning_memtools.oom.fragmentation import pinned_segments
+from lightning_memtools.oom.held_memory import held_memory
 from lightning_memtools.oom.killed_worker import killed_worker_page
 from lightning_memtools.oom.report_page import ReportPage
 from lightning_memtools.reporting.console import print_on_console
@@ -121,15 +123,21 @@ class OOMReporter:
     top: int
     board: NoticeBoard | None
 
-    def report(self, exception: BaseException, capture: FailureCapture, read_run: Callable[[], FailedRun]) -> str:
+    def report(
+        self,
+        exception: BaseException,
+        facts: FailureFacts,
+        capture: FailureCapture,
+        read_run: Callable[[], FailedRun],
+    ) -> str:
         """Report that memory ran out on this rank, and return the report as markdown.
 
         Args:
             exception: The error; it gets the first lines of the report as a note.
+            facts: The facts captured when memory ran out.
             capture: The object that captured the facts.
             read_run: Reads the facts of the run that the checks need.
         """
-        facts = capture.facts_of(exception)
         page = self._page(facts, exception, capture, read_run)
         exception.add_note(page.note())
         return page.markdown()
@@ -168,6 +176,7 @@ class OOMReporter:
         page.file = self._write(_file_name(facts.moment), page.markdown())
         snapshot = None if capture.recording is None else capture.recording.take()
         page.snapshot = _write_snapshot(page.file, snapshot, capture)
+        page.pinned = () if snapshot is None else pinned_segments(snapshot, capture.device.index or 0)
         _check(page, capture, snapshot, read_run, Deadline(CHECKS_S - (time.thread_time() - begin_cpu)))
         page.seconds = time.monotonic() - begin
         text = page.markdown()
@@ -227,9 +236,11 @@ def _check(
     read_run: Callable[[], FailedRun],
     deadline: Deadline,
 ) -> None:
-    """Run the checks of what would have helped, and add their results to the page."""
+    """Find who holds what, run the checks of what would have helped, and add their results to the page."""
     try:
-        checks = AdviceChecks(failed_step(read_run(), page.facts, capture, snapshot), deadline)
+        run = read_run()
+        page.held = held = held_memory(run, capture, snapshot)
+        checks = AdviceChecks(failed_step(run, page.facts, capture, snapshot, held), deadline)
         virtual = capture.virtual
         with virtual.suspended() if virtual is not None and VirtualDevice.current() is virtual else nullcontext():
             checks.run()
@@ -251,6 +262,8 @@ def _write_snapshot(report: Path | NotWritten, snapshot: dict[str, Any] | None, 
     try:
         write_snapshot(snapshot, path)
     except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         return f"it could not be written: {error}"
     return path
 

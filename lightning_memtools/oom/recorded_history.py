@@ -23,10 +23,12 @@ class ReplayVerdict:
     Attributes:
         served: True if the request would have found memory; None where that is not known.
         why: The reason in words.
+        reserved: The bytes that the allocator then has reserved; 0 where the request is not served.
     """
 
     served: bool | None
     why: str
+    reserved: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class RecordedHistory:
         failed = self.failed
         if failed is None:
             return "the recorded history does not hold the failed request"
-        if not _replayed(failed, self.config).served:
+        if not replayed(failed, self.config).served:
             return ""
         # Where a history is cut off, its oldest blocks are placed by guess, which may be better than they really were.
         if not failed.is_complete:
@@ -121,10 +123,11 @@ def _verdict_on(
 ) -> ReplayVerdict:
     if history.problem or failed is None:
         return ReplayVerdict(served=None, why=history.problem)
-    return _replayed(failed, config, more=more)
+    return replayed(failed, config, more=more)
 
 
-def _replayed(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -> ReplayVerdict:
+def replayed(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) -> ReplayVerdict:
+    """Return whether a failed request would have been served under other settings, or with more memory."""
     trace = failed.trace
     done = replay(trace, config=config, capacity=None if trace.capacity is None else trace.capacity + more)
     if done.out_of_memory is not None:
@@ -139,4 +142,4 @@ def _replayed(failed: FailedRequest, config: AllocatorConfig, *, more: int = 0) 
         if needed > error.rounded:
             why += f", which needs a segment of {format_size(needed)}"
         return ReplayVerdict(served=False, why=why)
-    return ReplayVerdict(served=True, why="the request would have been served")
+    return ReplayVerdict(served=True, why="the request would have been served", reserved=done.stats.reserved or 0)

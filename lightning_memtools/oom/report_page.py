@@ -7,16 +7,21 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.processes import GpuProcess, in_words
 from lightning_memtools.memory.sizes import format_share, format_size
 from lightning_memtools.oom.failure_facts import FailureFacts, describe_batch
+from lightning_memtools.oom.fragmentation import IN_PIECES, PinnedSegment
 from lightning_memtools.oom.recorded_history import ReplayVerdict
 from lightning_memtools.reporting.files import NO_RUN, NotWritten
+from lightning_memtools.reporting.held_words import holding_in_words
 from lightning_memtools.reporting.phrases import counted, in_series
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 _SHORT = 3
 _WORTH_A_LINE = 0.01
+# As a share of what is allocated, and that of the device.
+_MOST = 0.4
 _CATEGORY_WORDS = {"optimizer": "optimizer state", "other": "other tensors"}
 _STANDS_FOR = {
     "(backward)": "`(backward)` stands for gradients that backward passes from module to module.",
@@ -27,19 +32,22 @@ _STANDS_FOR = {
 class ActionKind(IntEnum):
     """The change that an action makes, the least intrusive first."""
 
-    GROWTH = 0
-    EXPANDABLE_SEGMENTS = 1
-    EMPTY_CACHE = 2
-    STOP_PROCESS = 3
-    PREDICTIONS = 4
-    LOSS = 5
-    CHECKPOINTING = 6
-    ACCUMULATION = 7
-    BATCH_SIZE = 8
-    PRECISION = 9
-    OPTIMIZER = 10
-    COMBINATION = 11
-    LARGER_GPU = 12
+    HOLDER = 0
+    GARBAGE = 1
+    GROWTH = 2
+    RARE_BATCH = 3
+    EXPANDABLE_SEGMENTS = 4
+    EMPTY_CACHE = 5
+    STOP_PROCESS = 6
+    PREDICTIONS = 7
+    LOSS = 8
+    CHECKPOINTING = 9
+    ACCUMULATION = 10
+    BATCH_SIZE = 11
+    PRECISION = 12
+    OPTIMIZER = 13
+    COMBINATION = 14
+    LARGER_GPU = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +62,9 @@ class Action:
         fits: True if it is enough by itself; None where that is not known.
         saved: The bytes by which it lowers the peak of a step.
         code: The code to write in the program.
+        is_partial: True if it was replayed up to the failure only: what comes after it may fail too.
+        is_cause: True if it takes away what made memory run out, rather than making room for it.
+        cause: That cause in a sentence, without the period; "" where it is none.
     """
 
     kind: ActionKind
@@ -63,6 +74,14 @@ class Action:
     fits: bool | None = None
     saved: int = 0
     code: str = ""
+    is_partial: bool = False
+    is_cause: bool = False
+    cause: str = ""
+
+    @property
+    def helps(self) -> bool:
+        """True if it was checked for the whole step, and helps."""
+        return self.checked and not self.is_useless and not self.is_partial
 
     @property
     def is_useless(self) -> bool:
@@ -80,12 +99,14 @@ class Action:
 def ranked(actions: Iterable[Action]) -> list[Action]:
     """Return the actions in the order of their worth.
 
-    Those that are enough come first, the least intrusive before others; then those that help, by how much; then those
-    that were not checked; last those that were checked and do not help.
+    Those that take away the cause come first; then those that are enough, the least intrusive before others; then those
+    that help, by how much; then those that were not checked, and those that were replayed up to the failure only; last
+    those that were checked and do not help.
     """
 
-    def rank(one: Action) -> tuple[bool, bool, bool, int, int]:
-        return one.is_useless, not one.checked, not one.fits, 0 if one.fits else -one.saved, one.kind
+    def rank(one: Action) -> tuple[bool, bool, bool, bool, bool, int, int]:
+        by_size = 0 if one.fits else -one.saved
+        return one.is_useless, one.is_partial, not one.checked, not one.is_cause, not one.fits, by_size, one.kind
 
     return sorted(actions, key=rank)
 
@@ -100,10 +121,12 @@ class ReportPage:
         done: What was done about it, where the run goes on.
         where: The user's line of code; "" where it is not known.
         request: The bytes that the program requested, where they are known: the device is asked for whole segments.
+        held: Who holds what the step does not need.
         actions: The suggested actions, the best first.
         modules: Bytes of activations by module, largest first.
         modules_traced: True if these are from a traced step, False if the device reported them.
         expandable: Whether expandable segments would have helped; None where no history was recorded.
+        pinned: Segments that are half empty and cannot be released.
         processes: Other processes on the device, or the reason why they are not known; None where there is no GPU.
         notes: Further remarks.
         top: The number of modules that are listed.
@@ -117,10 +140,12 @@ class ReportPage:
     done: str = ""
     where: str = ""
     request: int | None = None
+    held: Holdings = field(default_factory=Holdings)
     actions: Sequence[Action] = ()
     modules: Sequence[tuple[str, int]] = ()
     modules_traced: bool = False
     expandable: ReplayVerdict | None = None
+    pinned: Sequence[PinnedSegment] = ()
     processes: Sequence[GpuProcess] | str | None = None
     notes: Sequence[str] = field(default_factory=list)
     top: int = 10
@@ -130,21 +155,56 @@ class ReportPage:
 
     @property
     def headline(self) -> str:
-        """The failure and its place, in a sentence."""
+        """The failure, its place and its cause, as far as it is known."""
+        causes = [action.cause for action in self.actions if action.is_cause]
+        if causes:
+            return f"{self._failure} {causes[0]}."
+        split = {} if self.facts.split is None else self.facts.split.by_category
+        name, size = max(split.items(), key=lambda item: item[1], default=("", 0))
+        total = sum(split.values())
+        limit = self.facts.fraction * (self.facts.stats.capacity or 0)
+        if size <= _MOST * total or total < _MOST * limit:
+            return self._failure
+        words = _CATEGORY_WORDS.get(name, name)
+        verb = "takes" if name == "optimizer" else "take"
+        return f"{self._failure} {words[0].upper()}{words[1:]} {verb} {format_size(size)}."
+
+    @property
+    def _failure(self) -> str:
         facts = self.facts
         request = "" if facts.requested is None else f": tried to allocate {format_size(facts.requested)}"
         free = "" if facts.free is None or not request else f" with {format_size(facts.free)} free"
-        return f"Out of memory on {facts.device} ({facts.moment}){request}{free}."
+        if facts.is_probable:
+            request = ": a library could not make its handle, and the device was nearly full"
+        what = "Probably out of memory" if facts.is_probable else "Out of memory"
+        return f"{what} on {facts.device} ({facts.moment}){request}{free}."
 
     def markdown(self) -> str:
         """Return the whole report."""
         parts = [f"# {self.headline}", *self._what_was_done(), *self._what_to_do(), *self._facts()]
-        parts += [*self._split(), *self._modules(), *self._fragmentation(), *self._others(), *self._files()]
+        parts += [
+            *self._split(),
+            *self._holders(),
+            *self._modules(),
+            *self._fragmentation(),
+            *self._others(),
+            *self._files(),
+        ]
         return "\n\n".join(parts) + "\n"
 
     def console(self) -> str:
-        """Return the short form: what failed, what filled the device, what to do first, and the path of the report."""
+        """Return the short form: what failed, what to do first, what filled the device, and the path of the report."""
         lines = [self.headline, *self._what_was_done()]
+        helping = [action for action in self.actions if action.helps][:_SHORT]
+        lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
+        if not helping and any(action.checked for action in self.actions):
+            lines.append("None of the checked changes helps.")
+        unchecked = [action for action in self.actions if not action.checked]
+        if unchecked:
+            reasons = list(dict.fromkeys(action.detail for action in unchecked))
+            why = f" ({reasons[0]})" if len(reasons) == 1 else ", for reasons given in the report"
+            titles = "; ".join(_lower_first(action.title) for action in unchecked)
+            lines.append(f"These changes were not checked{why}: {titles}.")
         if self.facts.split is not None:
             lines.append(f"The device held {_in_words(self.facts.split.by_category)}.")
         # "(backward)" and "(outside)" are no modules.
@@ -158,16 +218,6 @@ class ReportPage:
                 else f", with {format_size(size)}"
             )
             lines.append(f"The largest activations belong to {name}{others}.")
-        helping = [action for action in self.actions if action.checked and not action.is_useless][:_SHORT]
-        lines += [f"{number}. {action}" for number, action in enumerate(helping, 1)]
-        if not helping and any(action.checked for action in self.actions):
-            lines.append("None of the checked changes helps.")
-        unchecked = [action for action in self.actions if not action.checked]
-        if unchecked:
-            reasons = list(dict.fromkeys(action.detail for action in unchecked))
-            why = f" ({reasons[0]})" if len(reasons) == 1 else ", for reasons given in the report"
-            titles = "; ".join(_lower_first(action.title) for action in unchecked)
-            lines.append(f"These changes were not checked{why}: {titles}.")
         lines.append(self.file_line())
         return "\n".join(lines)
 
@@ -186,7 +236,7 @@ class ReportPage:
 
     def _what_to_do(self) -> list[str]:
         parts = ["## What to do"]
-        helping = [action for action in self.actions if action.checked and not action.is_useless]
+        helping = [action for action in self.actions if action.helps]
         if helping:
             parts.append("\n".join(f"{number}. {action}" for number, action in enumerate(helping, 1)))
             parts.append(
@@ -194,7 +244,9 @@ class ReportPage:
                 "capacity of the device, less what other processes hold, and less what this process holds beside the "
                 "step."
             )
-        rest = [action for action in self.actions if not action.checked]
+        rest = [
+            action for action in self.actions if not action.checked or (action.is_partial and not action.is_useless)
+        ]
         if rest:
             parts.append("\n".join(f"- {action}" for action in rest))
         useless = [action for action in self.actions if action.is_useless]
@@ -257,8 +309,7 @@ class ReportPage:
         if split.older > _WORTH_A_LINE * total:
             parts.append(
                 f"{format_size(split.older)} of this were allocated before the batch began and belong neither to the "
-                "model nor to its optimizers or inputs. Hooks, callbacks, your own lists, buffers of the strategy and "
-                "workspaces of libraries can hold such memory."
+                "model nor to its optimizers or inputs."
             )
         if not split.exact:
             parts.append(
@@ -266,6 +317,23 @@ class ReportPage:
                 "includes temporary memory of the backward pass."
             )
         return parts
+
+    def _holders(self) -> list[str]:
+        facts, split = self.facts, self.facts.split
+        total = facts.stats.allocated or 0
+        found = [one for one in self.held.found if one.n_bytes > _WORTH_A_LINE * total][: self.top]
+        lines = [f"- {holding_in_words(one)}" for one in found]
+        if self.held.garbage_bytes > _WORTH_A_LINE * total:
+            lines.append(f"- garbage that Python had not collected, {format_size(self.held.garbage_bytes)}")
+        found_bytes = sum(one.n_bytes for one in self.held.found) + self.held.garbage_bytes
+        rest = 0 if split is None else max(0, split.older - split.buffers - found_bytes)
+        parts = ["\n".join(lines)] if lines else []
+        if rest > _WORTH_A_LINE * total:
+            parts.append(
+                f"Of what was there before the batch, {format_size(rest)} were not found: autograd graphs, workspaces "
+                "of libraries, buffers of the strategy and other threads can hold memory that no Python object shows."
+            )
+        return ["## Who holds the rest", *parts] if parts else []
 
     def _modules(self) -> list[str]:
         shown = [(name, n_bytes) for name, n_bytes in self.modules if n_bytes][: self.top]
@@ -309,7 +377,11 @@ class ReportPage:
             )
         else:
             verdict = f"{setting} would not have helped: {self.expandable.why}."
-        return ["## Fragmentation", f"{text} {verdict}"]
+        pins = "\n".join(f"- {one}" for one in self.pinned if unusable > IN_PIECES * reserved)
+        pinned = (
+            ["These segments are half empty or more, and are held by the blocks in use in them:", pins] if pins else []
+        )
+        return ["## Fragmentation", f"{text} {verdict}", *pinned]
 
     def _others(self) -> list[str]:
         if self.processes is None:

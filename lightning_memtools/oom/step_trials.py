@@ -83,6 +83,11 @@ class StepTrials:
         return usable
 
     @property
+    def missing(self) -> int:
+        """The bytes by which the step is too large; 0 where a trace cannot tell."""
+        return max(0, self.plain.peak_allocated - self.usable) if self.can_tell_what_fits else 0
+
+    @property
     def plain(self) -> MemoryEstimate:
         """The estimate of the step as it was; only where it could be traced."""
         return self.at(self.size)
@@ -96,6 +101,10 @@ class StepTrials:
     def can_tell_what_fits(self) -> bool:
         """True if a trace can tell what fits; if not, it only tells by how much something lowers the peak."""
         return self.failed.usable is not None and not self.plain_fits
+
+    def check_time(self) -> None:
+        """Raise where the time is over."""
+        self._deadline.check()
 
     # --- what fits
 
@@ -174,8 +183,7 @@ class StepTrials:
             known[size] = self.fits(estimate)
             return TracedSize(known[size], estimate.peak_allocated, estimate.trace)
 
-        # Segments of the allocator make a step's fit jump: it need not end for good where it ends first.
-        end = "A batch of {} does not fit, but slightly larger ones may"
+        end = ""
         try:
             size = largest_batch(
                 max(1, min(guess, self.size - 1)),
@@ -189,7 +197,18 @@ class StepTrials:
             if not size:
                 raise
             end = "A larger batch may fit too: there was no time to find out"
-        return LargestBatch(size, self.at(size), end.format(size + 1)) if size else LargestBatch(0)
+        return LargestBatch(size, self.at(size), end or self._why_not_larger(size + 1)) if size else LargestBatch(0)
+
+    def _why_not_larger(self, size: int) -> str:
+        """Say why a batch does not fit: for its tensors, or for the segments that the allocator reserves for them."""
+        peak = self.at(size).peak_allocated
+        if peak > self.usable:
+            return f"A batch of {size} does not fit: its tensors alone take {format_size(peak)}"
+        # Segments make a step's fit jump: it need not end for good where it ends first.
+        return (
+            f"A batch of {size} does not fit in a replay of the allocator. Its tensors, {format_size(peak)}, would: "
+            "this rests on how memory is cut into segments, so that slightly larger batches may fit"
+        )
 
     # --- in words
 

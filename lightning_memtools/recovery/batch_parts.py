@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from itertools import pairwise
 from operator import is_
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memtools.memory.nested_tensors import attributes_of, is_plain_object, map_tensors, tensors_in
+from lightning_memtools.memory.oom_errors import is_out_of_memory
 
 
 class CannotSplitError(Exception):
@@ -41,8 +42,28 @@ def _sizes_in(batch: Any) -> list[int]:
     return [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
 
 
+@dataclass(frozen=True, slots=True)
+class CutBatch:
+    """The parts of a batch.
+
+    Attributes:
+        parts: Each part with its number of samples.
+        is_guessed: True if these numbers are the lengths of tensors that do not all agree, as those of graphs are not.
+        is_uncounted: True if not even that tells the numbers of samples; each counts as 1.
+    """
+
+    parts: list[tuple[Any, int]]
+    is_guessed: bool = False
+    is_uncounted: bool = False
+
+
 def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, int]]:
-    """Split a batch into parts of nearly equal size, in its order. Return each with its number of samples.
+    """Return the parts of `cut_batch`, each with its number of samples."""
+    return cut_batch(batch, n_parts, own).parts
+
+
+def cut_batch(batch: Any, n_parts: int, own: Any = None) -> CutBatch:
+    """Cut a batch into parts of nearly equal size, in its order.
 
     Tensors and arrays that are as long as the batch are cut, and lists and tuples of as many items, whatever they are;
     everything else goes into every part.
@@ -50,31 +71,55 @@ def split_batch(batch: Any, n_parts: int, own: Any = None) -> list[tuple[Any, in
     Args:
         batch: The batch. Parts are views of its tensors.
         n_parts: The number of parts; fewer are made of a batch with fewer samples.
-        own: The user's function `(batch, n_parts) -> parts`, in place of this one.
+        own: The user's function `(batch, n_parts) -> parts`, in place of this one. It may return pairs of a part and
+            its number of samples.
 
     Raises:
         CannotSplitError: The batch has no dimension of samples, or the user's parts do not add up to it.
     """
     n_samples = n_samples_in(batch)
     if own is not None:
-        try:
-            returned = own(batch, n_parts)
-        except Exception as error:
-            raise CannotSplitError(f"split_batch raised {type(error).__name__}: {error}") from error
-        if not isinstance(returned, Iterable):
-            raise CannotSplitError(
-                f"split_batch returned {returned!r} for {n_parts} parts, which is not a list of parts"
-            )
-        parts = list(returned)
-        sizes = [n_samples_in(part) for part in parts]
-        counts = [size for size in sizes if size]
-        if not counts or len(counts) != len(sizes) or (n_samples is not None and sum(counts) != n_samples):
-            raise CannotSplitError(f"split_batch returned parts of {sizes} samples for a batch of {n_samples}")
-        return list(zip(parts, counts, strict=True))
+        return _own_parts(batch, n_samples, n_parts, own)
     n_samples = _checked(batch, n_samples)
     n_parts = min(n_parts, n_samples)
     ends = [n_samples * index // n_parts for index in range(n_parts + 1)]
-    return [(_part(batch, n_samples, slice(start, end)), end - start) for start, end in pairwise(ends)]
+    return CutBatch([(_part(batch, n_samples, slice(start, end)), end - start) for start, end in pairwise(ends)])
+
+
+def _own_parts(batch: Any, n_samples: int | None, n_parts: int, own: Any) -> CutBatch:
+    """Return the parts that the user's function makes.
+
+    Raises:
+        CannotSplitError: It raises, or returns something else than parts of this batch.
+    """
+    try:
+        returned = own(batch, n_parts)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise CannotSplitError(f"split_batch raised {type(error).__name__}: {error}") from error
+    if not isinstance(returned, Iterable):
+        raise CannotSplitError(f"split_batch returned {returned!r} for {n_parts} parts, which is not a list of parts")
+    parts = list(returned)
+    if parts and all(type(one) is tuple and len(one) == 2 and type(one[1]) is int for one in parts):  # noqa: PLR2004
+        counts = [n for _, n in parts]
+        agrees = n_samples is None or not _is_counted(batch) or sum(counts) == n_samples
+        if min(counts) < 0 or not sum(counts) or not agrees:
+            raise CannotSplitError(f"split_batch returned parts of {counts} samples for a batch of {n_samples}")
+        return CutBatch([(part, n) for part, n in parts if n])  # an empty part adds nothing
+    sizes = [n_samples_in(part) for part in parts]
+    filled = [(part, size) for part, size in zip(parts, sizes, strict=True) if size != 0]
+    if None in sizes:
+        return CutBatch([(part, 1) for part, _ in filled], is_guessed=True, is_uncounted=True)
+    counted = [(part, size) for part, size in filled if size]
+    if not counted or (n_samples is not None and sum(size for _, size in counted) != n_samples):
+        raise CannotSplitError(f"split_batch returned parts of {sizes} samples for a batch of {n_samples}")
+    return CutBatch(counted, is_guessed=not all(_is_counted(one) for one in (batch, *(part for part, _ in counted))))
+
+
+def _is_counted(batch: Any) -> bool:
+    """Return True if the number of samples is certain: those of a list, or the first dimension of every tensor."""
+    return _is_made_of_list(batch) or _is_lists_of_samples(batch) or len(set(_sizes_in(batch))) == 1
 
 
 def _checked(batch: Any, n_samples: int | None) -> int:
@@ -100,12 +145,18 @@ def samples_that_differ(batch: Any, most: int, own: Any = None) -> list[tuple[An
     """
     n_samples = n_samples_in(batch)
     if own is not None:
-        n_parts = 8 if n_samples is None else -(-n_samples // most)
-        both = max(split_batch(batch, n_parts, own), key=lambda part: part[1])
-        groups = split_batch(both[0], 2, own)
-        if len(groups) != 2:  # noqa: PLR2004
-            raise CannotSplitError(f"split_batch made {len(groups)} parts, and not 2, of a part of {both[1]} samples")
-        return [*groups, both]
+        halves = cut_batch(batch, 2, own)
+        n_parts = 8 if halves.is_uncounted else -(-sum(n for _, n in halves.parts) // most)
+        while True:
+            both = max(split_batch(batch, n_parts, own), key=lambda part: part[1])
+            groups = split_batch(both[0], 2, own)
+            if len(groups) == 2:  # noqa: PLR2004
+                return [*groups, both]
+            if n_parts == 1:
+                raise CannotSplitError(
+                    f"split_batch made {len(groups)} parts, and not 2, of a part of {both[1]} samples"
+                )
+            n_parts //= 2  # the parts were of one sample each
     n_samples = _checked(batch, n_samples)
     rows, most = _by_padding(batch, n_samples), min(most, n_samples)
     few, many = rows[: most // 2], rows[n_samples - most + most // 2 :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -94,7 +93,7 @@ class LossProof:
                 before = RandomState.now(device=self._parameters[0].device)
                 kind, reason = self._compare(step, (few, many, both), weights)
                 draws = RandomState.now(device=self._parameters[0].device) != before
-                reason = reason and ((_why_random(step, few) if is_all else "") or reason)
+                reason = reason and ((self._why_random(step, few) if is_all else "") or reason)
             if not reason:
                 self._is_all_quiet = is_all
                 return kind
@@ -137,6 +136,24 @@ class LossProof:
             'With loss="mean" or loss="sum" nothing is compared'
         )
 
+    def _why_random(self, step: BatchStep, few: tuple[Any, int]) -> str:
+        """Return the reason if the same samples have other gradients each time, as they have with random numbers."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        norms = []
+        for factor in (1.0, -1.0):
+            loss = _loss_of(step, few[0])
+            (loss * (factor * _SCALE)).backward()  # type: ignore[no-untyped-call]
+            norms.append(self._gradient_norm())
+        tolerance = _COARSE_TOLERANCE if self._is_coarse(loss) else _TOLERANCE
+        if not norms[0] or not norms[1] > tolerance * norms[0]:
+            return ""
+        return (
+            f"training_step draws random numbers, and not for dropout alone: the same {few[1]} samples gave gradients "
+            f"that differ by {norms[1] / norms[0]:.1%}, so that nothing can be compared; "
+            'loss="mean" or loss="sum" says what the loss is'
+        )
+
     def _gradient_norm(self) -> float:
         gradients = [
             p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in self._parameters if p.grad is not None
@@ -147,16 +164,6 @@ class LossProof:
         """Return whether something is computed in 16 bits: parameters, or copies that autocast makes."""
         is_half = any(p.dtype.itemsize < 4 for p in self._parameters if p.requires_grad)  # noqa: PLR2004, bytes of float32
         return is_half or has_node(loss, "ToCopyBackward0")
-
-
-def _why_random(step: BatchStep, few: tuple[Any, int]) -> str:
-    one, again = (float(_loss_of(step, few[0]).detach()) for _ in range(2))
-    if abs(one - again) <= _TOLERANCE * abs(one) or math.isnan(one):
-        return ""
-    return (
-        f"training_step draws random numbers, and not for dropout alone: the same {few[1]} samples gave losses of "
-        f'{one:.6g} and {again:.6g}, so that nothing can be compared; loss="mean" or loss="sum" says what the loss is'
-    )
 
 
 def _loss_of(step: BatchStep, part: Any) -> Tensor:

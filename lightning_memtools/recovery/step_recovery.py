@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
-from lightning_memtools.recovery.batch_parts import CannotSplitError, n_samples_in, split_batch
+from lightning_memtools.recovery.batch_parts import CannotSplitError, CutBatch, cut_batch, n_samples_in
 from lightning_memtools.recovery.gradient_exchange import ONE_RANK, GradientExchange, no_collectives
 from lightning_memtools.recovery.joined_parts import join_parts, logged_by_whole, weighted_mean
 from lightning_memtools.recovery.loss_proof import LossKind, LossProof
@@ -24,6 +25,11 @@ from lightning_memtools.recovery.step_start import BatchStep, StepStart
 from lightning_memtools.state.buffer_keeper import BufferKeeper
 from lightning_memtools.state.random_state import NumpyStateReader, PythonStateReader, RandomState
 
+MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers itself, and that cannot be taken back"
+_ASK_FOR_SIZES = (
+    "let split_batch return pairs (part, number of samples), or give loss_weight=, a function that returns over how "
+    "many things in a batch its loss is a mean"
+)
 # Of the batches that are split from the beginning, the loss of the first ten is tried, and then of every tenth.
 _TRIED_FIRST = 10
 # The samples of a trial, where they fit: two and three, because some models do not work with a single one.
@@ -138,15 +144,20 @@ class StepRecovery:
         self._device = device
         self._max_splits = max_splits
         self._skip_batch = skip_batch
-        self._is_trying = loss == "auto"
-        self._kind: LossKind | None = None if loss == "auto" else loss
+        self._declared: LossKind | None = None if loss == "auto" else loss
+        self._kind = self._declared
+        # True where the sizes of parts are guessed: then even a loss that the user calls a mean is tried.
+        self._is_guessed = False
+        # The reason why the norms prevented a split when the last step's forward pass had run; None before the first.
+        self._norm_reason: str | None = None
         self._allow_batch_norm = allow_batch_norm
         self._split = split
         self._exchange = exchange
         self._tell = tell
+        self._is_announced = False
         self._read_numpy, self._read_python = NumpyStateReader(), PythonStateReader()
         self._parameters = list(model.parameters())  # those that are frozen now may be trained later
-        self._norms = [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
+        self._norms = norms_of(model)
         self._metrics = [module for module in model.modules() if isinstance(module, Metric)]
         self._proof = LossProof(model, self._parameters, split=split, weight=loss_weight)
         self._n_planned = 0
@@ -186,14 +197,13 @@ class StepRecovery:
         random = RandomState.now(self._read_numpy, self._read_python, device=self._device)
         before = StepStart(step, self._parameters, self._metrics, self._copied_buffers(step), random)
         self._tell_of_first(step)
-        may_try = self._is_trying and step.backward is not None
-        is_to_try = may_try and n_parts > 1 and self._is_due()
+        is_tried, is_to_try = False, n_parts > 1 and self._must_try(step) and self._is_due()
         is_recovering, text = False, "Out of memory: a batch of this size did not fit before."
         while True:
             try:
                 if is_to_try:
                     self._try_loss(step, n_parts, before, exchange)
-                    is_to_try = may_try = False
+                    is_tried, is_to_try = True, False
                 with exchange.run_of_step(n_parts):
                     result = self._attempt(step, n_parts, before, exchange)
             except CannotSplitError as error:
@@ -205,32 +215,49 @@ class StepRecovery:
                     _tell_of_parts(error, n_parts, text)
                     raise
                 complete = before.completed()
-                more, why_not = self._after_failure(step, n_parts, before)
-                if why_not:
-                    error.add_note(f"OOMRecovery did not run this step again: {why_not}.")
-                    raise
+                if why_not := before.take_back() or self._why_not(step, before):
+                    raise _refused(error, why_not)  # noqa: B904, the same error
                 text = str(error).partition("\n")[0]
                 forget_frames(error)
+                failure = error
             else:
                 break
-            release_cached(self._device)  # after the handler: until then the error holds the step's tensors
+            more = self._parts_to_try(step, n_parts, before, failure)
+            del failure
             if why_not := exchange.leave(complete, keeps=before.is_partly_added):
                 raise torch.OutOfMemoryError(f"{text}\nOOMRecovery did not run this step again: {why_not}.")
             if more is None:
-                before.zero_once()
-                exchange.rejoin()
-                self.recoveries.n_skipped += 1
-                self.recoveries.latest = f"A batch was skipped: even its smallest parts ran out of memory. ({text})"
+                self._skip(before, exchange, text)
                 return None
             known = sizes.note(step.batch, known, more, fits=False)
-            n_parts, is_recovering, is_to_try = more, True, may_try
+            n_parts, is_recovering = more, True
+            is_to_try = not is_tried and self._must_try(step)
         sizes.note(step.batch, known, n_parts, fits=True)
         self._end(step, n_parts, exchange, is_recovering=is_recovering)
         return result
 
-    def _after_failure(self, step: BatchStep, n_parts: int, before: StepStart) -> tuple[int | None, str]:
-        """Take the step back; return how many parts to try, None to skip it, and the reason why it fails, else ""."""
-        if why_not := before.take_back() or self._why_not(step):
+    def _parts_to_try(self, step: BatchStep, n_parts: int, before: StepStart, failure: Exception) -> int | None:
+        """Release what the failed step held, and return how many parts to try; None to skip the batch.
+
+        Raises:
+            Exception: The failure, with a note, where the step cannot be run in smaller parts.
+        """
+        # Outside of the handler, whose error holds the step's tensors: a split_batch of the user's may allocate.
+        release_cached(self._device)
+        more, why_not = self._smaller_parts(step, n_parts, before)
+        if why_not:
+            raise _refused(failure, why_not)
+        return more
+
+    def _skip(self, before: StepStart, exchange: GradientExchange, text: str) -> None:
+        before.zero_once()
+        exchange.rejoin()
+        self.recoveries.n_skipped += 1
+        self.recoveries.latest = f"A batch was skipped: even its smallest parts ran out of memory. ({text})"
+
+    def _smaller_parts(self, step: BatchStep, n_parts: int, before: StepStart) -> tuple[int | None, str]:
+        """Return how many parts to try, None to skip the step, and the reason why it fails, else ""."""
+        if why_not := self._why_not_cut(step):
             return None, why_not
         n_samples = n_samples_in(step.batch)
         largest = min(self._max_splits, n_samples or self._max_splits)
@@ -240,7 +267,9 @@ class StepRecovery:
             return None, ""
         if n_samples is not None and n_samples <= self._max_splits:
             return None, f"each of its {n_samples} samples alone is too large; skip_batch=True skips such a batch"
-        return None, f"even max_splits={self._max_splits} parts are too large; a larger max_splits allows smaller ones"
+        return None, (
+            f"even max_splits={self._max_splits} parts are too large; a larger max_splits helps if a single sample fits"
+        )
 
     def _attempt(self, step: BatchStep, n_parts: int, before: StepStart, exchange: GradientExchange) -> Any:
         if n_parts == 1:
@@ -254,7 +283,7 @@ class StepRecovery:
 
     def _parts(self, step: BatchStep, n_parts: int) -> list[tuple[Any, int, float]]:
         """Return the parts of the batch that add something, each with its number of samples and its weight."""
-        cut = split_batch(step.batch, n_parts, self._split)
+        cut = cut_batch(step.batch, n_parts, self._split).parts
         self._n_cut = len(cut)  # the user's function may give another number
         if self._n_cut > self._max_splits:
             raise CannotSplitError(f"split_batch returned {self._n_cut} parts, and max_splits={self._max_splits}")
@@ -306,44 +335,63 @@ class StepRecovery:
             results[0], closure_loss=whole, extra=join_parts([one.extra for one in results], counts, weights)
         )
 
-    def _why_not(self, step: BatchStep) -> str:
-        """Return the reason why a step must not be run in parts; "" where it may."""
-        if not self._allow_batch_norm and (norm := self._norm_over_batch()):
-            return (
-                f"{norm} normalizes with the statistics of its batch, and those of a part differ; "
-                "allow_batch_norm=True accepts that"
-            )
+    def _must_try(self, step: BatchStep) -> bool:
+        """Return True if the loss of a step has to be tried before its batch is split."""
+        return step.backward is not None and (
+            self._declared is None or (self._is_guessed and self._declared == "mean" and not self._proof.is_weighted)
+        )
+
+    def _why_not(self, step: BatchStep, before: StepStart) -> str:
+        """Return the reason why a step must not be run in parts, whatever its batch is; "" where it may."""
+        if not self._allow_batch_norm:
+            # Without copies of the buffers it cannot be run again, whatever the norms do by now.
+            reason = why_norm_prevents(self._norms)
+            if reason := reason or ("" if before.has_buffers or step.backward is None else self._norm_reason or ""):
+                return reason
+        return self._why_hooks_prevent(step)
+
+    def _why_hooks_prevent(self, step: BatchStep) -> str:
         if step.backward is not None and any(map(has_accumulation_hook, self._parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
                 "one that updates weights in the backward pass cannot be taken back"
             )
+        return ""
+
+    def _why_not_cut(self, step: BatchStep) -> str:
+        """Return the reason why a batch cannot be cut into parts; "" where it can."""
         try:
-            parts = split_batch(step.batch, 2, self._split)
+            cut = cut_batch(step.batch, 2, self._split)
             if step.backward is not None:
-                self._proof.weights_of(parts)
+                self._check_counts(cut)
+                self._proof.weights_of(cut.parts)
         except CannotSplitError as error:
             return str(error)
         return ""
 
+    def _check_counts(self, cut: CutBatch) -> None:
+        """Note whether the sizes of parts are guessed.
+
+        Raises:
+            CannotSplitError: They are needed, and cannot even be guessed.
+        """
+        self._is_guessed = cut.is_guessed
+        if cut.is_uncounted and self._declared != "sum" and not self._proof.is_weighted:
+            raise CannotSplitError(f"the samples of split_batch's parts cannot be counted; {_ASK_FOR_SIZES}")
+
     def _copied_buffers(self, step: BatchStep) -> BufferKeeper | None:
         """Copy the buffers; None where the step would not be run again."""
-        if step.backward is not None and not self._allow_batch_norm and self._norm_over_batch() is not None:
+        # In the first step, forward may still put its norms into evaluation mode.
+        if step.backward is not None and self._norm_reason and why_norm_prevents(self._norms):
             return None
         self._buffers.keep()
         return self._buffers
 
-    def _norm_over_batch(self) -> str | None:
-        """Return the name of the first module that normalizes with statistics of the batch now."""
-        for name, module in self._norms:
-            is_batch_norm = isinstance(module, AnyBatchNorm)
-            if (module.training and (is_batch_norm or module.track_running_stats)) or (
-                is_batch_norm and module.running_mean is None
-            ):
-                return str(name)
-        return None
-
     def _end(self, step: BatchStep, n_parts: int, exchange: GradientExchange, *, is_recovering: bool) -> None:
+        if step.backward is not None and not self._allow_batch_norm:
+            is_first, self._norm_reason = self._norm_reason is None, why_norm_prevents(self._norms)
+            if is_first and self._norm_reason and self._tell is not None:
+                self._tell(self._norm_reason)
         if n_parts > 1:
             exchange.rejoin()
             n_parts = self._n_cut
@@ -362,11 +410,13 @@ class StepRecovery:
         The loss is tried only once memory has run out: a trial runs the step again, and not all that a step may write
         can be restored. A run that has memory enough must not differ from one without this callback.
         """
-        if self._tell is None or step.backward is None:
+        if self._tell is None or step.backward is None or self._is_announced:
             return
-        tell, self._tell = self._tell, None
-        if reason := self._why_not(step):
-            tell(reason)
+        self._is_announced = True
+        # What its norms do is known when the first step has run.
+        with suppress(torch.OutOfMemoryError):  # of split_batch, which needs less when a step has failed
+            if reason := self._why_hooks_prevent(step) or self._why_not_cut(step):
+                self._tell(reason)
 
     def _is_due(self) -> bool:
         """Return whether to try the loss of a batch that is split from the beginning, because batches differ."""
@@ -387,9 +437,16 @@ class StepRecovery:
             before.zero_once()
             before.set_gradients_aside()
             with exchange.alone():
-                self._kind = self._proof.kind(step, most)
-        except CannotSplitError:
-            raise
+                kind = self._proof.kind(step, most)
+            _check_declared(self._declared, kind)
+            self._kind = kind
+        except CannotSplitError as error:
+            if not self._is_guessed or self._proof.is_weighted:
+                raise
+            raise CannotSplitError(
+                "the numbers of samples in its parts were guessed from the lengths of their tensors, and do not fit "
+                f"its loss: {error}. For parts of your own, {_ASK_FOR_SIZES}"
+            ) from None
         except Exception as error:  # whatever the step raises on a part
             if not is_out_of_memory(error):
                 name = type(error).__name__
@@ -403,8 +460,37 @@ class StepRecovery:
             raise CannotSplitError(unrestored)
 
 
+def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules of a model that may normalize with the statistics of a batch, with their names."""
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, StatisticsNorm)]
+
+
+def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
+    """Return the reason why batches must not be cut, if one of these normalizes with their statistics now; else ""."""
+    for name, module in norms:
+        is_batch_norm = isinstance(module, AnyBatchNorm)
+        if (module.training and (is_batch_norm or module.track_running_stats)) or (
+            is_batch_norm and module.running_mean is None
+        ):
+            return (
+                f"{name} normalizes with the statistics of its batch, and those of a part differ; "
+                "allow_batch_norm=True accepts that"
+            )
+    return ""
+
+
+def _check_declared(declared: LossKind | None, kind: LossKind) -> None:
+    if declared not in {None, kind}:
+        raise CannotSplitError(f"the gradients of a few samples are not those of a {declared} over them")
+
+
 def _n_elements(batch: Any) -> int:
     return sum(tensor.numel() for tensor in tensors_in(batch))
+
+
+def _refused(error: Exception, why_not: str) -> Exception:
+    error.add_note(f"OOMRecovery did not run this step again: {why_not}.")
+    return error
 
 
 def _tell_of_parts(error: Exception, n_parts: int, text: str) -> None:

@@ -85,6 +85,11 @@ class StepStart:
             self._note_accumulated()
 
     @property
+    def has_buffers(self) -> bool:
+        """True if the buffers were copied."""
+        return self._buffers is not None
+
+    @property
     def is_partly_added(self) -> bool:
         """True if some gradients of the batch are kept, so that the batch can no longer be skipped."""
         return bool(self._kept)

@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,14 +96,20 @@ def write_report(directory: Path | NotWritten, name: str, text: str) -> Path | N
 
 
 def write_file(directory: Path | NotWritten, name: str, write: Callable[[Path], object]) -> Path | NotWritten:
-    """Write a file of any kind; return its path, or the reason why there is none."""
+    """Write a file of any kind; return its path, or the reason why there is none.
+
+    A full disk leaves no half-written file under this name: an earlier one stays as it was.
+    """
     if isinstance(directory, NotWritten):
         return directory
-    path = directory / name
+    path, part = directory / name, directory / f".{name}.part"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write(path)
+        write(part)
+        part.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         return NotWritten(f"could not be written: {error}", is_failure=True)
     return path
 

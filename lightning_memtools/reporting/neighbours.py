@@ -10,11 +10,13 @@ class Neighbour:
         takes_part_in_trials: False for a callback that BatchSizeTuner's trials leave out. A callback that is not a
             Neighbour may have this attribute too.
         is_in_trial: BatchSizeTuner sets it during a trial.
+        max_splits: The largest number of parts in which a callback runs a batch that does not fit; 1 for none.
         memory_remark: A line for MemoryMonitor's summary of a call of the Trainer; "" where nothing happened.
     """
 
     takes_part_in_trials: bool = True
     is_in_trial: bool = False
+    max_splits: int = 1
 
     @property
     def memory_remark(self) -> str:

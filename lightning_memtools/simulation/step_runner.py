@@ -280,7 +280,8 @@ def runner_like(
     trainer: Any, module: nn.Module, listener: StepListener, *, optimizers: Sequence[Optimizer] = ()
 ) -> StepRunner:
     """Return a runner of training steps on fake tensors, with the settings of a Trainer."""
-    recipe = Recipe(precision=None, accumulate=trainer.accumulate_grad_batches, clip=trainer.gradient_clip_val)
+    clip = trainer.gradient_clip_val or None  # Lightning takes 0 for no clipping
+    recipe = Recipe(precision=None, accumulate=trainer.accumulate_grad_batches, clip=clip)
     return StepRunner(module, recipe, listener, trainer=trainer, optimizers=optimizers)
 
 

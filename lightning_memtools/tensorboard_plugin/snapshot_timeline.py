@@ -52,7 +52,15 @@ def timeline_from(path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
     Raises:
         NotASnapshotError: The file is no snapshot.
     """
-    snapshot = read_snapshot(path)
+    return checked_timeline(read_snapshot(path), path, with_blocks=with_blocks)
+
+
+def checked_timeline(snapshot: Mapping[str, Any], path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
+    """Return the timeline of a snapshot that was read from a path.
+
+    Raises:
+        NotASnapshotError: Its entries make no sense.
+    """
     try:
         return timeline_of(snapshot, with_blocks=with_blocks)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

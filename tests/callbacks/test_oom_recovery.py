@@ -266,13 +266,12 @@ class Normalized(Sequences):
         self.now = None
 
 
-def test_batch_norm_is_refused_unless_it_is_allowed(tmp_path, capsys):
+def test_batch_norm_is_refused_unless_it_is_allowed(tmp_path):
     torch.manual_seed(3)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         one_step(tmp_path, Normalized(), OOMRecovery(), at=12)
     said = "net.2 normalizes with the statistics of its batch"
     assert said in caught.value.__notes__[0]
-    assert said in " ".join(capsys.readouterr().out.split())  # at the first batch
     torch.manual_seed(3)
     model = Normalized()
     one_step(tmp_path, model, OOMRecovery(allow_batch_norm=True, on_recover="ignore", loss="mean"), at=12)
@@ -317,7 +316,7 @@ def test_a_sum_is_added_and_a_loss_over_pairs_refused(tmp_path):
 @pytest.mark.parametrize(
     ("n_given", "said"),
     [
-        (lambda n: n, "even max_splits=2 parts are too large; a larger max_splits allows smaller ones"),
+        (lambda n: n, "even max_splits=2 parts are too large; a larger max_splits helps if a single sample fits"),
         (lambda n: 2 * n, "split_batch returned 4 parts, and max_splits=2"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import pickle
 import re
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from lightning_memtools.callbacks.oom_report_run import failed_run_of
 from lightning_memtools.checkpointing import planning
 from lightning_memtools.memory.allocator.memory_snapshot import trace_until
 from lightning_memtools.memory.sizes import parse_size
-from tests.batch_size_models import Samples
+from lightning_memtools.reporting.files import write_report
+from tests.batch_size_models import Samples, Scale
 from tests.event_files import texts_of
 from tests.lightning_models import Regression, loader, opaque, trainer
 from tests.list_logger import ListLogger
@@ -531,11 +533,16 @@ def test_where_no_file_can_be_written_the_console_has_it(tmp_path, capsys, monke
 
 
 DEVICE = "virtual device (64MiB, simulated)"
+HEADLINE = (
+    f"Out of memory on {DEVICE} (train, step 0, batch 0, forward): tried to allocate 24.0 MiB with 2.00 MiB free. "
+    "Activations take 32.0 MiB."
+)
 FOUR = "DataLoader(batch_size=4), Trainer(accumulate_grad_batches=4)"
 KEEPS = "The effective batch stays 16, and the step fits, with a peak of 28.0 MiB within the available 64.0 MiB."
 FITS = (
     "The step then fits, with a peak of 42.0 MiB within the available 64.0 MiB. "
-    "A batch of 7 does not fit, but slightly larger ones may."
+    "A batch of 7 does not fit in a replay of the allocator. Its tensors, 49.0 MiB, would: this rests on how memory is "
+    "cut into segments, so that slightly larger batches may fit."
 )
 
 
@@ -544,12 +551,12 @@ def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     begin = next(at for at, line in enumerate(lines) if line.startswith("Out of memory"))
     assert lines[begin:] == [
-        f"Out of memory on {DEVICE} (train, step 0, batch 0, forward): tried to allocate 24.0 MiB with 2.00 MiB free.",
-        "The device held 32.0 MiB of activations and 8.00 MiB of inputs.",
-        "The largest activations belong to net.0 and 3 other modules, with 8.00 MiB each.",
+        HEADLINE,
         f"1. Accumulate gradients over 4 batches of 4 (`{FOUR}`). {KEEPS}",
         f"2. Use training batches of 6 instead of 16 (`DataLoader(batch_size=6)`). {FITS}",
         "3. Use a larger GPU (RTX 4060 8GB). It is the smallest known GPU on which this step fits unchanged.",
+        "The device held 32.0 MiB of activations and 8.00 MiB of inputs.",
+        "The largest activations belong to net.0 and 3 other modules, with 8.00 MiB each.",
         f"Report: {tmp_path / 'oom-train-step0.md'}",
     ]
 
@@ -669,6 +676,65 @@ def test_an_error_that_is_caught_is_not_reported(tmp_path, capsys):
         assert device.history is None  # and the recording has ended
     assert not [*tmp_path.rglob("oom-*")]
     assert "Out of memory" not in capsys.readouterr().out
+
+
+def what_to_do(report: str) -> str:
+    return report.partition("## What to do\n")[2].partition("\n## ")[0]
+
+
+def test_clipping_to_0_which_lightning_takes_for_none_leaves_the_advice_as_it_is(failed, tmp_path):
+    case = CASES["forward"]
+    clipped = attempt(tmp_path, case.capacity, case.call, options={"gradient_clip_val": 0}, **case.sizes)
+    assert what_to_do(clipped.report) == what_to_do(failed("forward").report)
+
+
+class Adversaries(Layers):
+    """Two optimizers in manual optimization; memory runs out while one of them is toggled."""
+
+    def __init__(self) -> None:
+        super().__init__(n=4, wide=None, batch=16)
+        self.automatic_optimization = False
+        self.other = nn.Sequential(*[Scale(8) for _ in range(2)])
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.other(self.net(batch)).mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (self.net, self.other)], []
+
+
+def test_a_step_that_failed_while_an_optimizer_was_toggled_is_traced_and_leaves_nothing_switched_off(tmp_path):
+    model = Adversaries()
+    outcome = attempt(tmp_path, "64MiB", "fit", model=model)
+    assert "This was not checked" not in outcome.report
+    fits = re.search(r"DataLoader\(batch_size=(\d+)\)`\)\. The step then fits", outcome.report)
+    assert fits is not None
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    smaller = Adversaries()
+    smaller.sizes["train"] = int(fits[1])
+    assert attempt(tmp_path / "smaller", "64MiB", "fit", model=smaller).fits
+
+
+def test_a_page_that_a_full_disk_cuts_off_is_not_left_behind(tmp_path, monkeypatch):
+    whole = Path.write_text
+
+    def cut_off(self: Path, text: str, **options: Any) -> int:
+        if len(text) > 5000:
+            whole(self, text[:100], **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        n: int = whole(self, text, **options)
+        return n
+
+    (tmp_path / "x").mkdir()
+    assert isinstance(write_report(tmp_path / "x", "page.md", "short"), Path)
+    monkeypatch.setattr(Path, "write_text", cut_off)
+    assert "No space left" in str(write_report(tmp_path / "x", "page.md", "long" * 2000))
+    assert [(one.name, one.read_text()) for one in (tmp_path / "x").iterdir()] == [("page.md", "short")]
 
 
 def test_what_cannot_be_traced_is_said_not_to_be_checked(tmp_path):

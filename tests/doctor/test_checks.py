@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -625,6 +626,7 @@ def test_memory_that_would_fill_the_device_is_found():
         findings = found(network(), rows(), step, steps=12)
     finding = only(findings, "memory_growth")
     assert "grew in each of 9 steps after the third, by 1.00 MiB on average" in finding.evidence
+    assert re.search(r"What piles up: `kept in .*`, a list of \d+ tensors, [\d.]+ MiB", finding.evidence)
     with VirtualDevice("64MiB"):
         assert not serious(found(network(), rows(), steps=12))
         assert "memory_growth" not in [one.check for one in found(network(), rows(), steps=12)]

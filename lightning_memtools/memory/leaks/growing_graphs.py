@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memtools._torch import node_sequence_number
+from lightning_memtools._torch import node_sequence_number, saved_tensors_of
 from lightning_memtools.memory.leaks.holders import content_of, is_a, namespace_of
 
 # Leaves have no place in the order: autograd gives them the largest number.
@@ -61,6 +61,21 @@ def spans(tensor: Tensor, clocks: Sequence[int]) -> bool:
                 seen.add(before)
                 heapq.heappush(heap, (age, len(seen), before))  # the count makes ties comparable
     return False
+
+
+def tensors_saved_by(tensor: Tensor, seen: set[Any]) -> Iterator[Tensor]:
+    """Yield the tensors that the graph of a tensor has saved, without those of the nodes seen before.
+
+    Where saved tensors have hooks, as under checkpointing, reading them would run the hooks: they are left out.
+    """
+    waiting = [tensor.grad_fn]
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield from saved_tensors_of(node)
+        waiting += [before for before, _ in node.next_functions]
 
 
 def tensors_with_graph(roots: Iterable[Any], *, stop_at: Iterable[Any] = ()) -> Iterator[Tensor]:

@@ -82,7 +82,7 @@ class TensorCensus:
         seen = set(leave_out)
         survivors: list[LivingTensor] = []
         births: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
-        for tensor in _all_tensors():
+        for tensor in all_tensors():
             if not self._on_device(tensor):
                 continue
             found = storage_of(tensor)
@@ -228,7 +228,7 @@ class LeakDetector:
         growing = [t for t in tensors_with_graph(scope.roots, stop_at=scope.stop_at) if spans(t, clocks)]
         for tensor in growing[:MAX_LOOKUPS]:
             holder = find_holder(tensor, scope.names, ignore=(growing,))
-            findings.append(LeakFinding(holder, _by_kind([tensor]), 0, 1, graph_grows=True))
+            findings.append(LeakFinding(holder, count_by_kind([tensor]), 0, 1, graph_grows=True))
         return findings
 
     def _piles(self, survivors: list[LivingTensor]) -> list[LeakFinding]:
@@ -239,9 +239,9 @@ class LeakDetector:
         unplaced: list[LivingTensor] = []
         newest = [survivor for survivor in survivors if survivor.born == self._census.number]
         lookups = 0
-        for signature in _largest_signatures(newest):
+        for signature in largest_signatures(newest):
             # Every lookup takes many passes over all objects: it is not done for what is tiny beside a leak.
-            if findings and _bytes_of([s for s in newest if s.signature == signature]) < _MIN_SHARE * _bytes_of(newest):
+            if findings and bytes_of([s for s in newest if s.signature == signature]) < _MIN_SHARE * bytes_of(newest):
                 break
             while lookups < MAX_LOOKUPS:
                 young = [s.tensor for s in newest if id(s.tensor) in remaining and s.signature == signature]
@@ -252,7 +252,7 @@ class LeakDetector:
                 pile = _same_place(holder, remaining) or [remaining[id(tensor)]]
                 for survivor in pile:
                     del remaining[id(survivor.tensor)]
-                if _is_no_leak(holder, pile):
+                if is_expected(holder, pile):
                     continue
                 if self._is_growing(pile):
                     findings.append(_finding(holder, pile))
@@ -290,10 +290,10 @@ class LeakDetector:
         if len(self._levels) <= 2 * self._warn_after:
             return []
         findings = []
-        for signature in _largest_signatures(survivors):
+        for signature in largest_signatures(survivors):
             pile = [survivor for survivor in survivors if survivor.signature == signature]
             # Where the holder is not known, it may be Lightning's bookkeeping too.
-            is_much = _bytes_of(pile) > _MAX_BOOKKEEPING_BYTES and len(pile) > self._warn_after
+            is_much = bytes_of(pile) > _MAX_BOOKKEEPING_BYTES and len(pile) > self._warn_after
             if is_much and self._is_growing(pile):
                 findings.append(_finding(None, pile))
         return findings
@@ -310,10 +310,11 @@ class LeakDetector:
         ):
             return True
         grown_bytes = self._levels[-1] - self._levels[0]
-        return len(self._levels) > 2 * self._warn_after and 2 * _bytes_of(pile) >= grown_bytes
+        return len(self._levels) > 2 * self._warn_after and 2 * bytes_of(pile) >= grown_bytes
 
 
-def _all_tensors() -> list[Tensor]:
+def all_tensors() -> list[Tensor]:
+    """Return all tensors that Python has an object of."""
     # The referrers of a class are its instances and a few others. Finding them takes a third of the time of looking at
     # all objects in Python. Types are compared exactly: isinstance would run code of proxies and mocks.
     kinds = {kind for kind in _with_subclasses(Tensor) if _has_storage(kind)}
@@ -342,7 +343,7 @@ def _census_is_slow() -> bool:
     return CENSUS_SECONDS_PER_BLOCK * blocks_to_walk() > QUICK_CENSUS_S
 
 
-def _largest_signatures(survivors: Iterable[LivingTensor]) -> list[tuple[torch.Size, torch.dtype]]:
+def largest_signatures(survivors: Iterable[LivingTensor]) -> list[tuple[torch.Size, torch.dtype]]:
     """Return the signatures with the most bytes, the largest first."""
     sizes: Counter[tuple[torch.Size, torch.dtype]] = Counter()
     for survivor in survivors:
@@ -353,10 +354,11 @@ def _largest_signatures(survivors: Iterable[LivingTensor]) -> list[tuple[torch.S
 def _finding(holder: TensorHolder | None, pile: Sequence[LivingTensor]) -> LeakFinding:
     tensors = [survivor.tensor for survivor in pile]
     with_graph = sum(tensor.grad_fn is not None for tensor in tensors)
-    return LeakFinding(holder, _by_kind(tensors), _bytes_of(pile), with_graph)
+    return LeakFinding(holder, count_by_kind(tensors), bytes_of(pile), with_graph)
 
 
-def _bytes_of(pile: Sequence[LivingTensor]) -> int:
+def bytes_of(pile: Sequence[LivingTensor]) -> int:
+    """Return the memory that tensors occupy together."""
     return sum(survivor.n_bytes for survivor in pile)
 
 
@@ -367,12 +369,12 @@ def _same_place(holder: TensorHolder | None, survivors: Mapping[int, LivingTenso
     return [survivors[key] for key in there if key in survivors]
 
 
-def _is_no_leak(holder: TensorHolder | None, pile: Sequence[LivingTensor]) -> bool:
+def is_expected(holder: TensorHolder | None, pile: Sequence[LivingTensor]) -> bool:
     """Return whether growth in a place is expected: it has a limit, or it is bookkeeping of Lightning."""
     if holder is None:
         return False
     owner = type(holder.root).__module__
-    bookkeeping = owner.startswith(_BOOKKEEPERS) and _bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
+    bookkeeping = owner.startswith(_BOOKKEEPERS) and bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
     return bookkeeping or any(_has_limit(link) for link in holder.links)
 
 
@@ -382,7 +384,7 @@ def _has_limit(container: Any) -> bool:
     return is_a(container, _LruCache) and container.cache_parameters()["maxsize"] is not None
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[tuple[int, ...], str], int]:
+def count_by_kind(tensors: Iterable[Tensor]) -> dict[tuple[tuple[int, ...], str], int]:
     """Return the number of tensors of each shape and type, the most frequent first, of equals the largest first."""
     counts = Counter((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
     return dict(sorted(counts.items(), key=lambda kind: (-kind[1], -math.prod(kind[0][0]))))

@@ -1,0 +1,99 @@
+"""Words for what is held beside a step, and the judgement if it is why memory ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_memtools.memory.leaks.growth_watch import SteadyGrowth
+from lightning_memtools.memory.leaks.holdings import Holding
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.reporting.phrases import counted, in_series
+
+# As a share of what is allocated: less than this is not why memory ran out.
+_LEAST_OF_A_CAUSE = 0.05
+
+
+def holding_in_words(holding: Holding) -> str:
+    """Return a holding: "`Net.outs`, a list of 240 tensors, 240 MiB; made at train.py:31"."""
+    finding = holding.finding
+    graph = ""
+    if finding.with_graph:
+        n_tensors = sum(finding.tensors.values())
+        some = "" if finding.with_graph >= n_tensors else f"{finding.with_graph} of them "
+        one = "its autograd graph and what that saved" if n_tensors == 1 else "autograd graphs and what these saved"
+        graph = f", {some}with {one}"
+    made = f"; made {holding.made_at}" if holding.made_at else ""
+    return f"`{holding.path}`, {_contents(holding)}, {format_size(holding.n_bytes)}{graph}{made}"
+
+
+def _contents(holding: Holding) -> str:
+    """Return the container and what is in it, such as "a list of 240 tensors"."""
+    finding, holder = holding.finding, holding.finding.holder
+    n_tensors = sum(finding.tensors.values())
+    assert holder is not None
+    container = holder.container
+    what = owners_in_words(holding)
+    if holder.container_path == holder.path and not holding.owners:
+        shape = next(iter(finding.tensors))
+        return f"a tensor of {list(shape[0])} {shape[1]}" if n_tensors == 1 else counted(n_tensors, "tensor", "tensors")
+    if isinstance(container, nn.Module) and holding.owners:
+        return what
+    kind = f"a {type(container).__name__}" if container is not None else "what it holds"
+    length = len(container) if hasattr(container, "__len__") else n_tensors
+    if what:
+        return f"{kind} with {what}"
+    # The last item may be the failed batch's, which is not counted.
+    items = "" if length - 1 <= n_tensors <= length else f" in {counted(length, 'item', 'items')}"
+    return f"{kind} of {counted(n_tensors, 'tensor', 'tensors')}{items}"
+
+
+def owners_in_words(holding: Holding) -> str:
+    """Return the models and optimizers that are held: "the optimizer Adam and 3 models Net"."""
+    parts = []
+    for name, n in holding.owners.items():
+        kind, _, of = name.partition(" ")
+        parts.append(f"the {name}" if n == 1 else f"{n} {kind}s {of}")
+    return in_series(parts)
+
+
+def is_cause(holding: Holding, allocated: int) -> bool:
+    """Return True for what is likely why memory ran out: much of it, which piles up or is left over from another run.
+
+    A copy of the weights that the run itself keeps, such as an average of them, is none.
+
+    Args:
+        holding: What is held.
+        allocated: All bytes that are allocated on the device.
+    """
+    return holding.n_bytes > _LEAST_OF_A_CAUSE * allocated and (
+        holding.piles_up or holding.is_left_over or 2 * holding.n_bytes > allocated
+    )
+
+
+def growth_warning(growth: SteadyGrowth, found: Sequence[Holding], *, device: str, batch: int) -> str:
+    """Return the warning of memory that rises steadily within an epoch: how fast, until when, and who holds it.
+
+    Args:
+        growth: The growth.
+        found: Who holds it, the largest first; none where nobody was found.
+        device: The device's name.
+        batch: The number of batches in training so far.
+    """
+    each = format_size(int(growth.per_batch))
+    until = "" if growth.n_left is None else f" At this rate it is full at batch {batch + growth.n_left:,}."
+    lines = [
+        (
+            f"Memory in use on {device} grows by {each} in each batch: by {format_size(growth.n_bytes)} in the last "
+            f"{growth.n_batches:,} batches, until batch {batch:,}.{until} What piles up:"
+        )
+    ]
+    lines += [
+        f"  - {holding_in_words(one)}. Keep numbers, or tensors on the host (`.detach().cpu()`)." for one in found
+    ]
+    if not found:
+        lines.append("  - Holder not found: something Python's garbage collector does not know (C++).")
+    elif not any(one.finding.with_graph for one in found):
+        lines.append("A container that stops growing by itself may be filling up, and is then no leak.")
+    return "\n".join([*lines, "This warning is given once."])

@@ -1,0 +1,114 @@
+"""Who holds what lies on a device beside the model in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools.memory.leaks.holdings import BlockNotes, Holding, Holdings, find_holdings
+from lightning_memtools.memory.leaks.leak_detector import SearchScope
+from lightning_memtools.reporting.held_words import holding_in_words
+
+MIB = 2**20
+
+
+class Model(nn.Module):
+    """The model in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+        self.kept: Any = None
+
+
+def mib(n: int) -> Tensor:
+    return torch.zeros(n * MIB // 4)
+
+
+def held_by(model: Model, device: VirtualDevice, **options: Any) -> Holdings:
+    return find_holdings(device.holds, model, [], None, SearchScope.around(model, [], None), **options)
+
+
+def only(held: Holdings) -> Holding:
+    (one,) = held.found
+    return one
+
+
+def test_a_view_counts_with_all_of_its_storage():
+    with VirtualDevice() as device:
+        model = Model()
+        model.kept = [mib(4)[:1] for _ in range(3)]
+        one = only(held_by(model, device))
+    assert (one.path, one.n_bytes, one.piles_up, one.is_of_run) == ("Model.kept", 12 * MIB, True, True)
+    assert holding_in_words(one).startswith("`Model.kept`, a list of 3 tensors, 12.0 MiB")
+
+
+def test_an_array_over_a_tensor_keeps_it():
+    with VirtualDevice() as device:
+        model = Model()
+        model.kept = mib(4).numpy()
+        assert only(held_by(model, device)).path == "Model.kept"
+
+
+def test_what_a_graph_has_saved_counts_with_the_tensor_that_carries_it():
+    with VirtualDevice() as device:
+        model = Model()
+        weight = nn.Parameter(torch.ones(MIB // 4))
+        model.weight = weight
+        model.kept = [(weight * 2).exp().sum() for _ in range(2)]  # each saves the 1 MiB of its exponential
+        one = only(held_by(model, device))
+    assert one.finding.with_graph == 2
+    assert 2 * MIB <= one.n_bytes < 3 * MIB
+    assert "with autograd graphs" in holding_in_words(one)
+
+
+def test_a_container_with_a_limit_and_a_single_tensor_do_not_pile_up():
+    with VirtualDevice() as device:
+        model = Model()
+        model.kept = mib(4)
+        assert not only(held_by(model, device)).piles_up
+
+
+def test_models_and_optimizers_of_others_are_named_with_what_refers_to_them():
+    with VirtualDevice() as device:
+        model = Model()
+        earlier = nn.Linear(1024, 1024)
+        optimizer = torch.optim.Adam(earlier.parameters())
+        earlier(torch.zeros(1, 1024)).sum().backward()
+        optimizer.step()
+        results = [{"model": earlier, "optimizer": optimizer}]
+        del earlier, optimizer
+        one = only(held_by(model, device))
+        assert results
+    assert one.path.startswith("results in test_models_and_optimizers_of_others_are_named")
+    assert one.owners == {"model Linear": 1, "optimizer Adam": 1}
+    assert one.is_left_over
+    assert one.n_bytes >= 16 * MIB  # weights, gradients and two states of 4 MiB each
+
+
+def test_the_models_own_tensors_its_batch_and_what_is_young_do_not_count():
+    with VirtualDevice() as device:
+        model = Model()
+        model.register_buffer("table", mib(4))
+        model.kept, batch, young = [mib(2)], mib(8), mib(1)
+        held = find_holdings(
+            device.holds,
+            model,
+            [],
+            batch,
+            SearchScope.around(model, [], None),
+            notes=BlockNotes(lambda one: one is young),
+        )
+    assert [(one.path, one.n_bytes) for one in held.found] == [("Model.kept", 2 * MIB)]
+
+
+def test_when_the_time_is_over_the_rest_is_counted_as_not_found():
+    with VirtualDevice() as device:
+        model = Model()
+        model.kept = [mib(4)]
+        held = held_by(model, device, seconds=-1.0)
+    assert held.found == ()
+    assert held.unheld_bytes == 4 * MIB

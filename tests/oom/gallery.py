@@ -1,0 +1,675 @@
+"""Runs that people bring to the trackers: each runs out of memory, and fits once the report's advice is followed."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric
+
+from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice
+from tests.lightning_models import trainer
+
+MIB = 2**20
+WIDTH = 16384
+KEPT_MIB = 1
+
+
+class Gain(nn.Module):
+    """Scales each feature, and saves its input of 1 MiB for 16 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh()
+
+
+class Net(L.LightningModule):
+    """Four layers: a step takes about 10 MiB with the 16 samples of a batch, 1 MiB each activation."""
+
+    def __init__(self, n_batches: int = 24) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[Gain() for _ in range(4)])
+        self.n_batches = n_batches
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def sizes(self) -> list[int]:
+        return [16] * self.n_batches
+
+    def train_dataloader(self) -> Any:
+        return loader(self.sizes())
+
+    def val_dataloader(self) -> Any:
+        return loader([16] * self.n_batches)
+
+
+class Batches(torch.utils.data.Dataset[Tensor]):
+    """Batches of these sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((self.sizes[index], WIDTH), 0.5)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+def loader(sizes: list[int]) -> DataLoader[Any]:
+    return DataLoader(Batches(sizes), batch_size=None)
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A run that fails.
+
+    Attributes:
+        run: Runs it: `run(fit, mended=...)`, where `fit(model, *callbacks, **options)` trains; mended, it does as the
+            advice says.
+        cause: What the report's first line has to name.
+        advice: What its first action has to say.
+        capacity_mib: The device.
+        on_cpu: False for what has to leave the device for the host, which are one on a VirtualDevice.
+        on_cuda: False for what PyTorch's CUDA code on a device that computes nothing cannot show.
+    """
+
+    run: Callable[..., object]
+    cause: Iterable[str]
+    advice: Iterable[str]
+    capacity_mib: int = 32
+    on_cuda: bool = True
+    on_cpu: bool = True
+
+
+EXHIBITS: dict[str, Exhibit] = {}
+
+
+class FitOn:
+    """Trains a module under a Trainer of its own with OOMReport."""
+
+    def __init__(self, root: Path, device: str) -> None:
+        self.root, self.device = root, device
+
+    def trainer(self, *callbacks: Any, **options: Any) -> Any:
+        """Return a Trainer with OOMReport."""
+        defaults = {"accelerator": "cuda" if self.device == "cuda" else "cpu", "devices": 1, "logger": False}
+        report = OOMReport(directory=str(self.root))
+        return trainer(self.root, *callbacks, report, **({"num_sanity_val_steps": 0} | defaults | options))
+
+    def __call__(self, module: L.LightningModule, *callbacks: Any, validate: bool = False, stays: bool = False,
+                 ckpt_path: Any = None, datamodule: Any = None, **options: Any) -> Any:  # fmt: skip
+        if not validate:
+            options["limit_val_batches"] = 0
+        run = self.trainer(*callbacks, **options)
+        run.fit(module, ckpt_path=ckpt_path, datamodule=datamodule)
+        if stays:  # Lightning moves the model to the host
+            module.to(self.device)
+        return run
+
+
+def exhibit(*cause: str, advice: Iterable[str], **options: Any) -> Callable[[Callable[..., object]], None]:
+    def add(run: Callable[..., object]) -> None:
+        name = run.__name__
+        EXHIBITS[name] = Exhibit(run, cause, advice, **options)
+
+    return add
+
+
+# --- what the run itself keeps
+
+
+class KeepsOutputs(Net):
+    def __init__(self, *, detaches: bool) -> None:
+        super().__init__()
+        self.detaches = detaches
+        self.outs: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch)
+        self.outs.append(float(out.detach().mean()) if self.detaches else out)
+        return out.square().mean()
+
+
+@exhibit("`KeepsOutputs.outs` holds", advice=("list", "detach"))
+def outputs_kept_in_training(fit: FitOn, *, mended: bool) -> None:
+    fit(KeepsOutputs(detaches=mended))
+
+
+class KeepsValidationOutputs(Net):
+    def __init__(self, *, on_host: bool) -> None:
+        super().__init__(32)
+        self.on_host = on_host
+        self.outs: list[dict[str, Any]] = []
+
+    def sizes(self) -> list[int]:
+        return [16]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch)
+        self.outs.append({"mean": float(out.mean()), "logits": None if self.on_host else out})
+
+
+@exhibit("`KeepsValidationOutputs.outs` holds", advice=("list", ".cpu()"))
+def outputs_of_one_validation_epoch(fit: FitOn, *, mended: bool) -> None:
+    fit(KeepsValidationOutputs(on_host=mended), validate=True)
+
+
+class KeepsAtEpochEnd(L.Callback):
+    def __init__(self, *, keeps: bool) -> None:
+        self.kept: dict[int, Tensor] = {}
+        self.keeps = keeps
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.keeps:
+            self.kept[trainer.current_epoch] = torch.full((48, WIDTH), 0.5, device=pl_module.device)
+
+
+@exhibit("in KeepsAtEpochEnd.on_train_epoch_end", "`KeepsAtEpochEnd.kept` holds", advice=("dict",))
+def tensors_a_callback_keeps_at_each_epochs_end(fit: FitOn, *, mended: bool) -> None:
+    fit(Net(2), KeepsAtEpochEnd(keeps=not mended), max_epochs=12)
+
+
+class HistoryFrom51(Net):
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__(80)
+        self.keeps = keeps
+        self.history: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch)
+        if batch_idx >= 50 and self.keeps:
+            self.history.append(out.detach())
+        return out.square().mean()
+
+
+@exhibit("`HistoryFrom51.history` holds", advice=("list",))
+def a_history_that_begins_at_step_51_of_one_epoch(fit: FitOn, *, mended: bool) -> None:
+    fit(HistoryFrom51(keeps=not mended))
+
+
+class KeepsLogProbabilities(Net):
+    """The losses of an agent, each with the graph of a forward pass that is never run backward."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.log_probs: list[Tensor] = []
+        self.keeps = keeps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        value = self(batch).mean()
+        self.log_probs.append(value if self.keeps else value.detach())
+        return self(batch).square().mean()
+
+
+@exhibit("`KeepsLogProbabilities.log_probs` holds", advice=("autograd graph", "detach"))
+def small_losses_with_large_graphs(fit: FitOn, *, mended: bool) -> None:
+    fit(KeepsLogProbabilities(keeps=not mended))
+
+
+class HookedNet(Net):
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        seen: list[Tensor] = []
+
+        def look(_module: Any, _args: Any, out: Tensor) -> None:
+            seen.append(out.detach() if keeps else out.detach().mean())
+
+        self.layers[1].register_forward_hook(look)
+
+
+@exhibit("`seen", "hold", advice=("closure of", "look"))
+def a_hooks_closure(fit: FitOn, *, mended: bool) -> None:
+    fit(HookedNet(keeps=not mended))
+
+
+GLOBAL_OUTS: list[Tensor] = []
+
+
+class FillsGlobal(Net):
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch)
+        if self.keeps:
+            GLOBAL_OUTS.append(out.detach())
+        return out.square().mean()
+
+
+@exhibit("gallery.GLOBAL_OUTS` holds", advice=("list",))
+def a_global_list(fit: FitOn, *, mended: bool) -> None:
+    try:
+        fit(FillsGlobal(keeps=not mended))
+    finally:
+        GLOBAL_OUTS.clear()
+
+
+class KeepsPredictions(Net):
+    """A metric that nobody resets keeps all predictions."""
+
+    def __init__(self, *, resets: bool) -> None:
+        super().__init__()
+        self.metric = CatMetric()
+        self.resets = resets
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch)
+        self.metric.update(out.detach())
+        if self.resets:
+            self.metric.reset()
+        return out.square().mean()
+
+
+@exhibit("`KeepsPredictions.metric", "holds", advice=("Delete or detach",))
+def a_metric_that_nobody_resets(fit: FitOn, *, mended: bool) -> None:
+    fit(KeepsPredictions(resets=mended))
+
+
+class DataOnDevice(L.LightningDataModule):
+    """Keeps its data on the device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.data = torch.full((400, WIDTH), 0.5, device=device)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(list(self.data.cpu().split(16)[:2]), batch_size=None)  # type: ignore[arg-type]
+
+
+@exhibit("`DataOnDevice.data` holds", advice=("Keep on the host",), on_cpu=False)
+def a_data_set_on_the_device(fit: FitOn, *, mended: bool) -> None:
+    fit(Net(), datamodule=DataOnDevice("cpu" if mended else fit.device))
+
+
+@exhibit("errors in search", "holds", advice=("errors",), capacity_mib=64)
+def an_error_that_is_kept_with_its_frames(fit: FitOn, *, mended: bool) -> None:
+    def fails() -> None:
+        results = [torch.zeros(4 * MIB, device=fit.device) for _ in range(2)]
+        raise ValueError(f"{len(results)} results")
+
+    def search() -> None:
+        errors: list[Any] = []
+        try:
+            fails()
+        except ValueError as error:
+            errors.append(str(error) if mended else error)
+        fit(KeepsNothing())
+
+    search()
+
+
+# --- what is left of other runs
+
+
+class LargeNet(Net):
+    """4 MiB of weights, and a step that takes 40 MiB."""
+
+    def __init__(self, table_mib: int = 4) -> None:
+        super().__init__(2)
+        self.table = nn.Parameter(torch.zeros(table_mib * MIB // 4))
+
+    def sizes(self) -> list[int]:
+        return [64] * 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch).square().mean() + self.table.mean()
+
+
+@exhibit("`models in folds", "another run", advice=("Delete what is left of another run", "LargeNet"), capacity_mib=80)
+def models_of_earlier_folds(fit: FitOn, *, mended: bool) -> None:
+    def folds() -> None:
+        models: list[Net] = []
+        for _ in range(4):
+            if mended:
+                models.clear()
+                gc.collect()
+            model = LargeNet().to(fit.device)
+            fit(model, stays=True)
+            models.append(model)
+
+    folds()
+
+
+@exhibit("trials", "another run", advice=("Delete what is left of another run", "optimizer SGD"), capacity_mib=80)
+def a_model_and_optimizer_made_without_a_trainer(fit: FitOn, *, mended: bool) -> None:
+    def search() -> None:
+        trials = []
+        model = LargeNet(16).to(fit.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model.training_step(torch.ones(4, WIDTH, device=fit.device), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trials.append({"optimizer": optimizer})
+        del model, optimizer
+        if mended:
+            trials.clear()
+            gc.collect()
+        fit(LargeNet())
+
+    search()
+
+
+@exhibit("Garbage", advice=("gc.collect()",), capacity_mib=64)
+def garbage_in_a_cycle(fit: FitOn, *, mended: bool) -> None:
+    class Node:
+        """Refers to itself."""
+
+        itself: Any
+        data: Tensor
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(40):
+            node = Node()
+            node.itself, node.data = node, torch.zeros(MIB // 4, device=fit.device)
+            del node
+        if mended:
+            gc.collect()
+        fit(KeepsNothing())
+    finally:
+        gc.enable()
+
+
+class KeepsNothing(Net):
+    def sizes(self) -> list[int]:
+        return [48]
+
+
+class NoHandle(Net):
+    """cuBLAS cannot make its handle on a device that is nearly full."""
+
+    def __init__(self, *, full: bool) -> None:
+        super().__init__(4)
+        self.full = full
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.full:
+            self.kept.append(torch.zeros(14 * MIB, dtype=torch.uint8, device=self.device))
+            if batch_idx == 2:
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+        return loss
+
+
+@exhibit("Probably out of memory", "`NoHandle.kept` holds", advice=("list",), capacity_mib=56, on_cuda=False)
+def a_library_without_room_for_its_handle(fit: FitOn, *, mended: bool) -> None:
+    fit(NoHandle(full=not mended))
+
+
+# --- memory in pieces
+
+
+class Pinned(Net):
+    """Its buffers lie in segments that were made for larger tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def on_fit_start(self) -> None:
+        for index in range(3):
+            large = torch.empty(18 * MIB, dtype=torch.uint8, device=self.device)
+            del large
+            self.register_buffer(f"pin{index}", torch.zeros(19 * MIB // 2, dtype=torch.uint8, device=self.device))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mask = torch.zeros(16 * MIB, dtype=torch.uint8, device=self.device)
+        return super().training_step(batch, batch_idx) + mask[0]
+
+
+@exhibit("fragmentation", advice=("expandable_segments:True",), capacity_mib=70, on_cuda=False)
+def buffers_that_pin_half_empty_segments(fit: FitOn, *, mended: bool) -> None:
+    if mended:
+        device = VirtualDevice.current()
+        assert device is not None
+        device.__exit__()
+        with VirtualDevice(70 * MIB, allocator="expandable_segments:True"):
+            fit(Pinned())
+        return
+    fit(Pinned())
+
+
+# --- loading and saving
+
+
+class Frozen(Net):
+    """32 MiB of weights that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.table = nn.Parameter(torch.zeros(8 * MIB), requires_grad=False)
+
+
+class LoadsAgain(Frozen):
+    """Loads its weights in a hook, to the device that they were saved from."""
+
+    def __init__(self, path: Path, *, to_host: bool) -> None:
+        super().__init__()
+        self.path, self.to_host = path, to_host
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.load_state_dict(torch.load(self.path, map_location="cpu" if self.to_host else "cuda"))
+
+
+TWO_COPIES = "two copies of weights and optimizer state take 64"
+
+
+@exhibit("LoadsAgain.on_load_checkpoint", TWO_COPIES, advice=('map_location="cpu"',), capacity_mib=60, on_cpu=False)
+def weights_that_are_loaded_to_the_device(fit: FitOn, *, mended: bool) -> None:
+    fit.root.mkdir(parents=True, exist_ok=True)
+    weights, run = fit.root / "weights.pt", fit.root / "run.ckpt"
+    model = LoadsAgain(weights, to_host=True)
+    torch.save(model.state_dict(), weights)
+    fit(model).save_checkpoint(run)
+    del model
+    gc.collect()
+    fit(LoadsAgain(weights, to_host=mended).cuda(), ckpt_path=run, max_epochs=2)
+
+
+class SavesOnDevice(Frozen):
+    """Puts a copy of its weights into the checkpoint."""
+
+    def __init__(self, *, to_host: bool) -> None:
+        super().__init__()
+        self.to_host = to_host
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["copy"] = [one.detach().cpu() if self.to_host else one.detach().clone() for one in self.parameters()]
+
+
+@exhibit("saving a checkpoint, in SavesOnDevice.on_save", TWO_COPIES, advice=("copies",), capacity_mib=60, on_cpu=False)
+def a_copy_that_is_made_while_saving(fit: FitOn, *, mended: bool) -> None:
+    class Saves(L.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(fit.root / "x.ckpt")
+
+    fit(SavesOnDevice(to_host=mended), Saves())
+
+
+# --- evaluation, prediction and other programs
+
+
+class WideEvaluation(Net):
+    """Its batches of evaluation are larger than those of training."""
+
+    def __init__(self, *, n: int) -> None:
+        super().__init__(2)
+        self.n = n
+
+    def val_dataloader(self) -> Any:
+        return loader([self.n] * 2)
+
+    predict_dataloader = val_dataloader
+
+    def predict_step(self, batch: Any) -> Any:
+        return self(batch)
+
+
+@exhibit("sanity check, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40)
+def a_sanity_check_of_large_batches(fit: FitOn, *, mended: bool) -> None:
+    fit(WideEvaluation(n=64 if mended else 240), validate=True, num_sanity_val_steps=1)
+
+
+@exhibit("val, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40)
+def a_first_validation_of_large_batches(fit: FitOn, *, mended: bool) -> None:
+    fit(WideEvaluation(n=64 if mended else 240), validate=True)
+
+
+class PredictsMuch(WideEvaluation):
+    def val_dataloader(self) -> Any:
+        return loader([16] * 40)
+
+    predict_dataloader = val_dataloader
+
+
+# On a GPU, Lightning moves predictions to the host.
+@exhibit("Predictions that are kept hold", advice=("return_predictions=False",), on_cuda=False)
+def predictions_that_are_kept(fit: FitOn, *, mended: bool) -> None:
+    fit.trainer().predict(PredictsMuch(n=16), return_predictions=not mended)
+
+
+@exhibit("others (simulated) (pid 0) holds", advice=("Stop others",), capacity_mib=64, on_cuda=False)
+def another_program_on_the_device(fit: FitOn, *, mended: bool) -> None:
+    device = VirtualDevice.current()
+    assert device is not None
+    device.__exit__()
+    with VirtualDevice(64 * MIB, used_by_others="1MiB" if mended else "40MiB"):
+        fit(LargeNet())
+
+
+# --- the step itself
+
+
+class Activations(Net):
+    def __init__(self, batch: int = 96) -> None:
+        super().__init__(2)
+        self.batch = batch
+
+    def sizes(self) -> list[int]:
+        return [self.batch] * self.n_batches
+
+
+@exhibit("Activations take", advice=("Accumulate gradients over 3 batches of 32",), capacity_mib=32)
+def a_batch_that_is_too_large(fit: FitOn, *, mended: bool) -> None:
+    fit(Activations(32 if mended else 96), accumulate_grad_batches=3 if mended else 1)
+
+
+class TooMuchState(LargeNet):
+    """Adam's states, and what its first step takes beside them, are most of the memory."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__(table_mib=16)
+        self.fused = fused
+
+    def sizes(self) -> list[int]:
+        return [1] * 2
+
+    def configure_optimizers(self) -> Any:
+        if self.fused:
+            return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+        return torch.optim.Adam(self.parameters())
+
+
+@exhibit("Optimizer state takes", advice=("Replace Adam with",), capacity_mib=76, on_cuda=False)
+def an_optimizer_with_a_large_state(fit: FitOn, *, mended: bool) -> None:
+    fit(TooMuchState(fused=mended))
+
+
+class Adversaries(Activations):
+    """Two optimizers in manual optimization; memory runs out while one of them is toggled."""
+
+    def __init__(self, batch: int = 96) -> None:
+        super().__init__(batch)
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(Gain(), Gain())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.critic(self(batch)).mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (self.layers, self.critic)], []
+
+
+@exhibit("Activations take", advice=("Use training batches of",), capacity_mib=40)
+def toggled_optimizers(fit: FitOn, *, mended: bool) -> None:
+    fit(Adversaries(16 if mended else 96))
+
+
+# --- odd batches
+
+
+class OddBatch(Net):
+    def sizes(self) -> list[int]:
+        return [*[8 + n % 5 for n in range(20)], 60, 8, 8]
+
+
+@exhibit("[60, ", "5 times as large", "[12, ", advice=("OOMRecovery()", "sort or bucket"), capacity_mib=32)
+def one_odd_batch(fit: FitOn, *, mended: bool) -> None:
+    fit(OddBatch(), *([OOMRecovery(on_recover="ignore")] if mended else []))
+
+
+# --- healthy runs, in which much is kept on purpose
+
+
+class Healthy(Net):
+    """Keeps a ring of features and a queue of momentum features; its last batch is too large."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring: deque[Tensor] = deque(maxlen=2)
+        self.register_buffer("queue", torch.zeros(32, WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch)
+        self.ring.append(out.detach())
+        self.queue = torch.cat([self.queue[16:], out.detach()[:16]])
+        return out.square().mean()
+
+    def sizes(self) -> list[int]:
+        return [24] * 12 + [34]
+
+
+class Average(L.Callback):
+    """An average of the weights."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.copy = deepcopy(pl_module.layers)
+        self.copy.requires_grad_(requires_grad=False)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        for own, other in zip(self.copy.parameters(), pl_module.layers.parameters(), strict=True):
+            own.lerp_(other.detach(), 0.1)
