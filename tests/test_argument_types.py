@@ -19,7 +19,7 @@ from tests.lightning_models import Regression, loader, trainer
 CANDIDATES = (3, 1.5, "no such value", [3], {"a": 3}, b"bytes")
 """Values of types that YAML and a slip of the hand give."""
 RESULTS = {"BatchSizeResult", "CheckpointPlan", "DoctorReport", "DryRunResult", "FailedStepRelease", "Finding"}
-RESULTS |= {"MemoryEstimate", "MemoryStats", "PeakMemory", "Replay"}
+RESULTS |= {"LossSpike", "LossSpikeError", "MemoryEstimate", "MemoryStats", "PeakMemory", "Replay"}
 CALLABLES = [
     name
     for name in memtools.__all__

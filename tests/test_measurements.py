@@ -43,7 +43,30 @@ def test_the_figures_are_those_of_the_results():
     assert [len(one["models"]) for one in diffs] == [10, 10]
     assert diffs[0]["found"] == diffs[1]["found"]
     plugin = RESULTS["pytest_start"]
+    gpus, ampere = RESULTS["truth_gpus"]["summary"], RESULTS["truth_gpus"]["gpus"]
+    older = {
+        "T4 16GB",
+        "V100 32GB",
+        "V100 16GB",
+        "P100 16GB",
+        "Quadro RTX 8000 48GB",
+        "RTX 2080 Ti 11GB",
+        "GTX 1080 Ti 11GB",
+    }
+    newer = [one for name, one in ampere.items() if name not in older]
+    assert {one["allocated_equal"] for one in newer} == {one["reserved_equal"] for one in newer} == {6}
+    spikes = RESULTS["loss_spikes"]
+    per_step = [
+        one["us_per_step"]["median"]
+        for size in ("2 thousand", "1 million")
+        for one in spikes[f"{size} parameters"].values()
+    ]
+    copies = [one["us_per_copy"]["median"] / 1000 for one in spikes["1 million parameters"].values()]
     rows = (
+        f"{gpus['allocated_equal']} of {gpus['compared']} peaks to the byte, all of those from Ampere on",
+        f"the largest error is {gpus['largest_allocated_error_pct']}% | `truth_gpus.py`",
+        f"{min(per_step):.0f} to {max(per_step):.0f} microseconds a step beside HaltOnNaN",
+        f"million parameters {copies[0]:.1f} ms, one of all that a rollback needs {copies[1]:.1f} ms",
         f"takes {plugin['with over without']:.2f} times the processor time, two runs without",
         f"runs without it {plugin['without again over without']:.2f} times",
         f"in {diffs[0]['found']} of {diffs[0]['of']} changes of one line in ten models",
