@@ -21,8 +21,8 @@ SCRIPT = """
     import torch
     from lightning.pytorch.loggers import CSVLogger
     from lightning_memtools import (
-        BatchSizeTuner, EmptyCache, GradientCheckpointing, HaltOnNaN, LossCurves, MemoryMonitor, OOMRecovery, OOMReport,
-        TrainingDoctor,
+        BatchSizeTuner, EmptyCache, GradientCheckpointing, HaltOnNaN, LossCurves, LossSpikes, MemoryMonitor, OOMRecovery,
+        OOMReport, TrainingDoctor,
     )
     from torch import nn
     from torch.utils.data import DataLoader
@@ -44,7 +44,7 @@ SCRIPT = """
         train, val = (DataLoader(rows, batch_size=64) for _ in range(2))
         callbacks = [
             BatchSizeTuner(max_trials=4), GradientCheckpointing(), MemoryMonitor(), LossCurves(), EmptyCache(),
-            OOMReport(), OOMRecovery(), HaltOnNaN(), TrainingDoctor(),
+            OOMReport(), OOMRecovery(), HaltOnNaN(), LossSpikes(), TrainingDoctor(),
         ]
         trainer = L.Trainer(callbacks=callbacks, logger=CSVLogger("logs"), log_every_n_steps=1, limit_val_batches=2)
         trainer.fit(Model(), train, val)
@@ -63,7 +63,7 @@ def everything(tmp_path_factory):
 def test_the_script_names_every_callback_there_is():
     public = {name: getattr(lightning_memtools, name) for name in lightning_memtools.__all__}
     callbacks = {name for name, one in public.items() if isinstance(one, type) and issubclass(one, Callback)}
-    assert len(callbacks) == 9
+    assert len(callbacks) == 10
     assert all(f"{name}(" in SCRIPT for name in callbacks)
 
 
