@@ -512,7 +512,7 @@ def flat(change: Callable[[Any, Any], tuple[Any, Any]]) -> Examine:
 
 
 fix("retained_graphs", "Keep numbers and not graphs", summing(lambda x: x), summing(Tensor.detach))
-fix("memory_growth", "Find what is collected", growing(lambda x: x), growing(lambda x: float(x.sum())))
+fix("memory_growth", "Keep numbers, or tensors on the host", growing(lambda x: x), growing(lambda x: float(x.sum())))
 fix(
     "loss_broadcast", "target.unsqueeze(1), or prediction.squeeze(1)",
     flat(lambda p, y: (p, y)), flat(lambda p, y: (p, y.unsqueeze(1))), flat(lambda p, y: (p.squeeze(1), y)),
