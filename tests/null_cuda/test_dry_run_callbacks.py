@@ -21,8 +21,8 @@ SCRIPT = """
     import torch
     from lightning.pytorch.loggers import CSVLogger
     from lightning_memtools import (
-        BatchSizeTuner, EmptyCache, GradientCheckpointing, HaltOnNaN, LossCurves, LossSpikes, MemoryMonitor, OOMRecovery,
-        OOMReport, TrainingDoctor,
+        BatchSizeTuner, EmptyCache, GradientCheckpointing, HaltOnNaN, LossCurves, LossSpikes, MemoryMonitor,
+        OOMRecovery, OOMReport, TrainingDoctor,
     )
     from torch import nn
     from torch.utils.data import DataLoader
