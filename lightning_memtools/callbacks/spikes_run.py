@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools._lightning import LoopMarker, gradient_scaler, is_accumulating, training_step
 from lightning_memtools.callbacks.halt_run import step_conditions
 from lightning_memtools.memory.sizes import is_count, parse_size
-from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, MicroBatch, move_to_host
 from lightning_memtools.nonfinite.halt_report import CapsuleNote
 from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeAction, SpikeDetector
@@ -182,7 +178,6 @@ class SpikesRun:
             trainer.optimizers if goes_back else None,
             scaler=gradient_scaler(trainer),
             restore_loop=self._loop.mark_updates(),
-            host=_host_memory(),
         )
         self._points.append((point, n_steps, trainer.global_step))
         if keeps and micro is not None and micro.batch is not None:
@@ -254,8 +249,3 @@ class SpikesRun:
         elif isinstance(written, Path):
             written /= name
         return replace(spike, report=written if isinstance(written, Path) else None)
-
-
-def _host_memory() -> Callable[[], AbstractContextManager[Any]]:
-    device = VirtualDevice.current()
-    return nullcontext if device is None else device.host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.nested_tensors import names_of
-from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.nonfinite.bad_step import (
     BadStep,
     Evidence,
@@ -177,7 +176,6 @@ class BadStepRerun:
         }
 
     def _step_rerun(self) -> StepRerun:
-        device = VirtualDevice.current()
         return StepRerun(
             self._module,
             self._micro,
@@ -185,7 +183,7 @@ class BadStepRerun:
             optimizers=self._trainer.optimizers,
             parameters=self._bad_step.step.parameters,
             trainer=self._trainer,
-            host=nullcontext if device is None else device.host,
+            host=host_memory,
         )
 
     def _own_digests(self) -> dict[str, str]:

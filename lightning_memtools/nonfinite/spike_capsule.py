@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_memtools.memory.nested_tensors import map_tensors
+from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.nonfinite.bad_step import BadStep, GuardedStep, MicroBatch, StepConditions, StepOutcome
 from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun
 from lightning_memtools.nonfinite.diagnosis import examine
@@ -53,7 +54,7 @@ def write_spike_capsule(
     """
     seen = spike.loss_spike or spike.norm_spike
     assert seen is not None, "a spike is one of its loss or its norm"
-    with_start = StateSnapshot([module], skip=(type(trainer),))
+    with_start = StateSnapshot([module], skip=(type(trainer),), host=host_memory)
     unrestored = guard.restore_buffers(step)
     try:
         losses = tuple(float(loss) for loss in step.losses())

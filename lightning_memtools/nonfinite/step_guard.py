@@ -495,7 +495,8 @@ class StepGuard:
     def _check_on_host(
         self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor], scaler: Any
     ) -> BadStep | None:
-        losses, n_losses = step.measured(), len(step.measured())
+        losses = step.measured()
+        n_losses = len(losses)
         scales = []
         if scaler is not None and takes_scaled_gradients(optimizer) and gradients:
             # These optimizers get their gradients still scaled. get_scale() would wait for the device once more.

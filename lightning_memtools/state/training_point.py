@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import has_readable_values
 from lightning_memtools.memory.nested_tensors import plain_name
+from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.state.buffer_keeper import is_expanded
 from lightning_memtools.state.starts import BatchStartRecorder, UpdateStart
 from lightning_memtools.state.state_snapshot import StateSnapshot
@@ -31,7 +31,6 @@ class TrainingPoint:
         optimizers: Its optimizers; None to keep only the weights and buffers.
         scaler: The gradient scaler, if there is one.
         restore_loop: Restores what else belongs to the point, such as schedulers and the counters of a loop.
-        host: Makes a context in which new tensors are allocated in host memory.
 
     Attributes:
         parameters: Copies by name.
@@ -45,14 +44,15 @@ class TrainingPoint:
         *,
         scaler: Any = None,
         restore_loop: Callable[[], None] = lambda: None,
-        host: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._module, self._scaler, self._restore_loop, self._host = module, scaler, restore_loop, host
-        with torch.no_grad(), host():
+        self._module, self._scaler, self._restore_loop = module, scaler, restore_loop
+        with torch.no_grad(), host_memory():
             self.parameters = {plain_name(name): _on_host(each) for name, each in _written(module.named_parameters())}
             self.buffers = {plain_name(name): _on_host(each) for name, each in _written(module.named_buffers())}
         self._settings = [UpdateStart(each) for each in optimizers or ()]
-        self._state = None if optimizers is None else StateSnapshot([each.state for each in optimizers], host=host)
+        self._state = (
+            None if optimizers is None else StateSnapshot([each.state for each in optimizers], host=host_memory)
+        )
         self._scale = None if scaler is None else scaler.state_dict()
         self._start = None if optimizers is None else BatchStartRecorder(module).record(None)
 
@@ -64,7 +64,7 @@ class TrainingPoint:
         """
         if self._state is None or self._start is None:
             raise RuntimeError("This point holds weights alone.")
-        with self._host():
+        with host_memory():
             load_weights(self._module, self.parameters, self.buffers)
         for settings in self._settings:
             settings.remove_new_state()

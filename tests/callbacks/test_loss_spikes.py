@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_memtools import HaltOnNaN, LossSpikeError, LossSpikes, NonFiniteError, replay
+from lightning_memtools import HaltOnNaN, LossSpikeError, LossSpikes, NonFiniteError, VirtualDevice, replay
 from lightning_memtools.nonfinite import step_guard
 from lightning_memtools.nonfinite.loss_spike import SpikeComparison
 from tests.callbacks.spike_models import (
@@ -218,6 +218,21 @@ def test_it_shares_the_trainers_halt_on_nan_or_brings_one_for_the_fit(tmp_path):
     with pytest.raises(NonFiniteError):
         alone.fit(Spiking(), as_loader(made))
     assert not [each for each in alone.callbacks if isinstance(each, HaltOnNaN)]
+
+
+def test_what_is_copied_and_saved_takes_no_memory_of_the_device(tmp_path):
+    peaks = []
+    for capsule in (True, False):
+        spikes = LossSpikes(capsule=capsule)
+        with VirtualDevice() as device:
+            model = Spiking(optimizer="sgd")
+            # Weights take most of the memory: a copy of them would be the peak.
+            layers = [torch.nn.Linear(8, 400), torch.nn.Tanh(), torch.nn.Linear(400, 400), torch.nn.Linear(400, 1)]
+            model.net, model.lr = torch.nn.Sequential(*layers), 1e-4
+            fit(tmp_path, model, bad_labels(), spikes)
+            peaks.append(device.stats().peak_allocated)
+        assert (spikes.spikes[0].capsule is not None) == capsule
+    assert peaks[0] == peaks[1]
 
 
 def test_no_files_are_kept_without_a_logger(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.peaks import Stage, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.memory.virtual import VirtualDevice, host_memory
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.state.state_snapshot import StateSnapshot
@@ -116,11 +116,10 @@ class TrialRunner:
         self.batch_shapes: dict[Stage, set[tuple[tuple[int, ...], ...]]] = {}
         if reader is not None:
             peak_counter(reader).fold()  # the windows of others are in the snapshot and so do not see peaks of trials
-        device = VirtualDevice.current()
         self._snapshot = StateSnapshot(
             [trainer, trainer.lightning_module, getattr(trainer, "datamodule", None)],
             skip=(Logger, VirtualDevice, not_restored),
-            **({} if device is None else {"host": device.host}),
+            host=host_memory,
         )
 
     def accumulate_for(self, size: int) -> int:

@@ -505,3 +505,9 @@ def _fall_silent_in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_fall_silent_in_fork)
+
+
+def host_memory() -> AbstractContextManager[None]:
+    """Return a context in which new tensors are host memory; it does nothing without an active virtual device."""
+    device = VirtualDevice.current()
+    return nullcontext() if device is None else device.host()
