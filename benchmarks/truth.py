@@ -316,6 +316,8 @@ def on_virtual_device(case: TruthCase) -> tuple[dict[str, Any], list[TracedAlloc
     module.to(half)
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     plugins: Any = [scaled] if case.precision == "16-mixed" else []
+    # Made inside, the batches would count until the loader has them.
+    loader: Any = DataLoader(list(_Batches(case, STEPS * case.accumulate)), batch_size=None)  # type: ignore[arg-type]
     with device:
         device.track(module)
         trainer = L.Trainer(
@@ -323,7 +325,6 @@ def on_virtual_device(case: TruthCase) -> tuple[dict[str, Any], list[TracedAlloc
             accumulate_grad_batches=case.accumulate, gradient_clip_val=case.clip, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, inference_mode=False,
         )  # fmt: skip
-        loader: Any = DataLoader(list(_Batches(case, STEPS * case.accumulate)), batch_size=None)  # type: ignore[arg-type]
         (trainer.fit if case.stage == "train" else trainer.validate)(module, loader)
     traced = Traced(device, recorder)
     peaks, found = _record_of(traced)
@@ -486,8 +487,6 @@ def reason_of(key: str, one: dict[str, Any], *, virtual: bool) -> str | None:
         return "the CPU's fused kernel takes attention that CUDA's refuse, and that CUDA computes in parts"
     if "_flash_attention_forward" in made and "constant_pad_nd" in made:
         return "CUDA's flash attention takes heads whose sizes are multiples of 8, and pads others"
-    if name in {"lstm", "gru"}:
-        return "the CPU runs recurrent layers step by step"
     older = "run before autocast followed CUDA's lists, and not since" if "mixed" in key else None
     unknown = "not looked into; the result lists the operators"
     return REASONS_ON_CPU.get(name) or REASONS.get(name) or older or unknown

@@ -764,6 +764,8 @@ def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
 
 # --- operators
 
+LAYER_FUNCTIONS: Any = torch._VF  # torch.nn calls `lstm` and the like by it
+
 OpOverload = _ops.OpOverload  # what `torch.ops.aten.add.Tensor` is an instance of
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 without_dispatch_modes = _python_dispatch._disable_current_modes

@@ -14,7 +14,6 @@ from torch import nn
 from lightning_memtools._torch import FAKE_TENSOR_LOGGER, fakes_copied_deeply, without_sharding_hooks
 from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
 from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
-from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.cpu_kernels import CPU_KERNELS
@@ -65,27 +64,10 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         if cuda:
             stack.enter_context(AlreadyOnCuda())
         if _holds_tensors(model):
-            if cuda and not values:
-                _flatten_while_tracked(model, device, exchange)
+            if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+                exchange.forget_memory()  # the weights move into another buffer, and what they leave is free
             device.track(model)
         yield
-
-
-def _flatten_while_tracked(model: nn.Module, device: VirtualDevice, exchange: TensorExchange) -> None:
-    """Put modules on the device one after the other, if recurrent layers become one buffer each on their way."""
-
-    def move(module: nn.Module) -> None:
-        for child in module.children():
-            move(child)
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if own:
-            device.track(own)
-        if isinstance(module, nn.RNNBase):
-            flatten_weights(module)
-
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        exchange.forget_memory()
-        move(model)
 
 
 def _skip_checks(model: nn.Module) -> None:

@@ -255,6 +255,20 @@ def test_steps_of_recurrent_layers_allocate_what_cuda_allocates(truth, name):
 
 
 @pytest.mark.cuda_memory
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.filterwarnings("ignore:GPU available but not used")  # the virtual device is the CPU
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_that_the_cpu_computes_have_cudas_peak(truth, name):
+    build, settings = RECURRENT[name]
+    case = case_of(truth, build, {"x": ((16, 24, 64), FLOAT)}, settings)
+    made, _ = truth.on_virtual_device(case)
+    # A batch counts from when the loader yields it, so also in float32 before Lightning casts it.
+    before = 4 * 16 * 24 * 64 if settings.get("precision") == "bf16-true" else 0
+    assert made["allocated"] == pytest.approx(truth.real_peaks(case)["allocated"] + before, rel=0.005)
+
+
+@pytest.mark.cuda_memory
 def test_where_the_weights_of_a_recurrent_layer_become_one_buffer_other_blocks_are_left_whole(truth):
     case = case_of(truth, lambda: Outputs(nn.GRU(256, 512)), {"x": ((64, 32, 256), FLOAT)}, {"optimizer": "AdamW"})
     real, (made, _) = truth.real_peaks(case), truth.estimated(case)

@@ -87,16 +87,28 @@ def _named_modules(names: ModuleNames) -> Iterator[tuple[nn.Module, str]]:
 Enter = Callable[[torch.Tensor, Category | None], object]
 
 
-def enter_all(thing: nn.Module | Optimizer | torch.Tensor, enter: Enter) -> None:
-    """Enter a tensor, or all tensors of a module or an optimizer, gradients included."""
+def enter_all(
+    thing: nn.Module | Optimizer | torch.Tensor,
+    enter: Enter,
+    flatten: Callable[[nn.Module, Callable[[torch.Tensor], object]], None] | None = None,
+) -> None:
+    """Enter a tensor, or all tensors of a module or an optimizer, gradients included.
+
+    Args:
+        thing: The tensor, module or optimizer.
+        enter: Enters a tensor.
+        flatten: Moves a module's weights into one buffer, which it enters before these are freed; None to leave them.
+    """
     if isinstance(thing, nn.Module):
         # The order is that of `module.cuda()`, because it decides where blocks lie: children first, a gradient after
         # its parameter, buffers last.
         for child in thing.children():
-            enter_all(child, enter)
+            enter_all(child, enter, flatten)
         _enter_parameters(thing.parameters(recurse=False), enter)
         for buffer in thing.buffers(recurse=False):
             enter(buffer, Category.BUFFER)
+        if flatten is not None:
+            flatten(thing, lambda made: enter(made, Category.PARAMETER))
     elif isinstance(thing, Optimizer):
         _enter_parameters(parameters_of(thing), enter)
         for tensor in tensors_in(dict(thing.state)):

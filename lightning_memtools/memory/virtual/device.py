@@ -25,6 +25,7 @@ from lightning_memtools.memory.allocator import (
     SimulatedOutOfMemory,
     take_snapshot,
 )
+from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.memory.sizes import GpuShape, context_bytes, find_gpu, format_size, parse_capacity, parse_size
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindResult, OperatorReplacement
@@ -239,7 +240,7 @@ class VirtualDevice:
                         self._names.add_root(one)
                     elif isinstance(one, Optimizer):
                         self._optimizers.add(one)
-                    enter_all(one, mode.enter_tensor)
+                    enter_all(one, mode.enter_tensor, flatten_weights if self._cuda_like else None)
         return self._allocator.allocated - before
 
     def count_batch(self, batch: object) -> None:

@@ -24,6 +24,7 @@ from lightning_memtools.memory.virtual.fused_attention import fuse_attention
 from lightning_memtools.memory.virtual.loaders import watch_loaders
 from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER, OUTSIDE, ModuleScopes
 from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches, behave_like_cuda
+from lightning_memtools.memory.virtual.recurrent_layers import run_recurrent_like_cuda
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
@@ -221,6 +222,7 @@ class DeviceHooks:
             behave_like_cuda(patches)
             self._autocast.enter_context(cuda_autocast())
             fuse_attention(patches, find)
+            run_recurrent_like_cuda(patches, find)
         self._hooks += watch_registrations(find)
         self._hooks += watch_optimizers(find, self._seen)
 

@@ -1,0 +1,81 @@
+"""Recurrent layers on a device like CUDA: the memory is cuDNN's, and the numbers are the CPU's."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from lightning_memtools import VirtualDevice
+from lightning_memtools._torch import storage_id
+
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+LENGTHS = torch.tensor([5, 5, 4, 3, 3, 2, 1])
+
+
+def trained(kind, device, *, packed=False, **options):
+    """The output, the final states and all gradients of a layer, and a random number drawn afterwards."""
+    torch.manual_seed(0)
+    layer = getattr(nn, kind)(12, 20, **options)
+    source = torch.randn((7, 5, 12) if options["batch_first"] else (5, 7, 12), requires_grad=True)
+    with device or nullcontext():
+        if device is not None:
+            device.track(layer)
+        given = pack_padded_sequence(source, LENGTHS, options["batch_first"]) if packed else source
+        out, states = layer(given)
+        states = states if isinstance(states, tuple) else (states,)
+        out = out.data if packed else out
+        loss = out.square().sum() + sum(one.sum() for one in states)
+        gradients = torch.autograd.grad(loss, [source, *layer.parameters()])
+    return [out.detach(), *states, *gradients, torch.rand(1)]
+
+
+@pytest.mark.parametrize(("kind", "projected"), [("LSTM", 0), ("LSTM", 6), ("GRU", 0), ("RNN", 0)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_numbers_and_random_numbers_are_those_without_the_device(kind, projected, packed):
+    for batch_first, both_ways, bias, (n_layers, dropout) in product(
+        [False, True], [False, True], [False, True], [(1, 0.0), (2, 0.5)]
+    ):
+        options = {"num_layers": n_layers, "dropout": dropout, "batch_first": batch_first, "bidirectional": both_ways}
+        options |= {"bias": bias} | ({"proj_size": projected} if projected else {})
+        plain = trained(kind, None, packed=packed, **options)
+        like_cuda = trained(kind, VirtualDevice(cuda_like=True), packed=packed, **options)
+        assert all(torch.equal(one, other) for one, other in zip(plain, like_cuda, strict=True)), options
+
+
+def test_all_time_steps_take_one_space_for_backward():
+    n_steps, size, hidden = 64, 32, 128
+    layer = nn.LSTM(hidden, hidden)
+    with VirtualDevice(cuda_like=True) as device:
+        device.track(layer)
+        source = torch.randn(n_steps, size, hidden, requires_grad=True)
+        before = device.stats().allocated
+        out, _ = layer(source)
+        kept = device.stats().allocated - before
+    place = 4 * n_steps * size * hidden
+    # The gates and states at each time step, six values for each of the output's, and that itself; states beside.
+    assert 7 * place <= kept <= 7.1 * place
+    assert out.shape == (n_steps, size, hidden)
+
+
+def test_tracked_weights_lie_in_one_buffer_with_their_values():
+    layer = nn.GRU(8, 16, 2)
+    values = [one.detach().clone() for one in layer.parameters()]
+    with VirtualDevice(cuda_like=True) as device:
+        taken = device.track(layer)
+    assert len({storage_id(one.untyped_storage()) for one in layer.parameters()}) == 1
+    assert all(torch.equal(one, value) for one, value in zip(layer.parameters(), values, strict=True))
+    assert taken == -(-sum(4 * one.numel() for one in values) // 512) * 512
+
+
+def test_a_second_derivative_is_refused_as_on_cuda():
+    layer = nn.LSTM(4, 4)
+    with VirtualDevice(cuda_like=True):
+        source = torch.randn(3, 2, 4, requires_grad=True)
+        (first,) = torch.autograd.grad(layer(source)[0].sum(), source, create_graph=True)
+        with pytest.raises(RuntimeError, match="_cudnn_rnn_backward"):
+            first.sum().backward()
