@@ -25,7 +25,7 @@ from lightning_memtools.memory.readers import allocated_bytes, reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.held_words import growth_warning
-from lightning_memtools.reporting.loggers import Charts, log_scalars, write_layout
+from lightning_memtools.reporting.loggers import Charts, log_scalars, log_text, write_layout
 
 Evaluation = Literal["val", "test", "predict"]
 EVALUATIONS: tuple[Evaluation, ...] = get_args(Evaluation)
@@ -58,6 +58,8 @@ class EmptyCache(EitherCallback):
     | `memory/cache/ms` | time that it took |
     | `memory/retained_gib` | memory that stays allocated, without the batch that is in use (with `ledger`) |
     | `memory/retained/<category>_gib` | its parts: parameters, gradients, optimizer, other (with `ledger`) |
+    | `memory/leaks` | the number of leaks that a warning names, at its step (with `ledger`) |
+    | `memtools/leak` (text) | the warning (with `ledger`) |
 
     When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
     Memory that rises steadily from batch to batch within an epoch is noticed after 300 batches: if it would fill the
@@ -263,9 +265,8 @@ class EmptyCache(EitherCallback):
         held = find_holdings(releaser.on_device, module, trainer.optimizers, batch, scope)
         found = [one for one in held.found if one.piles_up and 10 * one.n_bytes >= growth.n_bytes]
         rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        warnings.warn(
-            growth_warning(growth, found, device=f"{releaser.reader.name}{rank}", batch=run.n_batches), stacklevel=2
-        )
+        text = growth_warning(growth, found, device=f"{releaser.reader.name}{rank}", batch=run.n_batches)
+        self._tell_leak(trainer, text, max(1, len(found)))
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
         """Release memory after an evaluation in fit, and count its reading if evaluations are counted."""
@@ -307,9 +308,13 @@ class EmptyCache(EitherCallback):
         if report is not None:
             rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
             readings = "evaluations" if self._counts_evaluations(trainer) else "epochs"
-            warnings.warn(
-                report.text(device=f"{self._run.releaser.reader.name}{rank}", readings=readings), stacklevel=2
-            )
+            text = report.text(device=f"{self._run.releaser.reader.name}{rank}", readings=readings)
+            self._tell_leak(trainer, text, len(report.findings))
+
+    def _tell_leak(self, trainer: Trainer, text: str, n_leaks: int) -> None:
+        warnings.warn(text, stacklevel=2)
+        self._log(trainer, {"memory/leaks": float(n_leaks)})
+        log_text(trainer, "memtools/leak", text, training_step(trainer))
 
     def _counts_evaluations(self, trainer: Trainer) -> bool:
         """Return True if the run has too few epochs to count them, such as one long epoch with many evaluations."""

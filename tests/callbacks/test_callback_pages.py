@@ -161,6 +161,15 @@ class Jumps(Regression):
         return super().training_step(batch, batch_idx) * (1000 if batch_idx == 12 else 1)
 
 
+class Collects(Regression):
+    """Keeps each step's loss with its graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.kept = [*getattr(self, "kept", []), loss]
+        return loss
+
+
 class TwoLoaders(Regression):
     """Has two validation loaders and two validation losses."""
 
@@ -213,13 +222,13 @@ def of_loss_curves(root: Path) -> set[str]:
 RUNS: dict[str, Callable[[Path], set[str]]] = {
     "MemoryMonitor": of_memory_monitor,
     "LossCurves": of_loss_curves,
-    "EmptyCache": lambda root: logged_in(root, memtools.EmptyCache(), Regression(), loader(), loader(16)),
+    "EmptyCache": lambda root: logged_in(root, memtools.EmptyCache(), Collects(), loader(), loader(16), max_epochs=4),
     "OOMReport": lambda root: logged_in(root, memtools.OOMReport(), Keeps(4096)),
     "OOMRecovery": lambda root: logged_in(root, memtools.OOMRecovery(), Keeps(4096)),
     "HaltOnNaN": lambda root: logged_in(root, memtools.HaltOnNaN(max_skips=1), Diverges(), loader()),
     "LossSpikes": lambda root: logged_in(root, memtools.LossSpikes(warm_up=10, window=10), Jumps(), loader(128)),
     "TrainingDoctor": lambda root: logged_in(
-        root, memtools.TrainingDoctor(steps=2), Regression(), loader(), loader(16)
+        root, memtools.TrainingDoctor(steps=8), Collects(), loader(), loader(16), max_epochs=2
     ),
     "GradientCheckpointing": lambda root: logged_in(root, memtools.GradientCheckpointing(), Keeps(256), max_steps=4),
     "BatchSizeTuner": lambda root: logged_in(root, memtools.BatchSizeTuner(max_trials=3), Keeps(), max_steps=1),

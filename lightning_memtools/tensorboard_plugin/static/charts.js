@@ -82,7 +82,7 @@ export function column(group, tag, change = (value) => value) {
   return [steps, values];
 }
 
-const MARK_NAMES = { cache: "cache emptied", retry: "allocation retry", oom: "out of memory", nonfinite: "NaN or Inf", spike: "loss spike" };
+const MARK_NAMES = { cache: "cache emptied", retry: "allocation retry", oom: "out of memory", leak: "leak found", nonfinite: "NaN or Inf", spike: "loss spike" };
 
 // The legend of the marks that a chart has.
 function marksNote(marks) {

@@ -168,6 +168,24 @@ function compositionSeries(view) {
   return stacked.reverse(); // the highest stack first: each area is filled down to the floor and covered by the next
 }
 
+// The figures of the areas, at the peak and at the last point.
+function compositionTable(view) {
+  const group = groupWith(view, "memory/composition/parameters_gib");
+  const parts = PARTS.filter((name) => group.series[`memory/composition/${name}_gib`]?.some((value) => value > 0));
+  const at = (i) => parts.map((name) => bytesOf(group.series[`memory/composition/${name}_gib`][i] ?? 0));
+  const sum = (values) => values.reduce((total, one) => total + one, 0);
+  const totals = group.steps.map((step, i) => sum(at(i)));
+  const peak = totals.indexOf(highest(totals));
+  const last = group.steps.length - 1;
+  const cells = (bytes, total) => [h("td", { class: "right" }, size(bytes)), h("td", { class: "right" }, total ? percent(bytes / total) : "")];
+  const [atPeak, atLast] = [at(peak), at(last)];
+  const rows = parts.map((name, i) => h("tr", {}, h("th", { scope: "row" }, h("span", { class: "part", style: `--c:${colours().parts[name]}` }, PART_NAMES[name] ?? name)), cells(atPeak[i], totals[peak]), cells(atLast[i], totals[last])));
+  const head = (words, step) => h("th", { scope: "colgroup", colspan: 2, class: "right" }, words, h("br"), `step ${whole(group.steps[step])}`);
+  return h("section", { class: "card" }, h("h3", {}, "Figures"), h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "consists of"), head("at the peak", peak), head("at the last point", last))),
+    h("tbody", {}, rows, h("tr", {}, h("th", { scope: "row" }, "total"), cells(totals[peak], totals[peak]), cells(totals[last], totals[last]))))));
+}
+
 function wordsOf(mark) {
   if (mark.kind === "cache") return `Cache emptied: ${size(bytesOf(mark.gib))} released${mark.ms === null ? "" : ` in ${milliseconds(mark.ms)}`}.`;
   const [before, now] = (mark.reserved_gib ?? []).map((gib) => size(bytesOf(gib)));
@@ -217,7 +235,7 @@ export class RunPage {
     const step = this.kind === "composition" ? this.oneStep(view.run) : null;
     clear(this.container, this.kind === "run" ? cards(view.summary) : null, this.kind === "run" ? compositionBar(view.summary) : null,
       h("div", { class: "bar" }, h("span", { class: "remark" }, "Drag over a chart to zoom; double-click for all steps."), all),
-      this.parts.map((part) => part.chart.element), this.words, this.kind === "run" ? eventsTable(view) : null, step,
+      this.kind === "composition" && this.parts.length ? h("div", { class: "beside" }, this.parts[0].chart.element, compositionTable(view)) : this.parts.map((part) => part.chart.element), this.words, this.kind === "run" ? eventsTable(view) : null, step,
       this.parts.length ? null : h("p", { class: "card empty" }, this.kind === "run" ? "This run has reports, but no curves." : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* where the device can tell, such as on CUDA and inside VirtualDevice."));
     requestAnimationFrame(() => { this.linked.charts.forEach((chart) => chart.fit()); this.linked.draw(); });
     if (this.linked.range) this.refine(this.linked.range);
