@@ -109,10 +109,9 @@ class StepSnapshot:
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         names = {id(parameter): plain_name(name) for name, parameter in self._model.named_parameters()}
-        for parameter in self._model.parameters():
-            name = names[id(parameter)]
-            yield name, parameter
-            yield from named_tensors(parameter.grad, f"{name}.grad")
+        for weight in self._model.parameters():
+            yield names[id(weight)], weight
+            yield from named_tensors(weight.grad, f"{names[id(weight)]}.grad")
         yield from self._model.named_buffers()
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():

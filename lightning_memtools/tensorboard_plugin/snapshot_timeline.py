@@ -113,9 +113,7 @@ def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> di
         "top": top,
         "holders_at_peak": holders,
         # A VirtualDevice's only frame is a module, which has no line.
-        "holders": "lines"
-        if any(":" in name for one in top if not one["part"] for name in one["names"])
-        else "modules",
+        "holders": "modules" if owned or not any(":" in name for one in top for name in one["names"]) else "lines",
         **(_block_table(kept, first) if with_blocks else {}),
     }
 
