@@ -22,7 +22,7 @@ from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
-from lightning_memtools.reporting.files import report_directory
+from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 
@@ -69,7 +69,7 @@ class OOMReport(EitherCallback, Neighbour):
         if not is_count(top):
             kind = ValueError if isinstance(top, int) else TypeError
             raise kind(f"top must be a whole number, at least 1, got {top!r}.")
-        self.directory = directory
+        self.directory = fixed_directory(directory)
         self.snapshot = snapshot
         self.top = top
         self._carried = CarriedDevice()
