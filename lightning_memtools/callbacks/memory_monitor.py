@@ -29,7 +29,7 @@ from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.step_snapshot import StepSnapshot
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
-from lightning_memtools.reporting.console import print_on_console
+from lightning_memtools.reporting.console import end_progress_bar, print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_file, write_report_or_warn
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
 from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
@@ -267,6 +267,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
                 write_report_or_warn(self._directory, name, text)
                 self._summary_step = max(self._summary_step + 1, training_step(trainer))
                 log_text(trainer, "memtools/memory_summary", text, self._summary_step, file=f"memtools/{name}")
+                end_progress_bar(trainer.progress_bar_callback)
                 summary.print()
         self._stop()
 
