@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_memtools as memtools
+from lightning_memtools.memory.gpu_load import GPU_LOAD_TAGS
 from tests.event_files import scalars, texts_of
 from tests.integration import ddp_run
 from tests.lightning_models import Adversaries, Regression, loader, trainer
@@ -32,8 +33,8 @@ PAGES = {
     "GradientCheckpointing": "gradient-checkpointing",
     "BatchSizeTuner": "batch-size",
 }
-UNITS = {"GiB", "%", "ms", "count", "rank", "text", "as the loss", "as the gradients", "as the tag"}
-ONLY_ON_CUDA = {"memory/host/pinned_gib"}
+UNITS = {"GiB", "%", "ms", "W", "°C", "count", "rank", "text", "as the loss", "as the gradients", "as the tag"}
+ONLY_ON_CUDA = {"memory/host/pinned_gib", *GPU_LOAD_TAGS}
 PLACEHOLDERS = {
     "<stage>": "(train|val|test|predict)",
     "<phase>": "(forward|backward|optimizer)",
@@ -121,8 +122,8 @@ def pattern_of(tag: str) -> str:
 
 
 def fits_unit(tag: str, unit: str) -> bool:
-    ends = {"GiB": "_gib", "%": "_pct", "ms": "ms"}
-    return unit in UNITS and tag.removesuffix("_min").endswith(ends.get(unit, ""))
+    ends = {"GiB": "_gib", "%": "_pct", "ms": "ms", "W": "_w", "°C": "_c"}
+    return unit in UNITS and tag.removesuffix("_min").removesuffix("_max").endswith(ends.get(unit, ""))
 
 
 @every_page

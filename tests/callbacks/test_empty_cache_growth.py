@@ -80,7 +80,7 @@ def test_a_history_that_begins_at_batch_51_is_named_before_it_fills_the_device(t
 
 def test_a_found_leak_is_logged_at_its_step_with_the_warning(tmp_path):
     logger = TensorBoardLogger(tmp_path)
-    data: Any = DataLoader(torch.ones(64 * 2000, 64), 64)  # type: ignore[arg-type]
+    data: Any = DataLoader(torch.ones(64 * 2000, 64), 64)
     run = trainer(tmp_path, EmptyCache(), StopsAt(420), logger=logger, max_epochs=1, limit_val_batches=0)
     with VirtualDevice("16MiB"), pytest.warns(UserWarning, match="in each batch") as said:
         run.fit(Small(keeps_from=50), data)

@@ -164,6 +164,14 @@ def test_a_leak_is_marked_in_the_charts_of_memory_and_loss(window, board):
     assert "2 leaks were found." in window.execute_script("return document.querySelector('.events').textContent")
 
 
+def test_the_parts_of_a_step_and_the_load_of_the_gpu_are_drawn(window, board):
+    open_memory_tab(window, board, "run <script>window.attacked=1<")
+    charts = window.execute_script("return [...document.querySelectorAll('.chart')].map((one) => one.innerText)")
+    assert [one.split("\n")[0] for one in charts] == ["Memory", "Loss", "Step time", "GPU utilization"]
+    assert "wait for data" in charts[2]
+    assert inked(window, 3, ALLOCATED) > 500
+
+
 def test_cells_of_figures_hold_nothing_but_numbers(window, board):
     open_memory_tab(window, board, "lightning_logs/version_0", "compare")
     cells = window.execute_script("return [...document.querySelectorAll('.compare td')].map((one) => one.innerText)")

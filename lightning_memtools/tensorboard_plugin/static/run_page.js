@@ -151,7 +151,17 @@ function lossSeries(view) {
   ]);
 }
 
-const timeSeries = (view) => (has(view, "time/step_ms") ? [{ label: "per step", colour: colours().time, style: "line", data: data(view, "time/step_ms") }] : []);
+// The curves of some tags that there are, each with its label and colour.
+const those = (view, tags) => tags.filter(([tag]) => has(view, tag)).map(([tag, label, colour]) => ({ label, colour, style: "line", data: data(view, tag) }));
+
+function timeSeries(view) {
+  const { time, parts } = colours();
+  return those(view, [["time/step_ms", "per step", time], ["time/data_ms", "wait for data", parts.gradients], ["time/forward_ms", "forward", parts.activations], ["time/backward_ms", "backward", parts.temporaries], ["time/optimizer_ms", "optimizer", parts.optimizer]]);
+}
+
+function loadSeries(tag) {
+  return (view) => those(view, [[`device/${tag}`, "mean", colours().allocated], [`device/${tag}_max`, "highest", colours().reserved]]);
+}
 const normSeries = (view) => curves(view, [{ prefix: "grad/norm", label: (tag) => tag.replace("grad/", ""), colour: colours().norm }]);
 
 function compositionSeries(view) {
@@ -277,6 +287,9 @@ export class RunPage {
     add("Loss", "Training and validation loss.", lossSeries, number, { fits: true, marks: view.marks.filter(({ kind }) => !["cache", "retry"].includes(kind)) });
     add("Step time", "Host time per training step.", timeSeries, milliseconds);
     add("Gradient norm", "Before clipping.", normSeries, number);
+    add("GPU utilization", "By NVML, since the point before.", loadSeries("utilization_pct"), (value) => percent(value / 100));
+    add("GPU power", "By NVML, since the point before.", loadSeries("power_w"), (value) => `${threeDigits(value)} W`);
+    add("GPU temperature", "By NVML, since the point before.", loadSeries("temperature_c"), (value) => `${threeDigits(value)} °C`);
     if (memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true, note: hostNote(view) });
     return parts;
   }
