@@ -69,7 +69,8 @@ class OOMReport(EitherCallback, Neighbour):
         if not is_count(top):
             kind = ValueError if isinstance(top, int) else TypeError
             raise kind(f"top must be a whole number, at least 1, got {top!r}.")
-        self.directory = fixed_directory(directory)
+        self.directory = directory
+        self._reports_to = fixed_directory(directory)
         self.snapshot = snapshot
         self.top = top
         self._carried = CarriedDevice()
@@ -79,13 +80,13 @@ class OOMReport(EitherCallback, Neighbour):
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments and the VirtualDevice; what a run left here cannot be pickled, and is not needed."""
         fresh = type(self)(directory=self.directory, snapshot=self.snapshot, top=self.top)
-        return vars(fresh) | {"_carried": self._carried}
+        return vars(fresh) | {"_carried": self._carried, "_reports_to": self._reports_to}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to observe the device."""
         self._stop()
         self._carried.enter()
-        directory = report_directory(trainer, self.directory)
+        directory = report_directory(trainer, self._reports_to)
         board = None
         if trainer.world_size > 1:
             token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])

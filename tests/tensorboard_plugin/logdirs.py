@@ -73,7 +73,7 @@ def write_small_run(directory: Path, *, text: str = "", tag: str = "memtools/mem
             writer.add_scalar("device/utilization_pct", 40.0 + step, step)
             writer.add_scalar("loss/train", 1.0 - 0.05 * step, step)
         writer.add_scalar("memory/val/peak_allocated_gib", 1.25, 9)
-        writer.add_scalar("loss/val", 0.7, 9)
         writer.add_scalar("memory/leaks", 2.0, 7)
+        writer.add_scalar("loss/val", 0.7, 9)
         if text:
             writer.add_text(tag, text, 9)
