@@ -6,7 +6,6 @@ python -m tests.oom_docs
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import re
 import tempfile
@@ -30,7 +29,6 @@ def report(folder: Path) -> str:
     """What the example writes, without what differs between machines and runs."""
     before, checks_s = Path.cwd(), oom_reporter.CHECKS_S
     os.chdir(folder)
-    linecache.clearcache()  # another test may have run a train.py of its own
     # What the page says must not depend on how busy this machine is.
     oom_reporter.CHECKS_S = 600.0
     try:

@@ -5,6 +5,7 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in RUN_ON_THE_NULL_DEVICE])
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # `memtools replay` adds the folder of the script
     if page == "replay.md":
         write_the_capsule()
         (command,) = blocks(page, "bash")
