@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
@@ -24,6 +25,7 @@ from lightning_memtools.memory.owned import bytes_on_device, on_device_of
 from lightning_memtools.memory.readers import allocated_bytes, reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.held_words import growth_warning
 from lightning_memtools.reporting.loggers import Charts, log_scalars, log_text, write_layout
 
@@ -37,6 +39,7 @@ class _ReleasingRun:
 
     releaser: MemoryReleaser
     in_fit: bool
+    directory: Path | NotWritten
     has_evaluated: bool = False  # and the work at the end of the evaluation is not done yet
     epoch_has_evaluation: bool = False
     releases_at_the_end: bool = False
@@ -59,7 +62,7 @@ class EmptyCache(EitherCallback):
     | `memory/retained_gib` | memory that stays allocated, without the batch that is in use (with `ledger`) |
     | `memory/retained/<category>_gib` | its parts: parameters, gradients, optimizer, other (with `ledger`) |
     | `memory/leaks` | the number of leaks that a warning names, at its step (with `ledger`) |
-    | `memtools/leak` (text) | the warning (with `ledger`) |
+    | `memtools/leak` (text), `<log_dir>/memtools/leak.md` | the warning (with `ledger`) |
 
     When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
     Memory that rises steadily from batch to batch within an epoch is noticed after 300 batches: if it would fill the
@@ -156,7 +159,8 @@ class EmptyCache(EitherCallback):
             always=self.always,
             leak_detector=detector,
         )
-        self._run = _ReleasingRun(releaser, in_fit, growth=GrowthWatch() if self.ledger and in_fit else None)
+        growth = GrowthWatch() if self.ledger and in_fit else None
+        self._run = _ReleasingRun(releaser, in_fit, report_directory(trainer), growth=growth)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lay out TensorBoard's custom scalars."""
@@ -315,6 +319,8 @@ class EmptyCache(EitherCallback):
         warnings.warn(text, stacklevel=2)
         self._log(trainer, {"memory/leaks": float(n_leaks)})
         log_text(trainer, "memtools/leak", text, training_step(trainer))
+        if self._run is not None and trainer.is_global_zero:
+            write_report_or_warn(self._run.directory, "leak.md", text)
 
     def _counts_evaluations(self, trainer: Trainer) -> bool:
         """Return True if the run has too few epochs to count them, such as one long epoch with many evaluations."""

@@ -89,6 +89,7 @@ def test_a_found_leak_is_logged_at_its_step_with_the_warning(tmp_path):
     assert found == 1.0
     (text,) = [str(one.message) for one in said if "in each batch" in str(one.message)]
     assert texts_of(logger.log_dir)["memtools/leak"] == [text]
+    assert Path(logger.log_dir, "memtools", "leak.md").read_text() == text
 
 
 class Healthy(Small):
