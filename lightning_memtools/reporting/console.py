@@ -72,8 +72,7 @@ def progress_printed(
 def end_progress_bar(bar: object) -> None:
     """Let a Rich progress bar of Lightning's draw its last line now, so that what is printed next stands below it."""
     progress = getattr(bar, "progress", None)
-    # Elsewhere than on a terminal nothing is drawn again, and each stop prints an empty line.
-    if isinstance(progress, Progress) and progress.console.is_interactive:
+    if isinstance(progress, Progress):
         progress.stop()
 
 

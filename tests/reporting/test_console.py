@@ -70,6 +70,15 @@ with VirtualDevice("1GiB"):
 """
 
 
+def test_in_a_file_the_summary_stands_below_the_last_line_of_the_progress_bar(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    done = subprocess.run([sys.executable, "-c", FIT], capture_output=True, cwd=tmp_path, env=environment, check=True)
+    before_fit, fit, validate = done.stdout.split(b"Memory peaks on")
+    assert b"Epoch" in before_fit
+    assert b"Epoch" not in fit
+    assert b"Validation" not in validate
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a terminal of POSIX")
 def test_on_a_terminal_the_summary_stands_below_the_last_line_of_the_progress_bar(tmp_path):
     ours, theirs = os.openpty()
