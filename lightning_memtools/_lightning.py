@@ -571,34 +571,54 @@ def end_the_call(trainer: Trainer) -> BaseException:
     return error
 
 
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the code within at once, as it ends a training between two batches.
+_ending: type[BaseException] | None = None  # what a signal within `ended_by_signals` asks to raise
 
-    The Trainer only notes the signal, and looks after the next batch: long work in a hook would not be ended by it.
-    Python drops what is raised while it finalizes an object, as a tensor that is counted: then it is raised at the end.
-    Outside of the main thread, which Python runs handlers in, nothing changes.
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGINT end the code within at its next `raise_if_ended`, or at its end.
+
+    The Trainer only notes SIGTERM, and looks after the next batch: long work in a hook would not be ended by it. A
+    second SIGINT is raised at once. Outside of the main thread, which Python runs handlers in, nothing changes.
     """
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    # A handler must not raise within torch's C++, which aborts the process or raises another error where it calls
+    # Python that raises unexpectedly; and Python drops what is raised while it finalizes an object.
+    noted = signal.getsignal(signal.SIGTERM)
+    interrupted = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    noted = before
-    received = False
 
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        received = True
-        noted(number, frame)
-        raise SIGTERMException
+    def terminate(number: int, frame: FrameType | None) -> None:
+        _end_with(SIGTERMException)
+        noted(number, frame)  # type: ignore[operator, misc]
 
-    signal.signal(signal.SIGTERM, end)
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        _end_with(KeyboardInterrupt)
+        signal.signal(number, interrupted)
+
+    if callable(noted):
+        signal.signal(signal.SIGTERM, terminate)
+    if interrupted is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-        if received:
-            raise SIGTERMException
+        raise_if_ended()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, noted)
+        signal.signal(signal.SIGINT, interrupted)
+        _end_with(None)
+
+
+def raise_if_ended() -> None:
+    """Raise what ends the work within `ended_by_signals`, if a signal arrived."""
+    if _ending is not None:
+        raise _ending
+
+
+def _end_with(error: type[BaseException] | None) -> None:
+    global _ending  # noqa: PLW0603, signals are of the process
+    _ending = error
 
 
 def is_compiled_by_lightning(module: LightningModule) -> bool:

@@ -732,6 +732,14 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+def free_gathered_parameters(model: nn.Module) -> bool:
+    """Free the parameters that modules under `fully_shard` have gathered; return whether there are such modules."""
+    sharded: list[Any] = [module for module in model.modules() if is_fsdp_module(module)]
+    for module in sharded:
+        module.reshard()
+    return bool(sharded)
+
+
 @contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
     """Take from modules the hooks by which `fully_shard` gathers and frees parameters; they are put back afterwards.

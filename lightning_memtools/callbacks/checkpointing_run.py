@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_memtools._lightning import ended_by_sigterm, is_compiled_by_lightning, training_step
+from lightning_memtools._lightning import ended_by_signals, is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
@@ -202,7 +202,7 @@ class CheckpointingRun:
         )
         planner = StepPlanner(step)
         try:
-            with ended_by_sigterm(), progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}"):
+            with ended_by_signals(), progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}"):
                 refuse_peaks(self._options, module)
                 plan = within_units(planner.plan(self._options, nearest=self.is_in_trial), planner.step)
                 return planner.with_advice(plan)

@@ -17,13 +17,14 @@ from torch import Tensor
 from lightning_memtools._lightning import EitherCallback, callbacks_of, running_stage, training_step
 from lightning_memtools._torch import tree_leaves
 from lightning_memtools.memory.first_time import FirstTime
-from lightning_memtools.memory.leaks.growth_watch import EVERY, GrowthWatch
+from lightning_memtools.memory.leaks.growth_watch import EVERY, GrowthWatch, room_of
 from lightning_memtools.memory.leaks.holdings import find_holdings
 from lightning_memtools.memory.leaks.leak_detector import LeakDetector, SearchScope
 from lightning_memtools.memory.memory_releaser import MemoryReleaser, ReleaseThreshold, RetainedMemory
 from lightning_memtools.memory.owned import bytes_on_device, on_device_of
 from lightning_memtools.memory.readers import allocated_bytes, reader_for
 from lightning_memtools.memory.sizes import is_count
+from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
 from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.held_words import growth_warning
@@ -65,6 +66,7 @@ class EmptyCache(EitherCallback):
     | `memtools/leak` (text), `<log_dir>/memtools/leak.md` | the warning (with `ledger`) |
 
     When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
+    If they would fit until the run ends, it is given after twelve epochs or in the last one: a cache may be filling.
     Memory that rises steadily from batch to batch within an epoch is noticed after 300 batches: if it would fill the
     device before the epoch ends (or the run, where it went on over the end of an epoch), a warning names its holder
     and the batch at which the device is full.
@@ -150,6 +152,7 @@ class EmptyCache(EitherCallback):
                 warn_after=self.warn_after,
                 # The model first, then what else belongs to the user.
                 find_scope=lambda: SearchScope.around(pl_module, [*callbacks_of(trainer), datamodule], stop_at=trainer),
+                may_wait=lambda per_epoch: self._may_wait(trainer, reader, per_epoch),
             )
         releaser = MemoryReleaser(
             reader,
@@ -321,6 +324,14 @@ class EmptyCache(EitherCallback):
         log_text(trainer, "memtools/leak", text, training_step(trainer))
         if self._run is not None and trainer.is_global_zero:
             write_report_or_warn(self._run.directory, "leak.md", text)
+
+    def _may_wait(self, trainer: Trainer, reader: MemoryReader, bytes_per_epoch: float) -> bool:
+        """Return whether memory that grows so much in each epoch fits until the run ends, and this is not its end."""
+        if trainer.max_epochs is None or trainer.max_epochs < 0 or self._counts_evaluations(trainer):
+            return False
+        n_left = trainer.max_epochs - trainer.current_epoch - 1
+        room = room_of(reader.stats())
+        return n_left > 0 and not trainer.should_stop and room is not None and n_left * bytes_per_epoch < room
 
     def _counts_evaluations(self, trainer: Trainer) -> bool:
         """Return True if the run has too few epochs to count them, such as one long epoch with many evaluations."""

@@ -43,6 +43,11 @@ def _is_training(failed: FailedStep) -> bool:
     return failed.stage == "train"
 
 
+def _is_whole(failed: FailedStep) -> bool:
+    """Return True if a trace holds what the device holds, and not what all ranks hold together."""
+    return not failed.run.is_sharded
+
+
 def _grows(failed: FailedStep) -> bool:
     grown = failed.facts.grown
     # Predictions that are kept have an action of their own.
@@ -96,30 +101,30 @@ CHECKS = (
         lambda it: it.evaluation_began is not None and not it.run.empties_cache,
         needs_trace=False,
     ),
-    AdviceCheck(advice.processes, advice.STOP_PROCESSES, lambda it: bool(it.processes)),
+    AdviceCheck(advice.processes, advice.STOP_PROCESSES, lambda it: bool(it.processes) and _is_whole(it)),
     AdviceCheck(
         advice.predictions,
         advice.KEEP_NO_PREDICTIONS,
-        lambda it: it.stage == "predict" and it.predictions > 0,
+        lambda it: it.stage == "predict" and it.predictions > 0 and _is_whole(it),
     ),
-    AdviceCheck(advice.larger_gpu, advice.LARGER_GPU, lambda it: it.is_cuda_like),
+    AdviceCheck(advice.larger_gpu, advice.LARGER_GPU, lambda it: it.is_cuda_like and _is_whole(it)),
     AdviceCheck(advice.smaller_batch, advice.SMALLER_BATCHES, lambda _: True),
     AdviceCheck(
         advice.chunked_loss,
         advice.CHUNK_THE_LOSS,
         lambda it: _is_training(it) and may_have_large_logits(it.run.model),
     ),
-    AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true"),
-    AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training),
+    AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true" and _is_whole(it)),
+    AdviceCheck(advice.optimizer, advice.SMALLER_STATE, lambda it: _is_training(it) and _is_whole(it)),
     AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
     AdviceCheck(advice.accumulation, advice.ACCUMULATE, lambda it: _is_training(it) and it.run.can_accumulate),
     AdviceCheck(
         advice.least_recomputation,
         advice.LEAST_RECOMPUTATION,
-        lambda it: _is_training(it) and it.run.plan is None,
+        lambda it: _is_training(it) and it.run.plan is None and _is_whole(it),
         improves=True,
     ),
-    AdviceCheck(combined, COMBINE, _is_training, only_if_nothing_fits=True),
+    AdviceCheck(combined, COMBINE, lambda it: _is_training(it) and _is_whole(it), only_if_nothing_fits=True),
 )
 """In this order: what takes little time comes first, and combinations after all single changes."""
 
@@ -177,6 +182,12 @@ class AdviceChecks:
         self.actions = ranked(found)
 
     def _note(self, trials: StepTrials) -> None:
+        if self._failed.run.is_sharded:
+            self.notes.append(
+                "FSDP 2 shards this model. The peaks are those of one device that holds it whole: a rank holds the "
+                "same activations, and a part of the parameters, gradients and optimizer state. Its peak falls by as "
+                "much as is said here, or by more; whether that is enough is not known."
+            )
         if trials.plain_fits:
             peak = trials.within(trials.plain.peak_allocated)
             self.notes.append(

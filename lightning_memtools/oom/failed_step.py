@@ -56,6 +56,7 @@ class FailedRun:
         can_accumulate: True if the Trainer takes another number of batches per optimizer step.
         clip: The norm to which gradients are clipped; None for no clipping.
         untraceable: The reason why steps cannot be traced; "" where they can.
+        is_sharded: True if FSDP 2 shards the model. A trace is then of one device that holds the whole model.
         empties_cache: True if the cache is emptied before evaluation already.
         plan: The checkpoint plan that is applied to the model.
         predictions: The predictions that the run keeps, in any nesting.
@@ -74,6 +75,7 @@ class FailedRun:
     can_accumulate: bool = True
     clip: float | None = None
     untraceable: str = ""
+    is_sharded: bool = False
     empties_cache: bool = False
     plan: CheckpointPlan | None = None
     predictions: Any = ()
@@ -128,7 +130,7 @@ class FailedStep:
     def usable(self) -> int | None:
         """The part of the device that is left for what a trace shows; None where it is not known."""
         facts, split = self.facts, self.facts.split
-        if facts.stats.capacity is None or split is None:
+        if facts.stats.capacity is None or split is None or self.run.is_sharded:
             return None
         capacity = facts.stats.capacity
         return min(capacity - (facts.used_by_others or 0), int(facts.fraction * capacity)) - self.untraced

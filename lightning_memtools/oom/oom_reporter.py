@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_memtools._torch import free_gathered_parameters
 from lightning_memtools.memory.allocator import write_snapshot
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -239,6 +240,8 @@ def _check(
     """Find who holds what, run the checks of what would have helped, and add their results to the page."""
     try:
         run = read_run()
+        # What the failed step had gathered goes with the step.
+        run = replace(run, is_sharded=free_gathered_parameters(run.model))
         page.held = held = held_memory(run, capture, snapshot)
         checks = AdviceChecks(failed_step(run, page.facts, capture, snapshot, held), deadline)
         virtual = capture.virtual

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_memtools._lightning import raise_if_ended
 from lightning_memtools._torch import (
     ENGINE_RUN,
     LIFT_FRESH,
@@ -473,6 +474,7 @@ class ValueReaders(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, or read the known values."""
+        raise_if_ended()
         if func in _PACKING and not has_readable_values(args[0]):
             return _PACKING[func](self._values, *args, **(kwargs or {}))
         if func in _READERS and isinstance(args[0], FakeTensor):

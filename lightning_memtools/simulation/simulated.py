@@ -11,7 +11,7 @@ from types import MethodType
 import torch
 from torch import nn
 
-from lightning_memtools._torch import FAKE_TENSOR_LOGGER, fakes_copied_deeply
+from lightning_memtools._torch import FAKE_TENSOR_LOGGER, fakes_copied_deeply, without_sharding_hooks
 from lightning_memtools.memory.cuda_ops.functions import AlreadyOnCuda, CudaFunctions
 from lightning_memtools.memory.cuda_ops.kernels import SIZED, UNNEEDED
 from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
@@ -27,6 +27,8 @@ from lightning_memtools.state.random_state import random_streams_restored
 @contextmanager
 def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool) -> Iterator[None]:
     """Make a module's tensors fakes on a virtual device within; afterwards all that its steps changed is restored.
+
+    A model that FSDP 2 shards is whole within.
 
     Args:
         model: The module; it is put on the device.
@@ -53,6 +55,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
             device.find_results(repeated.result_of)
             stack.enter_context(fakes_copied_deeply())
             device.replace_operators({**UNNEEDED, **SIZED, **({} if device.cuda_like else CPU_KERNELS)})
+        stack.enter_context(without_sharding_hooks(model))
         stack.enter_context(borrowed([model], exchange))
         if not values:
             _skip_checks(model)

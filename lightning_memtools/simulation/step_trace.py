@@ -18,7 +18,6 @@ from lightning_memtools._torch import (
     FakeTensor,
     OperatorMode,
     operator_packet,
-    without_sharding_hooks,
 )
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
 from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
@@ -357,7 +356,6 @@ def tracing(step: TracedStep) -> Iterator[StepTrace]:
     device = VirtualDevice(cuda_like=step.device != "cpu", cublas_workspace=f"{_cublas_workspace(step.device)}B")
     exchange = TensorExchange()
     with (
-        without_sharding_hooks(step.model),
         simulated(step.model, device, exchange, cuda=step.device == "cuda"),
         OperationCount() as counted,
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import signal
@@ -18,11 +17,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
-from lightning_memtools._lightning import ended_by_sigterm
+from lightning_memtools._lightning import ended_by_signals
 from lightning_memtools._torch import FakeTensor
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning
 from lightning_memtools.memory.virtual import VirtualDevice
+from lightning_memtools.simulation.known_values import ValueReaders, values_known
 from tests.checkpointing.models import encoder
 from tests.integration import long_planning_run
 from tests.lightning_models import Adversaries, Regression, loader, opaque, trainer
@@ -506,14 +506,34 @@ def test_long_planning_says_so_and_is_ended_by_a_signal(sent, tmp_path):
     assert process.returncode == (0 if sent == signal.SIGTERM else 1), said  # as Lightning ends between two batches
 
 
-def test_a_signal_that_arrives_in_a_finalizer_ends_the_work_too():
-    noted = []
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("in_torch", [True, False])
+def test_a_signal_ends_traced_work_at_its_next_torch_function_or_at_its_end(in_torch, sent):
+    noted, after = [], []
     before = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
+    ended = SIGTERMException if sent == signal.SIGTERM else KeyboardInterrupt
     try:
-        # Python drops what a finalizer raises.
-        with pytest.raises(SIGTERMException), ended_by_sigterm(), contextlib.suppress(BaseException):
-            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(ended), ended_by_signals(), values_known() as known, ValueReaders(known):  # noqa: PT012
+            signal.raise_signal(sent)
+            after.append("signal")  # the handler itself raises nothing: torch's C++ may be above it
+            if in_torch:
+                torch.zeros(2)
+                after.append("torch")
+        with ended_by_signals():
+            after.append("next")
         signal.raise_signal(signal.SIGTERM)  # as before again: only noted
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert noted == [signal.SIGTERM, signal.SIGTERM]
+    assert after == ["signal", "next"]
+    assert noted == [signal.SIGTERM] * (1 + (sent == signal.SIGTERM))
+
+
+def test_a_second_interrupt_ends_traced_work_at_once():
+    after = []
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():  # noqa: PT012, what runs is noted
+        signal.raise_signal(signal.SIGINT)
+        after.append(1)
+        signal.raise_signal(signal.SIGINT)
+        after.append(2)
+    assert after == [1]

@@ -77,10 +77,15 @@ class GrowthWatch:
         """Return the growth that was read last, given the statistics of the device."""
         n_bytes = self._levels[-1] - self._levels[0]
         n_batches = self._n_batches[-1] - self._n_batches[0]
-        n_left = None
-        if stats.capacity is not None:
-            others = max(0, (stats.device_used or 0) - (stats.reserved or 0))
-            # A step takes more than what is there when it begins.
-            room = stats.capacity - others - max(stats.peak_allocated or 0, self._levels[-1])
+        n_left, room = None, room_of(stats)
+        if room is not None:
             n_left = max(0, int(room * n_batches / n_bytes))
         return SteadyGrowth(n_bytes, n_batches, n_left, has_lasted=self._epochs[-1] > self._epochs[0])
+
+
+def room_of(stats: MemoryStats) -> int | None:
+    """Return the bytes of a device that no step has needed so far; None where its capacity is not known."""
+    if stats.capacity is None:
+        return None
+    others = max(0, (stats.device_used or 0) - (stats.reserved or 0))
+    return stats.capacity - others - max(stats.peak_allocated or 0, stats.allocated or 0)

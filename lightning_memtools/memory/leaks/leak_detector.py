@@ -39,6 +39,8 @@ _MIN_SHARE = 0.01
 CENSUS_SECONDS_PER_BLOCK = 1e-8
 # A census that takes longer is left out as long as the growth may still end by itself.
 QUICK_CENSUS_S = 0.05
+# Readings of growth after which even what fits is reported: a cache may fill for ten epochs.
+_LONGEST_WAIT = 12
 # The small tensors that Lightning's own callbacks keep, such as the scores of the best checkpoints, are no leak.
 _MAX_BOOKKEEPING_BYTES = 2**20
 _LruCache = type(functools.lru_cache(lambda: None))
@@ -142,11 +144,13 @@ class LeakDetector:
     * Where no holder is found, tensors of one shape and type count after twice as many readings, if some from each
       interval are still there.
     * What is in a container with a limit of its own (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
+    * Tensors that pile up and may wait count after twelve readings: a cache that fills in ten epochs has stopped then.
 
     Args:
         on_device: Tells which tensors count.
         warn_after: The number of readings in a row.
         find_scope: Called when a holder has to be found.
+        may_wait: Returns whether growth by so many bytes in each reading can wait for the next one.
     """
 
     def __init__(
@@ -155,9 +159,11 @@ class LeakDetector:
         *,
         warn_after: int,
         find_scope: Callable[[], SearchScope] = SearchScope,
+        may_wait: Callable[[float], bool] = lambda _bytes_per_reading: False,
     ) -> None:
         self._warn_after = warn_after
         self._find_scope = find_scope
+        self._may_wait = may_wait
         self._census = TensorCensus(on_device)
         self._levels: list[int] = []
         self._next_look = warn_after
@@ -194,7 +200,11 @@ class LeakDetector:
     def _has_grown(self, unaccounted_bytes: int, collect: Callable[[], int] | None) -> bool:
         """Return whether memory grew since the last reading; if it did not, start again from this reading."""
         if self._levels and unaccounted_bytes > self._levels[-1]:
-            if collect is not None and len(self._levels) == self._next_look:  # a report may follow
+            n_growths = len(self._levels)
+            mean = (unaccounted_bytes - self._levels[0]) / n_growths
+            if n_growths == self._next_look < _LONGEST_WAIT and self._may_wait(mean):
+                self._next_look += 1
+            if collect is not None and n_growths == self._next_look:  # a report may follow
                 unaccounted_bytes = collect()
             if unaccounted_bytes > self._levels[-1]:
                 self._levels.append(unaccounted_bytes)
