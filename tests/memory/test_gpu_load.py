@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # The n-th answer: 10, 20, ... 90 and 10 again, in percent; 100 W more than that; 40 degrees. INIT and POWER are errors
 # of NVML, or 0.
 SOURCE = """
-static int n;
+int n;
 int nvmlInit_v2(void) { return INIT; }
 int nvmlInitWithFlags(unsigned flags) { return INIT; }
 int nvmlShutdown(void) { return 0; }
@@ -33,10 +33,13 @@ int nvmlDeviceGetPowerUsage(void *handle, unsigned *mw) { *mw = 100000 + 10000 *
 int nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *degrees) { *degrees = 40; return 0; }
 """
 READS = """
-import json, sys, threading, time
+import ctypes, json, sys, threading, time
 from lightning_memtools.memory.gpu_load import GpuLoad
 load = GpuLoad.begin(sys.argv[1], every_s=0.002)
-time.sleep(1)
+answered = ctypes.c_int.in_dll(ctypes.CDLL("libnvidia-ml.so.1"), "n")
+deadline = time.monotonic() + 60
+while answered.value < 30 and not load.problem and time.monotonic() < deadline:
+    time.sleep(0.01)
 load.stop()
 load.stop()
 first, second = load.scalars(), load.scalars()
