@@ -7,7 +7,7 @@ BLOCK_OR_CODE = re.compile(r"(<pre\b.*?</pre>)|(<code\b[^>]*>)(.*?)(</code>)", r
 TAG_OR_TEXT = re.compile(r"(<[^>]*>)|([^<]+)")
 # After a separator, but neither in a number nor before the ending of a file's name.
 SEPARATOR = re.compile(
-    r"(?<=[/_,=(:])(?=[\w&\"'\[{-])|(?<=\.)(?<!\d\.)(?=\w)(?!(?:py|md|json|html|yaml|pt|svg|pickle)\b)"
+    r"(?<=[/_,=(:])(?=[\w&\"'\[{-])|(?<=-)(?=&lt;)|(?<=\.)(?<!\d\.)(?=\w)(?!(?:py|md|json|html|yaml|pt|svg|pickle)\b)"
 )
 LONGEST_WHOLE = 20
 

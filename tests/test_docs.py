@@ -5,19 +5,20 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_memtools
 from lightning_memtools import NonFiniteError
-from lightning_memtools.cli.main import command_parser
+from lightning_memtools.cli.main import command_parser, main
 from tests import gpu_docs
 from tests.prepared.starting import prepared_python
 
@@ -33,34 +34,54 @@ def blocks(page: str, language: str = "python") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
 
 
-def names_that_pages_take_for_granted() -> dict[str, object]:
-    """A model and its loaders, which a reader has and a page need not show."""
-    model = torch.nn.Linear(4, 1)
-    rows = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
-    return {
-        "__name__": "__main__",
-        "L": L,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loss_fn": torch.nn.functional.mse_loss,
-        "train_loader": DataLoader(rows, batch_size=8),
-        "val_loader": DataLoader(rows, batch_size=8),
-    }
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in RUN_ON_THE_NULL_DEVICE])
-def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
+def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # `memtools replay` adds the folder of the script
     if page == "replay.md":
         write_the_capsule()
-    names = names_that_pages_take_for_granted()
+        (command,) = blocks(page, "bash")
+        assert main([*shlex.split(command)[1:], "--trust"]) == 0  # at a terminal a person is asked
+        assert capsys.readouterr().out.splitlines() == blocks(page, "text")[0].splitlines()
+    names: dict[str, object] = {"__name__": "__main__"}
     expected = ENDS_WITH.get(page)
     with pytest.raises(expected) if expected else contextlib.nullcontext():
         for number, block in enumerate(blocks(page)):
             path = tmp_path / ("train.py" if expected else f"block{number}.py")
             path.write_text(block)
             exec(compile(block, str(path), "exec"), names)  # noqa: S102, our own pages
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_language_that_a_test_runs(page):
+    marks = re.findall(r"^ *```(.*)$", PAGES[page], re.MULTILINE)
+    known = {re.sub(r' title="Needs \w+"$', "", mark) for mark in marks[::2]}  # tests/integration/test_ecosystem.py
+    assert known <= {"python", "bash", "yaml", "text"}  # text: what a program prints
+    assert set(marks[1::2]) <= {""}
+
+
+def commands() -> list[str]:
+    lines = [line for page in PAGES for text in blocks(page, "bash") for line in text.replace("\\\n", "").splitlines()]
+    return [line for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_of_a_page_is_understood(line):
+    """The scripts that examples.md names run in tests/integration, and the commands in tests/cli."""
+    program, *words = shlex.split(line, comments=True)
+    if program == "memtools":
+        command_parser().parse_args(words)
+    elif program == "python":
+        script = words[1] if words[0] == "-m" else words[0]
+        assert find_spec(script) if words[0] == "-m" else (ROOT / script).exists()
+    elif program == "make":
+        assert all(f"\n{target}:" in (ROOT / "Makefile").read_text("utf-8") for target in words)
+    elif program == "pip":
+        extras = set(re.findall(r"\w+", words[-1].partition("[")[2]))
+        assert extras <= {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
+    else:
+        assert (program, words) == ("tensorboard", ["--logdir", "lightning_logs"])
 
 
 def write_the_capsule():

@@ -18,12 +18,14 @@ from lightning_memtools.doctor.findings import DoctorReport, Finding, TrainingMi
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import report_directory, write_report_or_warn
-from lightning_memtools.reporting.loggers import log_text
+from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.reporting.phrases import counted
 from lightning_memtools.reporting.ranks import EXCHANGE_LIMIT, RankGather
 from lightning_memtools.reporting.strategies import why_unsupported
 from lightning_memtools.reporting.tables import console_table
 from lightning_memtools.simulation.step_runner import forward_of
+
+_LEAKS = {"memory_growth", "retained_graphs"}
 
 
 class DoctorRun:
@@ -149,6 +151,9 @@ class DoctorRun:
         write_report_or_warn(self._directory, "doctor.json", self.report.as_json())
         self._n_published = max(self._n_published + 1, training_step(trainer))
         log_text(trainer, "memtools/doctor", text, self._n_published)
+        n_leaks = sum(finding.check in _LEAKS for finding in new)
+        if n_leaks:
+            log_scalars(trainer, {"memory/leaks": float(n_leaks)}, training_step(trainer))
         if new and not self._raises:
             names = ", ".join(dict.fromkeys(finding.check for finding in new))
             print_on_console(console_table(self.report.table(new)))

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
@@ -25,8 +26,9 @@ from lightning_memtools.memory.readers import allocated_bytes, reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.stats import MemoryReader
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
+from lightning_memtools.reporting.files import NotWritten, report_directory, write_report_or_warn
 from lightning_memtools.reporting.held_words import growth_warning
-from lightning_memtools.reporting.loggers import Charts, log_scalars, write_layout
+from lightning_memtools.reporting.loggers import Charts, log_scalars, log_text, write_layout
 
 Evaluation = Literal["val", "test", "predict"]
 EVALUATIONS: tuple[Evaluation, ...] = get_args(Evaluation)
@@ -38,6 +40,7 @@ class _ReleasingRun:
 
     releaser: MemoryReleaser
     in_fit: bool
+    directory: Path | NotWritten
     has_evaluated: bool = False  # and the work at the end of the evaluation is not done yet
     epoch_has_evaluation: bool = False
     releases_at_the_end: bool = False
@@ -59,6 +62,8 @@ class EmptyCache(EitherCallback):
     | `memory/cache/ms` | time that it took |
     | `memory/retained_gib` | memory that stays allocated, without the batch that is in use (with `ledger`) |
     | `memory/retained/<category>_gib` | its parts: parameters, gradients, optimizer, other (with `ledger`) |
+    | `memory/leaks` | the number of leaks that a warning names, at its step (with `ledger`) |
+    | `memtools/leak` (text), `<log_dir>/memtools/leak.md` | the warning (with `ledger`) |
 
     When the retained memory grows in `warn_after` epochs in a row, one warning names the tensors and what holds them.
     If they would fit until the run ends, it is given after twelve epochs or in the last one: a cache may be filling.
@@ -157,7 +162,8 @@ class EmptyCache(EitherCallback):
             always=self.always,
             leak_detector=detector,
         )
-        self._run = _ReleasingRun(releaser, in_fit, growth=GrowthWatch() if self.ledger and in_fit else None)
+        growth = GrowthWatch() if self.ledger and in_fit else None
+        self._run = _ReleasingRun(releaser, in_fit, report_directory(trainer), growth=growth)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lay out TensorBoard's custom scalars."""
@@ -266,9 +272,8 @@ class EmptyCache(EitherCallback):
         held = find_holdings(releaser.on_device, module, trainer.optimizers, batch, scope)
         found = [one for one in held.found if one.piles_up and 10 * one.n_bytes >= growth.n_bytes]
         rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        warnings.warn(
-            growth_warning(growth, found, device=f"{releaser.reader.name}{rank}", batch=run.n_batches), stacklevel=2
-        )
+        text = growth_warning(growth, found, device=f"{releaser.reader.name}{rank}", batch=run.n_batches)
+        self._tell_leak(trainer, text, max(1, len(found)))
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
         """Release memory after an evaluation in fit, and count its reading if evaluations are counted."""
@@ -310,9 +315,15 @@ class EmptyCache(EitherCallback):
         if report is not None:
             rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
             readings = "evaluations" if self._counts_evaluations(trainer) else "epochs"
-            warnings.warn(
-                report.text(device=f"{self._run.releaser.reader.name}{rank}", readings=readings), stacklevel=2
-            )
+            text = report.text(device=f"{self._run.releaser.reader.name}{rank}", readings=readings)
+            self._tell_leak(trainer, text, len(report.findings))
+
+    def _tell_leak(self, trainer: Trainer, text: str, n_leaks: int) -> None:
+        warnings.warn(text, stacklevel=2)
+        self._log(trainer, {"memory/leaks": float(n_leaks)})
+        log_text(trainer, "memtools/leak", text, training_step(trainer))
+        if self._run is not None and trainer.is_global_zero:
+            write_report_or_warn(self._run.directory, "leak.md", text)
 
     def _may_wait(self, trainer: Trainer, reader: MemoryReader, bytes_per_epoch: float) -> bool:
         """Return whether memory that grows so much in each epoch fits until the run ends, and this is not its end."""

@@ -19,6 +19,7 @@ from lightning_memtools._lightning import (
 from lightning_memtools.callbacks.halt_run import HaltRun
 from lightning_memtools.nonfinite.halt_report import NonFiniteError
 from lightning_memtools.nonfinite.step_guard import HaltOptions, ReadingWatch, StepGuard, gradients_under
+from lightning_memtools.reporting.files import fixed_directory
 from lightning_memtools.reporting.neighbours import Neighbour
 
 
@@ -105,10 +106,10 @@ class HaltOnNaN(EitherCallback, Neighbour):
             explain=explain,
             capsule=capsule,
             max_bytes=max_bytes,
-            directory=directory,
+            directory=fixed_directory(directory),
             undo_updates=undo_updates,
         )
-        arguments = asdict(self.options)
+        arguments = asdict(self.options) | {"directory": directory}
         vars(self).update(arguments)  # each under its own name, as every callback keeps them
         self._state_key = state_key_of(self, **arguments)
         self._run: HaltRun | None = None

@@ -26,6 +26,7 @@ from lightning_memtools._lightning import (
 )
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.sizes import parse_size
+from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.bad_step import BadStep, Evidence, StepConditions, plain_facts, precision_now
 from lightning_memtools.nonfinite.bad_step_rerun import BadStepRerun
 from lightning_memtools.nonfinite.diagnosis import bad_optimizer_state, bad_state, diagnose, examine
@@ -306,7 +307,7 @@ class HaltRun:
         """Write the report of an error, and return the error with the place of the report. Collective."""
         error.path, note = self._write_report(f"nonfinite-{error.stage}-step{error.step}-report.md", str(error))
         log_text(self._trainer, "memtools/nonfinite_report", str(error), error.step)
-        error.args = (f"{error}\nReport: {error.path or note}",)
+        error.args = (f"{error}\nReport: {short_path(str(error.path)) if error.path else note}",)
         return error
 
     def _write_report(self, name: str, text: str) -> tuple[Path | None, str]:

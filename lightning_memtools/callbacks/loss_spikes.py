@@ -11,6 +11,7 @@ from lightning_memtools._lightning import EitherCallback, callbacks_of, state_ke
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.callbacks.spikes_run import SpikeOptions, SpikesRun
 from lightning_memtools.nonfinite.loss_spike import LossSpike
+from lightning_memtools.reporting.files import fixed_directory
 from lightning_memtools.reporting.neighbours import Neighbour
 
 
@@ -83,9 +84,9 @@ class LossSpikes(EitherCallback, Neighbour):
             every_n_steps=every_n_steps,
             capsule=capsule,
             max_bytes=max_bytes,
-            directory=directory,
+            directory=fixed_directory(directory),
         )
-        arguments = asdict(self.options)
+        arguments = asdict(self.options) | {"directory": directory}
         vars(self).update(arguments)
         self._state_key = state_key_of(self, **arguments)
         self._run: SpikesRun | None = None

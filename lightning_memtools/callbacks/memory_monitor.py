@@ -23,13 +23,14 @@ from lightning_memtools._lightning import (
     training_step,
 )
 from lightning_memtools.memory.allocator import write_snapshot
+from lightning_memtools.memory.gpu_load import GpuLoad
 from lightning_memtools.memory.host_memory import HostWatch
 from lightning_memtools.memory.peaks import Phase, Stage
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.step_snapshot import StepSnapshot
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
-from lightning_memtools.reporting.console import print_on_console
+from lightning_memtools.reporting.console import end_progress_bar, print_on_console
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_directory, write_file, write_report_or_warn
 from lightning_memtools.reporting.loggers import Charts, checked_interval, is_due, log_scalars, log_text, write_layout
 from lightning_memtools.reporting.memory_run import NO_GPU, MemoryRun
@@ -53,6 +54,10 @@ class MemoryMonitor(EitherCallback, Neighbour):
     | `memory/composition/<category>_gib` | GiB | parameters, gradients, optimizer, activations, inputs, other at peak |
     | `memory/alloc_retries`, `memory/ooms` | count | allocation retries and out-of-memory errors since the call began |
     | `memory/train/peak_<phase>_gib` | GiB | with `phases`: the highest of forward, backward and optimizer |
+    | `time/<phase>_ms`, `time/data_ms` | ms | with `phases`: host time per step; data: from a batch's end to the next |
+    | `device/utilization_pct`, `device/utilization_pct_max` | % | with `load`: mean and highest since the last point |
+    | `device/power_w`, `device/power_w_max` | W | with `load`, likewise |
+    | `device/temperature_c`, `device/temperature_c_max` | °C | with `load`, likewise |
     | `memory/host_rss_gib` | GiB | resident memory of the process |
     | `memory/host/process_gib`, `memory/host/unique_gib` | GiB | the process: shared pages divided, or left out |
     | `memory/host/workers_gib`, `memory/host/pinned_gib` | GiB | loader workers (PSS); pinned memory that torch holds |
@@ -69,8 +74,11 @@ class MemoryMonitor(EitherCallback, Neighbour):
     Args:
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`. Every epoch also
             ends with a point.
-        phases: Also log the peaks of forward, backward and optimizer step. Reads the statistics five times in every
-            training step.
+        phases: Also log the peaks of forward, backward and optimizer step, and the host's time in each and between two
+            batches. Reads the statistics five times in every training step. On a GPU the host's time in forward and
+            backward is the time to queue kernels, and what waits for the device counts where it waits.
+        load: Also log the GPU's utilization, power and temperature, which a thread reads from NVML twice a second.
+            Needs nvidia-ml-py (`lightning_memtools[nvml]`).
         per_rank: With several ranks, also log every rank's own values, as `<tag>/rank<r>`.
         eval_batches: Besides the point of each evaluation run, log a point per evaluation batch over the count of that
             stage's batches (rank 0's own values).
@@ -93,6 +101,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
         *,
         every_n_steps: int | None = None,
         phases: bool = False,
+        load: bool = False,
         per_rank: bool = False,
         eval_batches: bool = False,
         reset_peaks: bool = True,
@@ -104,6 +113,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
             )
         self.every_n_steps = checked_interval(every_n_steps)
         self.phases = phases
+        self.load = load
         self.per_rank = per_rank
         self.eval_batches = eval_batches
         self.reset_peaks = reset_peaks
@@ -144,6 +154,7 @@ class MemoryMonitor(EitherCallback, Neighbour):
             per_rank=self.per_rank,
             eval_batches=self.eval_batches,
             has_trained=training_step(trainer) > 0,
+            load=self._begin_load(trainer),
         )
         self._directory = report_directory(trainer)
         if self._run.shortcoming:
@@ -267,8 +278,17 @@ class MemoryMonitor(EitherCallback, Neighbour):
                 write_report_or_warn(self._directory, name, text)
                 self._summary_step = max(self._summary_step + 1, training_step(trainer))
                 log_text(trainer, "memtools/memory_summary", text, self._summary_step, file=f"memtools/{name}")
+                end_progress_bar(trainer.progress_bar_callback)
                 summary.print()
         self._stop()
+
+    def _begin_load(self, trainer: Trainer) -> GpuLoad | None:
+        if not self.load:
+            return None
+        if self._device.type != "cuda" or torch.version.hip is not None:
+            self._warn(trainer, [f"load=True: NVML tells nothing of {self._device}, so no device/* is logged."])
+            return None
+        return GpuLoad.begin(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
 
     def _begin_phase(self, phase: Phase) -> None:
         self._running().switch_phase(phase)

@@ -22,7 +22,7 @@ from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.oom_reporter import NoticeBoard, OOMReporter
 from lightning_memtools.reporting.carried_device import CarriedDevice, put_on_device
-from lightning_memtools.reporting.files import report_directory
+from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 
@@ -70,6 +70,7 @@ class OOMReport(EitherCallback, Neighbour):
             kind = ValueError if isinstance(top, int) else TypeError
             raise kind(f"top must be a whole number, at least 1, got {top!r}.")
         self.directory = directory
+        self._reports_to = fixed_directory(directory)
         self.snapshot = snapshot
         self.top = top
         self._carried = CarriedDevice()
@@ -79,13 +80,13 @@ class OOMReport(EitherCallback, Neighbour):
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments and the VirtualDevice; what a run left here cannot be pickled, and is not needed."""
         fresh = type(self)(directory=self.directory, snapshot=self.snapshot, top=self.top)
-        return vars(fresh) | {"_carried": self._carried}
+        return vars(fresh) | {"_carried": self._carried, "_reports_to": self._reports_to}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to observe the device."""
         self._stop()
         self._carried.enter()
-        directory = report_directory(trainer, self.directory)
+        directory = report_directory(trainer, self._reports_to)
         board = None
         if trainer.world_size > 1:
             token = trainer.strategy.broadcast(uuid.uuid4().hex[:12])

@@ -31,6 +31,7 @@ class TrainingDoctor(EitherCallback, Neighbour):
     | logged | when |
     | --- | --- |
     | `memtools/doctor` (text) | the findings, after the last step that it watches; before, if one is serious |
+    | `memory/leaks` | the number of serious findings of `memory_growth` and `retained_graphs`, when they are reported |
 
     In a step nothing waits for the device, except where a check says so: the host waits twice at the start, and once at
     the last watched step.

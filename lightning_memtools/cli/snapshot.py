@@ -34,7 +34,10 @@ def run(chosen: argparse.Namespace) -> None:
     Raises:
         UsageError: The file is no snapshot, or the page cannot be written.
     """
-    from lightning_memtools.oom.fragmentation import fragmentation_in_words  # noqa: PLC0415, --help needs none
+    from lightning_memtools.oom.fragmentation import (  # noqa: PLC0415, --help needs none
+        fragmentation_in_words,
+        pinned_segments,
+    )
     from lightning_memtools.tensorboard_plugin.report_html import snapshot_html  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotError, read_snapshot  # noqa: PLC0415, as above
     from lightning_memtools.tensorboard_plugin.snapshot_timeline import checked_timeline  # noqa: PLC0415, as above
@@ -48,7 +51,12 @@ def run(chosen: argparse.Namespace) -> None:
     output: Path = chosen.output or chosen.file.with_suffix(".html")
     try:
         with working("The page is written"):
-            output.write_text(snapshot_html(timeline, f"Memory: {chosen.file.name}"), encoding="utf-8")
+            pins = [
+                {"words": str(pin), "address": None if pin.address is None else f"{pin.address:#x}"}
+                for pin in pinned_segments(snapshot, timeline["device"])
+            ]
+            page = snapshot_html(timeline | {"pins": pins}, f"Memory: {chosen.file.name}")
+            output.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror}.") from error
     what = f"{timeline['n_events']:,} events, {len(timeline['blocks']):,} blocks"

@@ -7,6 +7,7 @@ running, so no window loses a peak to another's reset, and none gets a peak from
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -223,21 +224,54 @@ class StageWatch:
         self._windows.clear()
 
 
+class PhaseClock:
+    """Measures the host time of each phase of training, and of the wait for data between two steps."""
+
+    def __init__(self) -> None:
+        self._elapsed_s: dict[str, float] = {}
+        self._running: str | None = None
+        self._since = 0.0
+
+    def switch(self, phase: Phase | Literal["data"] | None) -> None:
+        """End the running phase, if any, and begin another one unless it is None."""
+        now = time.perf_counter()
+        if self._running is not None:
+            self._elapsed_s[self._running] = self._elapsed_s.get(self._running, 0.0) + now - self._since
+        self._running, self._since = phase, now
+
+    def lap_ms(self) -> dict[str, float]:
+        """Return the milliseconds of each phase since the last lap, and begin a new lap."""
+        running = self._running
+        self.switch(None)
+        elapsed_ms = {phase: 1000 * seconds for phase, seconds in self._elapsed_s.items()}
+        self._elapsed_s.clear()
+        self.switch(running)  # type: ignore[arg-type]
+        return elapsed_ms
+
+
 class PhaseWatch:
     """Keeps one peak window per phase of a training step: forward, backward, optimizer.
 
     Args:
-        counter: The device's peak counter.
+        counter: The device's peak counter; None where it has none, and only `clock` is told.
         between: The phase of the time between two hooks. In manual optimization, after a backward or an optimizer's
             step, it is the next forward; in automatic optimization nothing is computed there (None).
         leave_counter_alone: As in `PeakCounter.open`.
+        clock: Is told of every phase that begins, too.
     """
 
     def __init__(
-        self, counter: PeakCounter, *, between: Phase | None = None, leave_counter_alone: bool = False
+        self,
+        counter: PeakCounter | None,
+        *,
+        between: Phase | None = None,
+        leave_counter_alone: bool = False,
+        clock: PhaseClock | None = None,
     ) -> None:
         self.between = between
-        self._windows = {phase: counter.open(leave_counter_alone=leave_counter_alone) for phase in PHASES}
+        self._clock = clock
+        phases = () if counter is None else PHASES
+        self._windows = {phase: counter.open(leave_counter_alone=leave_counter_alone) for phase in phases}  # type: ignore[union-attr]
         self._running: Phase | None = None
         self._hooks: list[RemovableHandle] = []
 
@@ -248,12 +282,14 @@ class PhaseWatch:
 
     def switch(self, phase: Phase | None) -> None:
         """End the running phase, if any, and begin another one unless it is None."""
+        if self._clock is not None:
+            self._clock.switch(phase)
         if phase == self._running:
             return
-        if self._running is not None:
+        if self._running in self._windows:
             self._windows[self._running].pause()
         self._running = phase
-        if phase is not None:
+        if phase in self._windows:
             self._windows[phase].resume()
 
     def point(self) -> dict[Phase, int]:

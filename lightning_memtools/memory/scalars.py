@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from lightning_memtools.memory.gpu_load import GPU_LOAD_TAGS
 from lightning_memtools.memory.host_memory import HOST_TAGS
 from lightning_memtools.memory.peaks import PHASES, MemoryPoint, Phase, Stage
 from lightning_memtools.memory.sizes import to_gib
@@ -90,6 +91,8 @@ def possible_tags(stage: Stage) -> list[str]:
         *(f"memory/composition/{category}_gib" for category in CATEGORIES),
         *(f"memory/train/peak_{phase}_gib" for phase in PHASES),
         "time/step_ms",
+        *(f"time/{phase}_ms" for phase in (*PHASES, "data")),
+        *GPU_LOAD_TAGS,
     ]
 
 

@@ -196,8 +196,9 @@ def parse_capacity(text: str | int) -> int:
 
 def _capacity_in_bytes(number: object) -> int:
     if not is_count(number, least=MIB):
+        nearest = _suggested_units(str(number)) if is_count(number) else ""
         raise ValueError(
-            f'Not a capacity: {number!r}. Give a size with a unit such as "24GiB", a GPU\'s name such as '
+            f'Not a capacity: {number!r}.{nearest} Give a size with a unit such as "24GiB", a GPU\'s name such as '
             '"RTX 4090", or a whole number of bytes, at least 1048576 (1 MiB).'
         )
     return number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools._torch import label_cuda_memory
 from lightning_memtools.memory.history_recording import HistoryRecording, record
-from lightning_memtools.memory.nested_tensors import tensors_in
+from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in
 from lightning_memtools.memory.owned import KnowsItsTensors, cuda_address, tensors_by_owner
 from lightning_memtools.memory.readers import CudaReader
 from lightning_memtools.memory.stats import MemoryReader
@@ -38,7 +38,7 @@ class StepSnapshot:
         self._optimizers = optimizers
         self._batch: Any = None
         self._phases: list[tuple[int, str]] = []
-        self._owned: list[tuple[int, dict[str, list[int]]]] = []
+        self._owned: list[tuple[int, dict[str, dict[int, str]]]] = []
         self._labels: ModuleLabels | None = None
 
     @classmethod
@@ -90,13 +90,33 @@ class StepSnapshot:
             self._labels.remove()
         self._labels = self._batch = None
 
-    def _addresses(self) -> dict[str, list[int]]:
-        """Return the addresses of the blocks that have an owner now, by category."""
+    def _addresses(self) -> dict[str, dict[int, str]]:
+        """Return the address of each block that has an owner now, with its tensor's name, by category."""
+        names: dict[int, str] = {}
+        for name, tensor in self._named():
+            address = self._address(tensor)
+            if address is not None:
+                names.setdefault(address, name)
         owned = tensors_by_owner(self._model, self._optimizers, self._batch)
         return {
-            name: [at for tensor in tensors if isinstance(tensor, Tensor) and (at := self._address(tensor)) is not None]
-            for name, tensors in owned.items()
+            category: {
+                at: names.get(at, "")
+                for tensor in tensors
+                if isinstance(tensor, Tensor) and (at := self._address(tensor)) is not None
+            }
+            for category, tensors in owned.items()
         }
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        names = {id(parameter): plain_name(name) for name, parameter in self._model.named_parameters()}
+        for weight in self._model.parameters():
+            yield names[id(weight)], weight
+            yield from named_tensors(weight.grad, f"{names[id(weight)]}.grad")
+        yield from self._model.named_buffers()
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                yield from named_tensors(state, names.get(id(parameter), type(optimizer).__name__))
+        yield from named_tensors(self._batch, "batch")
 
     def _address(self, tensor: Tensor) -> int | None:
         if isinstance(self._reader, KnowsItsTensors):

@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
+from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.bad_step import Evidence, PastStep, growth
 from lightning_memtools.nonfinite.diagnosis import Diagnosis, Explanation, NonFiniteCause, rates_as_text
 from lightning_memtools.nonfinite.finite_checks import BadTensor
@@ -228,9 +229,9 @@ class HaltReport:
             facts.append(("Metrics that were not finite in evaluation", "; ".join(self.metrics)))
         facts.append(("State", self._state()))
         kept = f" (but for {self.unrestored}: see State)" if self.unrestored else ""
-        good = f"{self.checkpoint_path}{kept}" if self.checkpoint_path else self.checkpoint_note
+        good = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts.append(("Last good checkpoint", good))
-        facts.append(("The step as a file", " ".join(filter(None, [str(self.capsule.path or ""), self.capsule.note]))))
+        facts.append(("The step as a file", " ".join(filter(None, [_shown(self.capsule.path), self.capsule.note]))))
         return [(what, value) for what, value in facts if value]
 
     def _state(self) -> str:
@@ -254,7 +255,7 @@ class HaltReport:
     def message(self) -> str:
         """Return the text of the error, which is complete by itself."""
         lines = [f"{what}: {value}" for what, value in self.facts()]
-        report = f"Report: {self.report_path or self.report_note}"
+        report = f"Report: {_shown(self.report_path) or self.report_note}"
         return "\n".join([self.headline, *lines, report, f"Next: {self._next()}"])
 
     def _next(self) -> str:
@@ -263,16 +264,16 @@ class HaltReport:
         if self.capsule.lacks.startswith("batch ("):
             return (
                 f"{self.diagnosis.advice} The capsule lacks {self.capsule.lacks}; run the step again with a function "
-                f"that returns it: replay({str(self.capsule.path)!r}, batch=my_function)."
+                f"that returns it: replay({_shown(self.capsule.path)!r}, batch=my_function)."
             )
         lacks = f", which works where the step does not use {self.capsule.lacks}" if self.capsule.lacks else ""
-        return f"{self.diagnosis.advice} Run the step again: memtools replay {quote(str(self.capsule.path))}{lacks}"
+        return f"{self.diagnosis.advice} Run the step again: memtools replay {quote(_shown(self.capsule.path))}{lacks}"
 
     def console(self) -> str:
         """Return the short form for the console; the error that follows says the rest."""
         lines = [self.headline, f"Cause: {self.diagnosis.cause}: {self.diagnosis.because}"]
         lines += [self.explanation.what] if self.explanation is not None else []
-        lines += [f"{what}: {path}" for what, path in self._files()]
+        lines += [f"{what}: {_shown(path)}" for what, path in self._files()]
         return "\n".join(["HaltOnNaN stops training.", *lines, f"Next: {self._next()}"])
 
     def error(self) -> NonFiniteError:
@@ -310,6 +311,10 @@ class HaltReport:
             skipped = [(str(step), ", ".join(map(str, batches))) for step, batches in self.skipped]
             parts += ["## Skipped steps", markdown_table(Table(("step", "batches"), skipped, "ll"))]
         return "\n\n".join(parts) + "\n"
+
+
+def _shown(path: Path | None) -> str:
+    return "" if path is None else short_path(str(path))
 
 
 def _losses(evidence: Evidence) -> str:

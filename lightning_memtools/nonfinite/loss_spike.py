@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.diagnosis import rates_as_text
 from lightning_memtools.reporting.spike_window import Spike, SpikeWindow
 
@@ -90,7 +91,9 @@ class LossSpike:
                 )
         lines.append(f"Learning rate: {rates_as_text(self.learning_rates)}.")
         lines.append(
-            f"Next: memtools replay {self.capsule}" if self.capsule else f"The step was not saved: {self.note}"
+            f"Next: memtools replay {short_path(str(self.capsule))}"
+            if self.capsule
+            else f"The step was not saved: {self.note}"
         )
         return lines
 

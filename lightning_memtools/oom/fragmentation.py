@@ -39,12 +39,14 @@ class PinnedSegment:
         n_bytes: Its size.
         used_bytes: The bytes of the blocks in use.
         made_at: The line or module that made the largest of these; "" where it is not known.
+        address: The address of the largest of these; None where it is not known.
     """
 
     free_bytes: int
     n_bytes: int
     used_bytes: int
     made_at: str
+    address: int | None = None
 
     def __str__(self) -> str:
         """Return it in words."""
@@ -93,7 +95,8 @@ def pinned_segments(snapshot: Mapping[str, Any], device: int = 0) -> list[Pinned
         if is_large and used and free > _HALF_EMPTY * segment["total_size"] and not segment.get("is_expandable"):
             largest = max(used, key=lambda block: block["size"])
             used_bytes = segment["total_size"] - free
-            found.append(PinnedSegment(free, segment["total_size"], used_bytes, maker(largest.get("frames") or ())))
+            made_at = maker(largest.get("frames") or ())
+            found.append(PinnedSegment(free, segment["total_size"], used_bytes, made_at, largest.get("address")))
     return sorted(found, key=lambda one: -one.free_bytes)[:_MOST_BLOCKS]
 
 

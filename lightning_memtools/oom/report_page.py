@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning_memtools.memory.leaks.holdings import Holdings
 from lightning_memtools.memory.processes import GpuProcess, in_words
 from lightning_memtools.memory.sizes import format_share, format_size
+from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.oom.failure_facts import FailureFacts, describe_batch
 from lightning_memtools.oom.fragmentation import IN_PIECES, PinnedSegment
 from lightning_memtools.oom.recorded_history import ReplayVerdict
@@ -224,7 +225,7 @@ class ReportPage:
     def file_line(self) -> str:
         """Return the sentence that names the report's file, or says why there is none."""
         if isinstance(self.file, Path):
-            return f"Report: {self.file}"
+            return f"Report: {short_path(str(self.file))}"
         return f"The report {self.file.reason if self.file.is_failure else f'was {self.file.reason}'}."
 
     def note(self) -> str:
@@ -393,8 +394,8 @@ class ReportPage:
         parts = []
         if isinstance(self.snapshot, Path):
             parts.append(
-                f"Memory snapshot: `{self.snapshot}`. `memtools snapshot` makes a page from it that shows every block; "
-                "https://pytorch.org/memory_viz can show it too."
+                f"Memory snapshot: `{short_path(str(self.snapshot))}`. `memtools snapshot` makes a page from it that "
+                "shows every block; https://pytorch.org/memory_viz can show it too."
             )
         elif self.snapshot:
             parts.append(f"No memory snapshot: {self.snapshot}.")

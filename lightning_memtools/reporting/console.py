@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.progress import Progress
 
 
 def print_on_console(
@@ -66,6 +67,13 @@ def progress_printed(
     finally:
         is_over.set()
         thread.join()
+
+
+def end_progress_bar(bar: object) -> None:
+    """Let a Rich progress bar of Lightning's draw its last line now, so that what is printed next stands below it."""
+    progress = getattr(bar, "progress", None)
+    if isinstance(progress, Progress):
+        progress.stop()
 
 
 def _drop_what_is_left() -> None:

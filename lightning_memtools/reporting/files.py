@@ -31,6 +31,11 @@ class NotWritten:
     is_failure: bool = False
 
 
+def fixed_directory(directory: str | None) -> str | None:
+    """Return a callback's `directory=` as it is meant now: a program may change its working directory later."""
+    return None if directory is None else str(Path(directory).absolute())
+
+
 NO_RUN = NotWritten("not written: no run has begun")
 
 
@@ -58,7 +63,7 @@ def report_directory(trainer: Trainer, directory: str | None = None) -> Path | N
             f"not written: this run keeps its files at {folder}, and reports need a local folder, which the argument "
             "directory= of the callback names"
         )
-    return Path(folder) / "memtools"
+    return Path(folder).absolute() / "memtools"
 
 
 # A Trainer whose logger gives its runs no version: the name of its folder, the same for fit and test.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools.memory.early_warnings import EarlyWarnings
+from lightning_memtools.memory.gpu_load import GpuLoad
 from lightning_memtools.memory.history_recording import recorded_snapshot
 from lightning_memtools.memory.host_memory import HostMemory
 from lightning_memtools.memory.owned import Owned, on_device_of, owned_by
@@ -21,6 +22,7 @@ from lightning_memtools.memory.peaks import (
     MemoryPoint,
     PeakWindow,
     Phase,
+    PhaseClock,
     PhaseWatch,
     Stage,
     StagePeak,
@@ -61,6 +63,7 @@ class MemoryRun:
         phases: Whether to measure the phases of a training step.
         per_rank: Whether to return every rank's own values too.
         eval_batches: Whether each evaluation batch has its own point.
+        load: Samples the GPU's load; None for no such figures.
         has_trained: Whether the Trainer has trained before this call. Training and evaluation share the tags of the
             composition, which then belong to training alone.
 
@@ -80,6 +83,7 @@ class MemoryRun:
         per_rank: bool = False,
         eval_batches: bool = False,
         has_trained: bool = False,
+        load: GpuLoad | None = None,
     ) -> None:
         self.call = call
         self.device = device
@@ -94,7 +98,9 @@ class MemoryRun:
         self._step_time = Stopwatch()
         self._since = MemoryStats()
         self._stage_watch: StageWatch | None = None
-        self._phase_watch: PhaseWatch | None = None
+        self._load = load
+        self._clock = PhaseClock()
+        self._phase_watch: PhaseWatch | None = PhaseWatch(None, clock=self._clock) if phases else None
         self._batch_window: PeakWindow | None = None
         if reader is not None:
             self._since = reader.stats()
@@ -104,7 +110,7 @@ class MemoryRun:
             self._counter = peak_counter(reader)
             self._stage_watch = StageWatch(self._counter, leave_counter_alone=not reset_peaks)
             if phases:
-                self._phase_watch = PhaseWatch(self._counter, leave_counter_alone=not reset_peaks)
+                self._phase_watch = PhaseWatch(self._counter, leave_counter_alone=not reset_peaks, clock=self._clock)
             if eval_batches:
                 self._batch_window = self._counter.open(leave_counter_alone=not reset_peaks)
 
@@ -159,8 +165,10 @@ class MemoryRun:
         if stage == "train":
             self._training = True
             self._step_time.resume()
+            self._clock.switch("data")
         else:
             self._step_time.pause()
+            self._clock.switch(None)
             if self._batch_window is not None:
                 self._batch_window.resume()
         if self._stage_watch is not None:
@@ -171,18 +179,22 @@ class MemoryRun:
         if stage == "train":
             self._training = False
             self._step_time.pause()
+            self._clock.switch(None)
         else:
             if self._training:
                 self._step_time.resume()
+                self._clock.switch("data")
             if self._batch_window is not None:
                 self._batch_window.close()
         if self._stage_watch is not None:
             self._stage_watch.leave(stage)
 
     def switch_phase(self, phase: Phase | None) -> None:
-        """Begin a phase of the training step; with None, memory belongs to no phase until the next begins."""
+        """Begin a phase of the training step; with None, the wait for the next batch's data begins."""
         if self._phase_watch is not None:
             self._phase_watch.switch(phase)
+            if phase is None:
+                self._clock.switch("data")
 
     def leave_backward(self) -> None:
         """End the backward phase."""
@@ -207,10 +219,13 @@ class MemoryRun:
     def add_training_point(self, step: int, write: WriteScalars, owned: Owned | None = None) -> list[str]:
         """Add a training point, as `add_point` does."""
         elapsed_ms = self._step_time.lap_ms()
-        extra = {"time/step_ms": elapsed_ms / (step - self.last_step)} if step > self.last_step else {}
+        n_steps = step - self.last_step
+        extra = {"time/step_ms": elapsed_ms / n_steps} if n_steps > 0 else {}
         self.last_step = step
         if self._phase_watch is not None:
             extra |= phase_scalars(self._phase_watch.point())
+            times = self._clock.lap_ms() if n_steps > 0 else {}
+            extra |= {f"time/{phase}_ms": elapsed / n_steps for phase, elapsed in times.items()}
         return self.add_point("train", step, write, owned, extra)
 
     def last_scalars(self) -> dict[str, float]:
@@ -242,13 +257,18 @@ class MemoryRun:
         """
         scalars = {"memory/host_rss_gib": to_gib(host_rss_bytes()), **(extra or {})}
         warnings: list[str] = []
+        if self._load is not None:
+            scalars |= self._load.scalars()
+            if self._load.problem:
+                warnings.append(f"load=True: no device/* is logged. {self._load.problem}.")
+                self._load = None
         if self.host is not None:
             scalars |= self.host.scalars()
             self.host = None
         if self._stage_watch is not None:
             point = self._stage_watch.point(stage, owned)
             scalars |= device_scalars(stage, point, since=self._since)
-            warnings = self._early.look(point)
+            warnings += self._early.look(point)
             if stage == "train" or not self._has_trained:
                 scalars |= composition_scalars(point)
 
@@ -304,6 +324,8 @@ class MemoryRun:
 
     def close(self) -> None:
         """Stop measuring. Idempotent."""
+        if self._load is not None:
+            self._load.stop()
         if self._batch_window is not None:
             self._batch_window.close()
         if self._phase_watch is not None:

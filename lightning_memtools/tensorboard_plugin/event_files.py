@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_memtools.tensorboard_plugin.record_checksums import first_damaged, masked_crc
 
-PREFIXES = ("memory/", "loss/", "grad/", "time/", "nonfinite/", "spikes/", "memtools/")
+PREFIXES = ("memory/", "loss/", "grad/", "time/", "device/", "nonfinite/", "spikes/", "memtools/")
 """The prefixes of this library's tags."""
 
 _PREFIX_BYTES = tuple(prefix.encode() for prefix in PREFIXES)

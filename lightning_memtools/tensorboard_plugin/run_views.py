@@ -25,7 +25,7 @@ _COUNTS = {
     "spikes/found": ("spike", "loss spike", "loss spikes"),
     "nonfinite/skipped": ("nonfinite", "step skipped because of NaN or Inf", "steps skipped because of NaN or Inf"),
 }
-_GRAVEST_FIRST = ("oom", "retry", "nonfinite", "spike", "cache")
+_GRAVEST_FIRST = ("oom", "leak", "retry", "nonfinite", "spike", "cache")
 _MAX_MARKS = 500
 _MAX_RUNS = 200
 _DIGITS = 7
@@ -142,13 +142,17 @@ def _json(value: float) -> float | None:
 
 
 def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the events of a run by step: caches emptied, retries, out-of-memory errors, NaN, loss spikes."""
+    """Return the events of a run by step: caches emptied, retries, out-of-memory errors, leaks, NaN, loss spikes."""
     marks: list[dict[str, Any]] = []
     freed, took = (run.curves.get(f"memory/cache/{name}", Curve()) for name in ("freed_gib", "ms"))
     ms_at = dict(zip(took.steps, took.values, strict=True))
     for step, gib in zip(freed.steps, freed.values, strict=True):
         if gib > 0:
             marks.append({"step": step, "kind": "cache", "gib": _json(gib), "ms": _json(ms_at.get(step, math.nan))})
+    leaks = run.curves.get("memory/leaks", Curve())
+    for step, count in zip(leaks.steps, leaks.values, strict=True):  # of one warning, not since the beginning
+        words = "leak was found" if count == 1 else "leaks were found"
+        marks.append({"step": step, "kind": "leak", "count": int(count), "words": words})
     for tag, (kind, one, several) in _COUNTS.items():
         before = 0.0
         curve = run.curves.get(tag, Curve())
@@ -220,7 +224,7 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
         "retries": _highest_value(_first_curve(run, "memory/alloc_retries")),
         "ooms": _highest_value(_first_curve(run, "memory/ooms")),
         "last_step": max((curve.steps[-1] for tag, curve in run.curves.items() if "/batch_" not in tag), default=None),
-        "batch_size": _headline(run, "memtools/batch_size"),
+        "batch_sizes": _batch_sizes(_headline(run, "memtools/batch_size") or ""),
         "checkpoint_plan": _headline(run, "memtools/checkpoint_plan"),
     }
 
@@ -291,6 +295,12 @@ def _headline(run: LoggedRun, tag: str) -> str | None:
     # The first sentence; a heading only repeats the kind of report, and a row of a table says nothing alone.
     lines.sort(key=lambda line: line.startswith(("#", "|")))
     return lines[0].strip("#*- ")[:200] if lines else None
+
+
+def _batch_sizes(sentence: str) -> dict[str, int]:
+    """Return stage to batch size, read off the sentence that BatchSizeTuner writes ("train 96, val 128 (in ...")."""
+    found = re.findall(rf"\b({'|'.join(STAGES)}) (\d+)", sentence.partition("(")[0])
+    return {stage: int(size) for stage, size in found}
 
 
 def reports_of(run: LoggedRun) -> list[dict[str, Any]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_memtools.tensorboard_plugin.snapshot_file import NotASnapshotErro
 PARTS = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporaries", "other")
 _COLUMNS = 800
 _MOST_GROUPS = 7
-_MOST_TOP = 8
+_MOST_TOP = 10
 _MOST_FRAMES = 24
 _GRANULE = 512
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -35,6 +35,7 @@ class BlockLife:
         stack: The frames that allocated it, innermost first; empty where they are not known.
         label: The phase and module that it is labelled with; empty where it is not.
         part: What it is, by category, or by who allocated it where categories are not known.
+        name: The name of its tensor, such as "net.1.weight"; empty where it is not known.
     """
 
     born: int
@@ -44,6 +45,7 @@ class BlockLife:
     stack: tuple[str, ...]
     label: str
     part: str = ""
+    name: str = ""
 
 
 def timeline_from(path: Path, *, with_blocks: bool = False) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> di
     peak = max(shown, key=total.__getitem__)
     names = _names(blocks, peak)
     kept = [block for block in blocks if block.died is None or block.died > first]
-    top = _top(kept, peak, is_marked=bool(owned))
+    top = _top(kept, peak, total[peak], is_marked=bool(owned))
     holders = _holders_at(blocks, peak, is_marked=bool(owned))
     for block in blocks:
         block.part = block.part if block.part in names else _REST
@@ -98,6 +100,7 @@ def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> di
     return {
         "title": f"step {marks['step']}" if marks["step"] is not None else "",
         "rank": marks["rank"],
+        "device": device,
         "name": marks["name"],
         "first": first,
         "n_events": len(shown) - 1,
@@ -110,7 +113,7 @@ def timeline_of(snapshot: Mapping[str, Any], *, with_blocks: bool = False) -> di
         "top": top,
         "holders_at_peak": holders,
         # A VirtualDevice's only frame is a module, which has no line.
-        "holders": "lines" if any(":" in name for one in top for name in one["names"]) else "modules",
+        "holders": "modules" if owned or not any(":" in name for one in top for name in one["names"]) else "lines",
         **(_block_table(kept, first) if with_blocks else {}),
     }
 
@@ -134,7 +137,7 @@ def _blocks_of(
     snapshot: Mapping[str, Any],
     entries: Sequence[Mapping[str, Any]],
     device: int,
-    owned: Sequence[tuple[int, Mapping[str, Sequence[int]]]],
+    owned: Sequence[tuple[int, Mapping[str, Mapping[int, str] | Sequence[int]]]],
 ) -> list[BlockLife]:
     """Return all blocks; those that have an owner at one of the moments of `owned` know their part."""
     live = {
@@ -147,9 +150,11 @@ def _blocks_of(
     for at, entry in enumerate([*entries, {"action": "end"}]):
         while moment == at:
             for name, addresses in owners.items():
+                tensors = addresses if isinstance(addresses, dict) else {}  # snapshots of older versions have no names
                 for address in addresses:
                     if address in live and not live[address].part:
                         live[address].part = name if name in PARTS else "other"
+                        live[address].name = tensors.get(address, "")
             moment, owners = next(moments)
         if entry["action"] == "alloc":
             address = entry["addr"]
@@ -253,16 +258,27 @@ def _values(blocks: Sequence[BlockLife], part: str, n_events: int, columns: Sequ
     return [totals[event] for event in columns]
 
 
-def _top(blocks: Sequence[BlockLife], peak: int, *, is_marked: bool) -> list[dict[str, Any]]:
-    """Return who holds most at the peak, largest first; those that hold equally much come together."""
-    whose: Callable[[BlockLife], str] = _module_of if is_marked else (lambda block: block.part)
-    held: dict[str, int] = defaultdict(int)
+def _top(blocks: Sequence[BlockLife], peak: int, total: int, *, is_marked: bool) -> list[dict[str, Any]]:
+    """Return who holds the peak, largest share first, the rest last; together they are the total.
+
+    Holders are modules, tensors with a name, or lines of the program. Those of one part that hold equally much come
+    together.
+    """
+    held: dict[tuple[str, str], int] = defaultdict(int)
     for block in blocks:
-        if _is_alive(block, peak) and (not is_marked or block.part in {"activations", "temporaries"}):
-            held[whose(block)] += block.size
-    ranked = sorted(held.items(), key=lambda one: (-one[1], one[0]))
-    ties = ((size, [name for name, _ in group]) for size, group in groupby(ranked, key=lambda one: one[1]))
-    return [{"bytes": size, "names": names} for size, names in list(ties)[:_MOST_TOP]]
+        if _is_alive(block, peak):
+            held[(block.part, _holder_of(block)) if is_marked else ("", block.part)] += block.size
+    ties: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for (part, name), size in sorted(held.items()):
+        ties[part, size].append(name)
+    ranked = sorted(ties.items(), key=lambda one: -one[0][1] * len(one[1]))[:_MOST_TOP]
+    top = [{"part": part, "bytes": size, "names": names} for (part, size), names in ranked]
+    rest = total - sum(size * len(names) for (_, size), names in ranked)
+    return [*top, {"part": "", "bytes": rest, "names": [_REST]}] if rest else top
+
+
+def _holder_of(block: BlockLife) -> str:
+    return block.name or (_module_of(block) if block.part in {"activations", "temporaries"} else "(no name)")
 
 
 def _holders_at(blocks: Sequence[BlockLife], peak: int, *, is_marked: bool) -> dict[str, dict[str, int]]:
@@ -304,7 +320,7 @@ def _block_table(blocks: Sequence[BlockLife], first: int) -> dict[str, Any]:
             died = None if block.died is None else block.died - first
             yield [
                 max(block.born - first, 0), died, block.size, f"{block.address:#x}", block.part,
-                labels.setdefault(block.label, len(labels)), stacks.setdefault(block.stack, len(stacks)),
+                labels.setdefault(block.label, len(labels)), stacks.setdefault(block.stack, len(stacks)), block.name,
             ]  # fmt: skip
 
     return {"blocks": list(rows()), "labels": list(labels), "stacks": [list(stack) for stack in stacks]}

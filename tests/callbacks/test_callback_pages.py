@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_memtools as memtools
+from lightning_memtools.memory.gpu_load import GPU_LOAD_TAGS
 from tests.event_files import scalars, texts_of
 from tests.integration import ddp_run
 from tests.lightning_models import Adversaries, Regression, loader, trainer
@@ -32,8 +33,8 @@ PAGES = {
     "GradientCheckpointing": "gradient-checkpointing",
     "BatchSizeTuner": "batch-size",
 }
-UNITS = {"GiB", "%", "ms", "count", "rank", "text", "as the loss", "as the gradients", "as the tag"}
-ONLY_ON_CUDA = {"memory/host/pinned_gib"}
+UNITS = {"GiB", "%", "ms", "W", "°C", "count", "rank", "text", "as the loss", "as the gradients", "as the tag"}
+ONLY_ON_CUDA = {"memory/host/pinned_gib", *GPU_LOAD_TAGS}
 PLACEHOLDERS = {
     "<stage>": "(train|val|test|predict)",
     "<phase>": "(forward|backward|optimizer)",
@@ -121,8 +122,8 @@ def pattern_of(tag: str) -> str:
 
 
 def fits_unit(tag: str, unit: str) -> bool:
-    ends = {"GiB": "_gib", "%": "_pct", "ms": "ms"}
-    return unit in UNITS and tag.removesuffix("_min").endswith(ends.get(unit, ""))
+    ends = {"GiB": "_gib", "%": "_pct", "ms": "ms", "W": "_w", "°C": "_c"}
+    return unit in UNITS and tag.removesuffix("_min").removesuffix("_max").endswith(ends.get(unit, ""))
 
 
 @every_page
@@ -159,6 +160,15 @@ class Jumps(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * (1000 if batch_idx == 12 else 1)
+
+
+class Collects(Regression):
+    """Keeps each step's loss with its graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.kept = [*getattr(self, "kept", []), loss]
+        return loss
 
 
 class TwoLoaders(Regression):
@@ -213,13 +223,13 @@ def of_loss_curves(root: Path) -> set[str]:
 RUNS: dict[str, Callable[[Path], set[str]]] = {
     "MemoryMonitor": of_memory_monitor,
     "LossCurves": of_loss_curves,
-    "EmptyCache": lambda root: logged_in(root, memtools.EmptyCache(), Regression(), loader(), loader(16)),
+    "EmptyCache": lambda root: logged_in(root, memtools.EmptyCache(), Collects(), loader(), loader(16), max_epochs=4),
     "OOMReport": lambda root: logged_in(root, memtools.OOMReport(), Keeps(4096)),
     "OOMRecovery": lambda root: logged_in(root, memtools.OOMRecovery(), Keeps(4096)),
     "HaltOnNaN": lambda root: logged_in(root, memtools.HaltOnNaN(max_skips=1), Diverges(), loader()),
     "LossSpikes": lambda root: logged_in(root, memtools.LossSpikes(warm_up=10, window=10), Jumps(), loader(128)),
     "TrainingDoctor": lambda root: logged_in(
-        root, memtools.TrainingDoctor(steps=2), Regression(), loader(), loader(16)
+        root, memtools.TrainingDoctor(steps=8), Collects(), loader(), loader(16), max_epochs=2
     ),
     "GradientCheckpointing": lambda root: logged_in(root, memtools.GradientCheckpointing(), Keeps(256), max_steps=4),
     "BatchSizeTuner": lambda root: logged_in(root, memtools.BatchSizeTuner(max_trials=3), Keeps(), max_steps=1),

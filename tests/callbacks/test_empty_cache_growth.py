@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
@@ -19,6 +20,7 @@ from torchmetrics import CatMetric
 from lightning_memtools import EmptyCache, VirtualDevice
 from lightning_memtools.memory.leaks.growth_watch import EVERY, GrowthWatch
 from lightning_memtools.memory.stats import MemoryStats
+from tests.event_files import scalars, texts_of
 from tests.lightning_models import trainer
 
 KIB = 2**10
@@ -74,6 +76,20 @@ def test_a_history_that_begins_at_batch_51_is_named_before_it_fills_the_device(t
     assert 950 < int(full.replace(",", "")) < 50 + 1024
     (noticed,) = re.findall(r"until batch (\d+)\.", said)
     assert int(noticed) <= 50 + 7 * EVERY
+
+
+def test_a_found_leak_is_logged_at_its_step_with_the_warning(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    data: Any = DataLoader(torch.ones(64 * 2000, 64), 64)
+    run = trainer(tmp_path, EmptyCache(), StopsAt(420), logger=logger, max_epochs=1, limit_val_batches=0)
+    with VirtualDevice("16MiB"), pytest.warns(UserWarning, match="in each batch") as said:
+        run.fit(Small(keeps_from=50), data)
+    ((step, found),) = scalars(logger.log_dir)["memory/leaks"]
+    assert 50 + 5 * EVERY < step <= 50 + 7 * EVERY
+    assert found == 1.0
+    (text,) = [str(one.message) for one in said if "in each batch" in str(one.message)]
+    assert texts_of(logger.log_dir)["memtools/leak"] == [text]
+    assert Path(logger.log_dir, "memtools", "leak.md").read_text() == text
 
 
 class Healthy(Small):

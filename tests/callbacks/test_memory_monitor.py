@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -8,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.callbacks.memory_monitor import _say_that_there_is_no_gpu
@@ -74,6 +77,72 @@ def test_every_stage_has_its_tags_and_the_composition_adds_up_to_the_peak(tmp_pa
     phases = {phase: curves[f"memory/train/peak_{phase}_gib"][-1][1] for phase in ("forward", "backward", "optimizer")}
     assert max(phases.values()) == pytest.approx(peak[3])
     assert phases["backward"] > phases["optimizer"] >= gib(2)  # weights and their gradients
+
+
+class Slow(Regression):
+    """Sleeps in each part of a step, and in validation."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02)
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda _: time.sleep(0.03))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        time.sleep(1)
+        return super().validation_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        optimizer.register_step_post_hook(lambda *_: time.sleep(0.04))
+        return optimizer
+
+
+class SlowRows(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("device", ["cpu", "virtual"])
+def test_the_host_time_of_a_step_is_divided(device, tmp_path):
+    rows = SlowRows(torch.randn(32, 4), torch.randn(32, 1))
+    with VirtualDevice() if device == "virtual" else nullcontext():
+        run = trainer(tmp_path, MemoryMonitor(phases=True), max_epochs=2)
+        run.fit(Slow(), DataLoader(rows, batch_size=8), loader(8))
+    curves = scalars(run.log_dir)
+    times = {phase: dict(curves[f"time/{phase}_ms"]) for phase in ("step", "data", "forward", "backward", "optimizer")}
+    least = {"data": 80, "forward": 20, "backward": 30, "optimizer": 40}
+    for phase, milliseconds in least.items():
+        # Lightning has fetched the last batch of an epoch before it runs the one before: it waits for no data there.
+        waits = [step for step in range(8) if phase != "data" or step % 4 == 1]
+        assert all(times[phase][step] >= milliseconds for step in waits), (phase, times[phase])
+        assert max(times[phase].values()) < 1000, "validation is no part of a step"
+    for step in range(8):
+        assert sum(times[phase][step] for phase in least) <= times["step"][step] + 1
+
+
+def test_without_nvidia_s_gpu_load_is_announced_as_missing(tmp_path):
+    run = trainer(tmp_path, MemoryMonitor(load=True))
+    with VirtualDevice(), pytest.warns(UserWarning, match="load=True: NVML tells nothing of cpu"):
+        run.fit(Regression(), loader())
+    assert not [tag for tag in scalars(run.log_dir) if tag.startswith("device/")]
+
+
+@pytest.mark.cuda_memory
+def test_the_load_of_a_device_that_computes_nothing_is_0(tmp_path):
+    """NVML is a stub there that knows no power and no temperature."""
+    pytest.importorskip("pynvml")
+    run = trainer(tmp_path, MemoryMonitor(load=True), Sleeps(), accelerator="gpu", devices=1)
+    run.fit(Regression(), loader())
+    found = {tag: points for tag, points in scalars(run.log_dir).items() if tag.startswith("device/")}
+    assert set(found) == {"device/utilization_pct", "device/utilization_pct_max"}
+    assert {value for points in found.values() for _, value in points} == {0.0}
+
+
+class Sleeps(L.Callback):
+    def on_train_batch_start(self, *_):
+        time.sleep(0.3)
 
 
 def test_phases_of_a_manual_optimization(tmp_path):

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_memtools import TrainingDoctor, TrainingMistakeError
 from lightning_memtools.batch_size.trainer.trial_isolation import takes_part
-from tests.event_files import texts_of
+from tests.event_files import scalars, texts_of
 from tests.lightning_models import Regression, loader, trainer
 
 
@@ -56,6 +56,24 @@ def test_a_finding_is_printed_written_and_logged(tmp_path, capsys):
     markdown = path.with_suffix(".md").read_text()
     assert finding.place in markdown
     assert markdown in "\n".join(texts_of(next(tmp_path.rglob("*.tfevents.*")).parent)["memtools/doctor"])
+
+
+class Sums(Regression):
+    """Adds up losses with their graphs."""
+
+    total: Any = 0.0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().loss(batch)
+        self.total = self.total + loss
+        return loss
+
+
+def test_a_leak_is_logged_as_one(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    with pytest.warns(UserWarning, match="retained_graphs"):
+        fit(tmp_path, Sums(), TrainingDoctor(steps=8), logger=logger, max_epochs=2)
+    assert [found for _, found in scalars(logger.log_dir)["memory/leaks"]] == [1.0]
 
 
 def test_parameters_without_gradients_are_no_mistake(tmp_path):

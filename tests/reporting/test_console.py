@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from lightning_memtools.reporting.console import progress_printed
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -52,6 +54,51 @@ def test_characters_that_an_encoding_lacks_are_replaced(encoding, tmp_path):
     done = run(tmp_path, PYTHONIOENCODING=encoding, shell="| iconv -f " + encoding + " -t utf-8")
     path = "gr??e" if encoding == "ascii" else "größe"
     assert f"a path: /tmp/{path}\n[bold]no markup[/bold]\n" in done.stdout
+
+
+FIT = """
+import warnings
+from pathlib import Path
+from lightning_memtools import MemoryMonitor, VirtualDevice
+from lightning.pytorch.callbacks import RichProgressBar
+from tests.lightning_models import Regression, loader, trainer
+warnings.simplefilter("ignore")
+with VirtualDevice("1GiB"):
+    run = trainer(Path.cwd(), MemoryMonitor(), RichProgressBar(), logger=False, enable_progress_bar=True, max_epochs=2)
+    run.fit(Regression(), loader(), loader(16))
+    run.validate(run.model, loader(16), verbose=False)
+"""
+
+
+def test_in_a_file_the_summary_stands_below_the_last_line_of_the_progress_bar(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    done = subprocess.run([sys.executable, "-c", FIT], capture_output=True, cwd=tmp_path, env=environment, check=True)
+    before_fit, fit, validate = done.stdout.split(b"Memory peaks on")
+    assert b"Epoch" in before_fit
+    assert b"Epoch" not in fit
+    assert b"Validation" not in validate
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a terminal of POSIX")
+def test_on_a_terminal_the_summary_stands_below_the_last_line_of_the_progress_bar(tmp_path):
+    ours, theirs = os.openpty()
+    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    command = [sys.executable, "-c", FIT]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL, cwd=tmp_path, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal's output
+            while part := os.read(ours, 1 << 16):
+                shown += part
+    os.close(ours)
+    assert process.returncode == 0
+    fit, validate = shown.split(b"Memory peaks on")[1:]
+    assert b"during fit" in fit
+    before_validate, bar, _ = fit.partition(b"Validation ")
+    assert b"out-of-memory errors: 0" in before_validate
+    assert b"Epoch" not in before_validate
+    assert bar
+    assert b"Validation" not in validate
 
 
 def test_work_that_takes_long_says_what_it_does_and_no_more_after_its_end(capsys):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lightning_memtools import MemoryMonitor
+from lightning_memtools import HaltOnNaN, LossSpikes, MemoryMonitor, NonFiniteError, OOMReport, VirtualDevice
 from lightning_memtools.reporting.files import (
     NotWritten,
     report_directory,
@@ -26,6 +28,40 @@ def test_reports_go_below_the_log_directory_or_where_the_callback_says(tmp_path)
     run = trainer(tmp_path)
     assert report_directory(run) == Path(run.log_dir or "") / "memtools"
     assert report_directory(run, str(tmp_path / "mine")) == tmp_path / "mine"
+
+
+class LeavesTheDirectory(Regression):
+    """Changes the working directory in its first step, and fails in its second."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            os.chdir("elsewhere")
+        return super().training_step(batch, batch_idx) * (1 if batch_idx == 0 else float("nan"))
+
+
+@pytest.mark.parametrize("made", [HaltOnNaN, LossSpikes])
+def test_a_relative_directory_is_meant_where_the_program_was_when_it_was_given(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("elsewhere").mkdir()
+    with pytest.raises(NonFiniteError, match=re.escape(f"{tmp_path}/reports/nonfinite-step1-report.md")):
+        trainer(tmp_path, made(directory="reports"), logger=False).fit(LeavesTheDirectory(), loader())
+    assert {path.name for path in Path(tmp_path, "reports").iterdir()} >= {"nonfinite-step1-report.md"}
+    assert list(Path(tmp_path, "elsewhere").iterdir()) == []
+
+
+def test_an_out_of_memory_report_goes_there_too(tmp_path, monkeypatch):
+    class Grows(LeavesTheDirectory):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, 0) if batch_idx == 0 else self.loss(batch)
+            self.kept = torch.zeros(1 if batch_idx == 0 else 2**24)
+            return loss
+
+    monkeypatch.chdir(tmp_path)
+    Path("elsewhere").mkdir()
+    report = OOMReport(directory="reports")
+    with VirtualDevice("16MiB"), pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, report, logger=False).fit(Grows(), loader())
+    assert len(list(Path(tmp_path, "reports").glob("*.md"))) == 1
 
 
 def test_a_dry_run_keeps_no_files_and_says_so(tmp_path):

@@ -40,6 +40,8 @@ def write_failed_run(directory: Path) -> None:
         writer.add_scalar("memory/ooms", 1.0, 0)
         facts = "|  |  |\n|---|---|\n| when | step 0 |"
         writer.add_text("memtools/oom_report", f"## What happened\n\n{facts}\n\n> No memory\n> left.", 0)
+        sizes = "Batch size: train 96, val 128 (in 9 trials, 2.0 s). On VirtualDevice."
+        writer.add_text("memtools/batch_size", f"# Batch size\n\n{sizes}", 0)
         plan = "| module |\n|---|\n| net |"
         writer.add_text("memtools/checkpoint_plan", f"### Plan\n\n{plan}\n\n- activations: 5.20 MiB", 0)
 
@@ -67,8 +69,11 @@ def write_small_run(directory: Path, *, text: str = "", tag: str = "memtools/mem
             writer.add_scalar("memory/capacity_gib", 4.0, step)
             writer.add_scalar("memory/alloc_retries", 0.0 if step < 6 else 2.0, step)
             writer.add_scalar("time/step_ms", 500.0 if step == 0 else 20.0, step)
+            writer.add_scalar("time/data_ms", 5.0, step)
+            writer.add_scalar("device/utilization_pct", 40.0 + step, step)
             writer.add_scalar("loss/train", 1.0 - 0.05 * step, step)
         writer.add_scalar("memory/val/peak_allocated_gib", 1.25, 9)
+        writer.add_scalar("memory/leaks", 2.0, 7)
         writer.add_scalar("loss/val", 0.7, 9)
         if text:
             writer.add_text(tag, text, 9)

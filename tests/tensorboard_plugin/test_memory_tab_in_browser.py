@@ -135,6 +135,14 @@ def test_a_run_of_a_single_point_is_drawn_and_says_that_memory_ran_out(window, b
     assert "1 out-of-memory error" in text_of(window, ".figures")
     open_memory_tab(window, board, "failed", "composition")
     assert inked(window, 0, [0, 158, 115]) > 5000  # activations
+    rows = window.execute_script(
+        "return [...document.querySelectorAll('.beside tbody tr')].map((row) => row.innerText)"
+    )
+    assert [row.split() for row in rows] == [
+        ["parameters", "1.00", "GiB", "29%", "1.00", "GiB", "29%"],
+        ["activations", "2.50", "GiB", "71%", "2.50", "GiB", "71%"],
+        ["total", "3.50", "GiB", "100%", "3.50", "GiB", "100%"],
+    ]
     open_memory_tab(window, board, "failed", "reports")
     assert text_of(window, "blockquote") == "No memory left."
     assert window.execute_script("return document.querySelectorAll('.report thead').length") == 1  # the plan's
@@ -146,6 +154,31 @@ def test_a_mark_is_said_when_the_cursor_is_on_it(window, board):
     plot.send_keys(*[Keys.ARROW_RIGHT] * 7)
     spoken = window.execute_script("return document.querySelector('.spoken').textContent")
     assert spoken.startswith("step 6 · 2 allocation retries; reserved memory was 2.00 GiB at the point before")
+
+
+def test_a_leak_is_marked_in_the_charts_of_memory_and_loss(window, board):
+    open_memory_tab(window, board, "run <script>window.attacked=1<")
+    assert [inked(window, chart, [17, 24, 39]) > 15 for chart in (0, 1, 2)] == [True, True, False]
+    titles = window.execute_script("return [...document.querySelectorAll('.chart')].map((one) => one.innerText)")
+    assert ["leak found" in one for one in titles[:3]] == [True, True, False]
+    assert "2 leaks were found." in window.execute_script("return document.querySelector('.events').textContent")
+
+
+def test_the_parts_of_a_step_and_the_load_of_the_gpu_are_drawn(window, board):
+    open_memory_tab(window, board, "run <script>window.attacked=1<")
+    charts = window.execute_script("return [...document.querySelectorAll('.chart')].map((one) => one.innerText)")
+    assert [one.split("\n")[0] for one in charts] == ["Memory", "Loss", "Step time", "GPU utilization"]
+    assert "wait for data" in charts[2]
+    assert inked(window, 3, ALLOCATED) > 500
+
+
+def test_cells_of_figures_hold_nothing_but_numbers(window, board):
+    open_memory_tab(window, board, "lightning_logs/version_0", "compare")
+    cells = window.execute_script("return [...document.querySelectorAll('.compare td')].map((one) => one.innerText)")
+    assert "96" in cells
+    number = r"[\d,.]+(e[+-]\d+)?( [A-Za-z]+|%)?"
+    wrong = [cell for cell in cells if not re.fullmatch(rf"\u2013|-?{number}(\s+[+\u2212\u00b1]{number})?", cell)]
+    assert wrong == []
 
 
 def test_the_newest_run_is_shown_first(window, board):
@@ -223,7 +256,7 @@ def test_composition_comparison_and_reports(window, board):
         "peak allocated, train",
         "peak reserved, val",
         "time per step",
-        "checkpoint plan",
+        "Checkpoint plan of failed",
         "activations: 5.20 MiB",
     ):
         assert words in text

@@ -83,9 +83,13 @@ def test_marks_say_what_happened():
         "memory/cache/ms": [(10, 3.0), (20, 1.0)],
         "memory/alloc_retries": [(0, 0.0), (5, 2.0), (6, 2.0), (7, 3.0)],
         "memory/ooms": [(0, 0.0), (9, 1.0)],
+        "memory/leaks": [(8, 1.0), (11, 1.0)],  # of each warning, not since the beginning
     })  # fmt: skip
     found = [(mark["step"], mark["kind"], mark.get("count"), mark.get("gib")) for mark in marks_of(run)]
-    assert found == [(5, "retry", 2, None), (7, "retry", 1, None), (9, "oom", 1, None), (10, "cache", None, 1.5)]
+    assert found == [
+        (5, "retry", 2, None), (7, "retry", 1, None), (8, "leak", 1, None), (9, "oom", 1, None),
+        (10, "cache", None, 1.5), (11, "leak", 1, None),
+    ]  # fmt: skip
 
 
 def test_a_retry_says_what_it_did_to_reserved_memory():
@@ -151,11 +155,12 @@ def test_the_figures_of_a_run():
         "time/step_ms": [(0, 900.0), (1, 10.0), (2, 12.0), (3, 11.0)],
         "loss/train": [(0, 2.0), (3, 0.5)],
     })  # fmt: skip
-    run.texts.append(LoggedText("memtools/batch_size", 0, 1.0, "# Batch size\n\n96 samples fit.\n\nmore"))
+    said = "# Batch size\n\nBatch size: train 96, val 128 (in 9 trials, 2.0 s); test 7.\n\nmore"
+    run.texts.append(LoggedText("memtools/batch_size", 0, 1.0, said))
     summary = summary_of(run)
     assert summary["stages"]["train"]["peak_allocated"] == {"gib": 3.0, "step": 1}
     assert (summary["capacity_gib"], summary["step_ms"], summary["loss_train"]) == (8.0, 11.0, 0.5)
-    assert summary["batch_size"] == "96 samples fit."
+    assert summary["batch_sizes"] == {"train": 96, "val": 128}
     assert summary["last_step"] == 3
 
 

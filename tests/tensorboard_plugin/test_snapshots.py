@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selenium.webdriver import ActionChains
 from selenium.webdriver.common.keys import Keys
 from torch import nn
 
@@ -59,9 +60,30 @@ def test_one_step_is_divided_into_what_it_holds(run_directory):
 
 def test_modules_that_hold_equally_much_come_together(run_directory):
     view = timeline_from(run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle")
-    largest = view["top"][0]
+    largest = next(one for one in view["top"] if one["part"] == "activations")
     assert largest["bytes"] == MIB
     assert {"Twins.net.0", "Twins.net.1", "Twins.net.2"} <= set(largest["names"])
+
+
+def test_holders_of_the_peak_are_named_sorted_by_share_and_add_up_to_it(run_directory):
+    view = timeline_from(run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle")
+    held = [one["bytes"] * len(one["names"]) for one in view["top"]]
+    assert sum(held) == view["peak"]["bytes"]
+    assert held[:-1] == sorted(held[:-1], reverse=True)
+    named = {name: (one["part"], one["bytes"]) for one in view["top"] for name in one["names"]}
+    for layer in (1, 2):
+        assert named[f"net.{layer}.weight"] == ("parameters", MIB)
+        assert named[f'net.{layer}.weight["exp_avg"]'] == ("optimizer", MIB)
+    assert not [name for name in named if "(outside)" in name]
+
+
+def test_every_block_of_the_model_has_the_name_of_its_tensor(run_directory):
+    path = run_directory / "memtools" / "memory_snapshot_step2_rank0.pickle"
+    blocks = timeline_from(path, with_blocks=True)["blocks"]
+    names = {part: {row[7] for row in blocks if row[4] == part} for part in ("parameters", "gradients", "inputs")}
+    assert names["parameters"] == {f"net.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")}
+    assert names["gradients"] == {f"{name}.grad" for name in names["parameters"]}
+    assert names["inputs"] == {"batch[0]", "batch[1]"}
 
 
 def test_the_monitor_leaves_nothing_running(tmp_path):
@@ -130,6 +152,23 @@ def test_names_of_modules_and_functions_never_become_markup(tmp_path):
             assert window.execute_script("return window.attacked") is None
 
 
+def test_a_pinned_segment_is_shown_with_the_block_that_keeps_it(tmp_path):
+    frames = [{"filename": "train.py", "line": 7, "name": "step"}]
+    kept = {"address": 0x5000, "size": MIB, "requested_size": MIB, "state": "active_allocated", "frames": frames}
+    free = {"address": 0x5000 + MIB, "size": 19 * MIB, "state": "inactive"}
+    segment = {"device": 0, "address": 0x5000, "total_size": 20 * MIB, "stream": 0, "blocks": [kept, free]}
+    (tmp_path / "one.pickle").write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[]]}))
+    assert main(["snapshot", str(tmp_path / "one.pickle"), "-o", str(tmp_path / "one.html")]) == 0
+    with chromium() as window:
+        window.get((tmp_path / "one.html").as_uri())
+        ready = "return document.documentElement.dataset.ready === 'true'"
+        assert wait_until(lambda: window.execute_script(ready), 30), window.get_log("browser")
+        shown = window.execute_script("return document.querySelector('#pins').innerText")
+        assert "19.0 MiB of a segment of 20.0 MiB, for blocks of 1.00 MiB, made at train.py:7" in shown
+        window.execute_script("document.querySelector('#pins summary').click()")
+        assert "address 0x5000" in window.execute_script("return document.querySelector('#pins').innerText")
+
+
 class Harmful:
     def __reduce__(self):
         return os.system, ("touch harmed",)
@@ -177,6 +216,7 @@ def test_the_page_shows_the_peak_its_holders_and_the_blocks_at_any_event(run_dir
             "Peak allocated",
             "optimizer state",
             "modules of 1.00 MiB",
+            "total at the peak",
             "(the peak)",
             "Twins.net.1",
         ):
@@ -186,6 +226,12 @@ def test_the_page_shows_the_peak_its_holders_and_the_blocks_at_any_event(run_dir
         assert "Blocks in use at event 0" in window.execute_script("return document.querySelector('#blocks').innerText")
         window.execute_script("document.querySelector('#blocks summary').click()")
         assert "address 0x" in window.execute_script("return document.querySelector('#blocks').innerText")
+        ActionChains(window).move_to_element_with_offset(plot, 0, 100).click().perform()  # the lowest area
+        blocks = window.execute_script("return document.querySelector('#blocks').innerText")
+        assert blocks.startswith("Blocks of parameters in use at event")
+        assert "net.1.weight" in blocks
+        opened = "return [...document.querySelectorAll('#blocks details')].map((one) => one.open)"
+        assert window.execute_script(opened) == [True] + 7 * [False]
         window.save_screenshot(str(tmp_path / "snapshot.png"))
         assert [line for line in window.get_log("browser") if line["level"] == "SEVERE"] == []
 

@@ -82,7 +82,7 @@ export function column(group, tag, change = (value) => value) {
   return [steps, values];
 }
 
-const MARK_NAMES = { cache: "cache emptied", retry: "allocation retry", oom: "out of memory", nonfinite: "NaN or Inf", spike: "loss spike" };
+const MARK_NAMES = { cache: "cache emptied", retry: "allocation retry", oom: "out of memory", leak: "leak found", nonfinite: "NaN or Inf", spike: "loss spike" };
 
 // The legend of the marks that a chart has.
 function marksNote(marks) {
@@ -216,6 +216,7 @@ export class StepChart {
     ctx.textBaseline = "top";
     ctx.setLineDash([2 * scale, 3 * scale]);
     ctx.strokeStyle = ctx.fillStyle = colours().text;
+    let [end, line] = [-Infinity, 0];
     for (const [at, name] of this.phases) {
       const x = u.valToPos(at, "x", true);
       if (x < left || x > left + width) continue;
@@ -223,7 +224,9 @@ export class StepChart {
       ctx.moveTo(x, top);
       ctx.lineTo(x, top + height);
       ctx.stroke();
-      ctx.fillText(name, x + 4 * scale, top + 4 * scale);
+      line = x < end ? line + 1 : 0; // names that would overlap stand below each other
+      end = x + 8 * scale + ctx.measureText(name).width;
+      ctx.fillText(name, x + 4 * scale, top + (4 + 13 * line) * scale);
     }
     ctx.restore();
   }

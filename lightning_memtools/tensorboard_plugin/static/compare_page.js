@@ -27,8 +27,7 @@ function figures() {
   rows.push(["last step", (run) => run.last_step, whole, true]);
   rows.push(["allocation retries", (run) => run.retries, whole, true]);
   rows.push(["out-of-memory errors", (run) => run.ooms, whole, true]);
-  rows.push(["batch size", (run) => run.batch_size, String, true]);
-  rows.push(["checkpoint plan", (run) => run.checkpoint_plan, String, true]);
+  for (const stage of STAGES) rows.push([`batch size, ${stage}`, (run) => run.batch_sizes[stage] ?? null, whole, true]);
   return rows;
 }
 
@@ -41,7 +40,9 @@ export function comparison(runs) {
     const change = i && !plain ? difference(value, of(reference)) : "";
     return h("td", { class: "right" }, value === null ? "–" : format(value), change ? h("span", { class: `change ${change.startsWith("+") ? "up" : change.startsWith("−") ? "down" : ""}` }, change) : null);
   })));
-  return h("div", { class: "scroll" }, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, body)));
+  const plans = runs.filter((run) => run.checkpoint_plan !== null);
+  return h("div", {}, h("div", { class: "scroll" }, h("table", { class: "compare" }, h("thead", {}, head), h("tbody", {}, body))),
+    plans.map((run) => h("p", { class: "remark" }, `Checkpoint plan of ${run.run}: ${run.checkpoint_plan}`)));
 }
 
 // Rows of names whose bytes differ between runs, largest difference to the first run first.

@@ -7,6 +7,7 @@ import { markdown } from "./markdown.js";
 const TITLES = {
   "memtools/memory_summary": "Memory summary", "memtools/checkpoint_plan": "Checkpoint plan", "memtools/oom_report": "Out of memory",
   "memtools/nonfinite_report": "NaN or Inf", "memtools/batch_size": "Batch size", "memtools/doctor": "Training doctor",
+  "memtools/leak": "Leak found", "memtools/loss_spike": "Loss spike",
 };
 const OPEN_AT_FIRST = 3;
 

@@ -151,7 +151,17 @@ function lossSeries(view) {
   ]);
 }
 
-const timeSeries = (view) => (has(view, "time/step_ms") ? [{ label: "per step", colour: colours().time, style: "line", data: data(view, "time/step_ms") }] : []);
+// The curves of some tags that there are, each with its label and colour.
+const those = (view, tags) => tags.filter(([tag]) => has(view, tag)).map(([tag, label, colour]) => ({ label, colour, style: "line", data: data(view, tag) }));
+
+function timeSeries(view) {
+  const { time, parts } = colours();
+  return those(view, [["time/step_ms", "per step", time], ["time/data_ms", "wait for data", parts.gradients], ["time/forward_ms", "forward", parts.activations], ["time/backward_ms", "backward", parts.temporaries], ["time/optimizer_ms", "optimizer", parts.optimizer]]);
+}
+
+function loadSeries(tag) {
+  return (view) => those(view, [[`device/${tag}`, "mean", colours().allocated], [`device/${tag}_max`, "highest", colours().reserved]]);
+}
 const normSeries = (view) => curves(view, [{ prefix: "grad/norm", label: (tag) => tag.replace("grad/", ""), colour: colours().norm }]);
 
 function compositionSeries(view) {
@@ -166,6 +176,24 @@ function compositionSeries(view) {
     return { label: PART_NAMES[name] ?? name, colour, fill: colour, style: "area", data: column({ steps: group.steps, series: { x: ceiling } }, "x"), part: (step) => own.get(step) ?? null };
   });
   return stacked.reverse(); // the highest stack first: each area is filled down to the floor and covered by the next
+}
+
+// The figures of the areas, at the peak and at the last point.
+function compositionTable(view) {
+  const group = groupWith(view, "memory/composition/parameters_gib");
+  const parts = PARTS.filter((name) => group.series[`memory/composition/${name}_gib`]?.some((value) => value > 0));
+  const at = (i) => parts.map((name) => bytesOf(group.series[`memory/composition/${name}_gib`][i] ?? 0));
+  const sum = (values) => values.reduce((total, one) => total + one, 0);
+  const totals = group.steps.map((step, i) => sum(at(i)));
+  const peak = totals.indexOf(highest(totals));
+  const last = group.steps.length - 1;
+  const cells = (bytes, total) => [h("td", { class: "right" }, size(bytes)), h("td", { class: "right" }, total ? percent(bytes / total) : "")];
+  const [atPeak, atLast] = [at(peak), at(last)];
+  const rows = parts.map((name, i) => h("tr", {}, h("th", { scope: "row" }, h("span", { class: "part", style: `--c:${colours().parts[name]}` }, PART_NAMES[name] ?? name)), cells(atPeak[i], totals[peak]), cells(atLast[i], totals[last])));
+  const head = (words, step) => h("th", { scope: "colgroup", colspan: 2, class: "right" }, words, h("br"), `step ${whole(group.steps[step])}`);
+  return h("section", { class: "card" }, h("h3", {}, "Figures"), h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "consists of"), head("at the peak", peak), head("at the last point", last))),
+    h("tbody", {}, rows, h("tr", {}, h("th", { scope: "row" }, "total"), cells(totals[peak], totals[peak]), cells(totals[last], totals[last]))))));
 }
 
 function wordsOf(mark) {
@@ -217,7 +245,7 @@ export class RunPage {
     const step = this.kind === "composition" ? this.oneStep(view.run) : null;
     clear(this.container, this.kind === "run" ? cards(view.summary) : null, this.kind === "run" ? compositionBar(view.summary) : null,
       h("div", { class: "bar" }, h("span", { class: "remark" }, "Drag over a chart to zoom; double-click for all steps."), all),
-      this.parts.map((part) => part.chart.element), this.words, this.kind === "run" ? eventsTable(view) : null, step,
+      this.kind === "composition" && this.parts.length ? h("div", { class: "beside" }, this.parts[0].chart.element, compositionTable(view)) : this.parts.map((part) => part.chart.element), this.words, this.kind === "run" ? eventsTable(view) : null, step,
       this.parts.length ? null : h("p", { class: "card empty" }, this.kind === "run" ? "This run has reports, but no curves." : "What the memory consists of is not known for this run: MemoryMonitor logs memory/composition/* where the device can tell, such as on CUDA and inside VirtualDevice."));
     requestAnimationFrame(() => { this.linked.charts.forEach((chart) => chart.fit()); this.linked.draw(); });
     if (this.linked.range) this.refine(this.linked.range);
@@ -259,6 +287,9 @@ export class RunPage {
     add("Loss", "Training and validation loss.", lossSeries, number, { fits: true, marks: view.marks.filter(({ kind }) => !["cache", "retry"].includes(kind)) });
     add("Step time", "Host time per training step.", timeSeries, milliseconds);
     add("Gradient norm", "Before clipping.", normSeries, number);
+    add("GPU utilization", "By NVML, since the point before.", loadSeries("utilization_pct"), (value) => percent(value / 100));
+    add("GPU power", "By NVML, since the point before.", loadSeries("power_w"), (value) => `${threeDigits(value)} W`);
+    add("GPU temperature", "By NVML, since the point before.", loadSeries("temperature_c"), (value) => `${threeDigits(value)} °C`);
     if (memory) add("Host memory", "Each part once: shared pages are divided among the processes.", hostSeries, size, { isSize: true, note: hostNote(view) });
     return parts;
   }

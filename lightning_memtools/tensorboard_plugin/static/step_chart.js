@@ -6,6 +6,7 @@ import { percent, size, whole } from "./format.js";
 import { colours } from "./theme.js";
 
 const PART_NAMES = { optimizer: "optimizer state" };
+const MADE_BY_MODULES = ["", "activations", "temporaries"];
 const SHOWN_NAMES = 3;
 
 // Parts without a colour of their own, such as lines of a program, take the colours in turn.
@@ -29,12 +30,22 @@ function stacked(view) {
   return [...series.reverse(), reserved, peak];
 }
 
+// The part whose area covers a point of the chart; null above all areas.
+function partOf(view, at, bytes) {
+  const column = view.columns.reduce((found, event, k) => (event <= at ? k : found), 0);
+  let top = 0;
+  return Object.keys(view.parts).find((name) => (top += view.parts[name][column]) >= bytes) ?? null;
+}
+
 function holders(view) {
   const names = ({ names }) => (names.length === 1 ? names[0] : `${names.slice(0, SHOWN_NAMES).join(", ")}${names.length > SHOWN_NAMES ? ", …" : ""}`);
-  const amount = ({ names, bytes }) => (names.length === 1 ? size(bytes) : `${whole(names.length)} ${view.holders} of ${size(bytes)}`);
-  const rows = view.top.map((one) => h("tr", {}, h("td", { class: "right" }, amount(one)), h("td", { class: "right" }, percent((one.bytes * one.names.length) / view.peak.bytes)), h("td", { class: "name" }, names(one))));
+  const kind = (part) => (MADE_BY_MODULES.includes(part) ? view.holders : "tensors");
+  const each = ({ part, names, bytes }) => (names.length === 1 ? "" : `${whole(names.length)} ${kind(part)} of ${size(bytes)}: `);
+  const row = (bytes, part, words) => h("tr", {}, h("td", { class: "right" }, percent(bytes / view.peak.bytes)), h("td", { class: "right" }, size(bytes)), h("td", {}, PART_NAMES[part] ?? part), h("td", { class: "name" }, words));
+  const rows = view.top.map((one) => row(one.bytes * one.names.length, one.part, each(one) + names(one)));
   return h("div", { class: "scroll" }, h("table", { class: "holders" },
-    h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "right" }, "held at the peak"), h("th", { scope: "col", class: "right" }, "share"), h("th", { scope: "col" }, "by"))), h("tbody", {}, rows)));
+    h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "right" }, "share"), h("th", { scope: "col", class: "right" }, "held"), h("th", { scope: "col" }, "what"), h("th", { scope: "col" }, "by"))),
+    h("tbody", {}, rows, row(view.peak.bytes, "", "total at the peak"))));
 }
 
 // Returns the element, and the chart for whoever follows its cursor.
@@ -48,6 +59,7 @@ export function stepChart(view, title) {
     note: h("div", { class: "note" }, h("span", {}, words)),
   });
   requestAnimationFrame(() => { chart.fit(); linked.draw(); });
+  const partAt = (at, bytes) => partOf(view, at, bytes);
   const element = h("div", {}, chart.element, view.top.length ? h("section", { class: "card" }, h("h3", {}, "Who holds the peak"), holders(view)) : null);
-  return { element, chart, linked };
+  return { element, chart, linked, partAt };
 }

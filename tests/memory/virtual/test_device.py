@@ -121,7 +121,10 @@ def test_record_keeps_a_trace() -> None:
         ({"context": "many"}, "many"),
         ({"used_by_others": "3"}, "3"),
         ({"cublas_workspace": "x"}, "x"),
-        ({"capacity": 24}, "Not a capacity: 24.*whole number of bytes, at least 1048576"),
+        (
+            {"capacity": 24},
+            "Not a capacity: 24. Did you mean '24GiB' or '24GB'.*whole number of bytes, at least 1048576",
+        ),
         ({"capacity": True}, "Not a capacity: True"),
         ({"capacity": 2.0**30}, "Not a capacity: 1073741824.0"),
         ({"capacity": "1G"}, r"Not a capacity: '1G'\. Did you mean '1GiB' or '1GB'\? Give a size"),
