@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
-from lightning_memtools._lightning import ended_by_signals, is_compiled_by_lightning, training_step
+from lightning_memtools._lightning import is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import is_compiled
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
@@ -18,6 +19,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.compiled_budget import CompiledBudget
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, StepPlanner
 from lightning_memtools.checkpointing.sharded_units import refuse_peaks, within_units
+from lightning_memtools.ending_signals import ended_by_signals
 from lightning_memtools.memory.peaks import PeakWindow, peak_counter
 from lightning_memtools.memory.readers import reader_for
 from lightning_memtools.memory.virtual import VirtualDevice
@@ -202,7 +204,8 @@ class CheckpointingRun:
         )
         planner = StepPlanner(step)
         try:
-            with ended_by_signals(), progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}"):
+            told = progress_printed(lambda: f"GradientCheckpointing is {planner.progress.doing}")
+            with ended_by_signals(SIGTERMException), told:
                 refuse_peaks(self._options, module)
                 plan = within_units(planner.plan(self._options, nearest=self.is_in_trial), planner.step)
                 return planner.with_advice(plan)

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_memtools._lightning import raise_if_ended
 from lightning_memtools._torch import (
     ENGINE_RUN,
     LIFT_FRESH,
@@ -46,6 +45,7 @@ from lightning_memtools._torch import (
     tree_map_only,
     without_dispatch_modes,
 )
+from lightning_memtools.ending_signals import raise_if_ended
 from lightning_memtools.memory.user_code import LIGHTNING_PACKAGES, calling_package, line_on_stack
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.null_cuda.launch import computes_nothing

@@ -17,10 +17,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
-from lightning_memtools._lightning import ended_by_signals
 from lightning_memtools._torch import FakeTensor
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_memtools.checkpointing.repetition_proof import RecomputationDiffersWarning
+from lightning_memtools.ending_signals import ended_by_signals
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.known_values import ValueReaders, values_known
 from tests.checkpointing.models import encoder
@@ -513,13 +513,13 @@ def test_a_signal_ends_traced_work_at_its_next_torch_function_or_at_its_end(in_t
     before = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
     ended = SIGTERMException if sent == signal.SIGTERM else KeyboardInterrupt
     try:
-        with pytest.raises(ended), ended_by_signals(), values_known() as known, ValueReaders(known):  # noqa: PT012
+        with pytest.raises(ended), ended_by_signals(SIGTERMException), values_known() as known, ValueReaders(known):  # noqa: PT012
             signal.raise_signal(sent)
             after.append("signal")  # the handler itself raises nothing: torch's C++ may be above it
             if in_torch:
                 torch.zeros(2)
                 after.append("torch")
-        with ended_by_signals():
+        with ended_by_signals(SIGTERMException):
             after.append("next")
         signal.raise_signal(signal.SIGTERM)  # as before again: only noted
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -531,7 +531,7 @@ def test_a_signal_ends_traced_work_at_its_next_torch_function_or_at_its_end(in_t
 
 def test_a_second_interrupt_ends_traced_work_at_once():
     after = []
-    with pytest.raises(KeyboardInterrupt), ended_by_signals():  # noqa: PT012, what runs is noted
+    with pytest.raises(KeyboardInterrupt), ended_by_signals(SIGTERMException):  # noqa: PT012, what runs is noted
         signal.raise_signal(signal.SIGINT)
         after.append(1)
         signal.raise_signal(signal.SIGINT)
