@@ -30,13 +30,13 @@ def report_of(folder, rank):
 @pytest.mark.parametrize(
     ("change", "code"), [("recomputed", "GradientCheckpointing()"), ("half", "batch_size=1024)`).")]
 )
-def test_a_peak_falls_on_each_rank_by_what_the_report_says_or_a_little_more(folder, rank, change, code):
+def test_a_peak_falls_on_each_rank_by_about_what_the_report_says(folder, rank, change, code):
     (line,) = (line for line in report_of(folder, rank).splitlines() if code in line)
     said = parse_size(re.search(r"peak falls by ([\d.]+ \w+) to", line)[1].replace(" ", ""))
     peaks = json.loads((folder / f"{rank}.json").read_text())
     fell = peaks["plain"] - peaks[change]
     # In the trace, the whole model's gradients take over the peak sooner.
-    assert 0.97 * said <= fell <= 1.2 * said
+    assert 0.94 * said <= fell <= 1.2 * said
 
 
 def test_what_ranks_share_is_no_advice_and_what_they_gathered_has_no_holder(folder):
