@@ -185,8 +185,8 @@ class AdviceChecks:
         if self._failed.run.is_sharded:
             self.notes.append(
                 "FSDP 2 shards this model. The peaks are those of one device that holds it whole: a rank holds the "
-                "same activations, and a part of the parameters, gradients and optimizer state. Its peak falls by about "
-                "as much as is said here; whether that is enough is not known."
+                "same activations, and a part of the parameters, gradients and optimizer state. Its peak falls by "
+                "about as much as is said here; whether that is enough is not known."
             )
         if trials.plain_fits:
             peak = trials.within(trials.plain.peak_allocated)
