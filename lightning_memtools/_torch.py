@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import wait
 from operator import attrgetter
 from types import CodeType, ModuleType
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, _ops, nn
 from torch._subclasses import fake_tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing import reductions
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -288,6 +289,15 @@ def autograd_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
+def without_saved_tensors_hooks() -> AbstractContextManager[None]:
+    """Return a context in which autograd saves tensors as they are, whatever hooks the program has set."""
+    return saved_tensors_hooks(_unchanged, _unchanged)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """Return the hooks for saved tensors that were set last. `saved_tensors_hooks` can only replace them."""
     hooks: tuple[Any, Any] = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, its only form
@@ -464,7 +474,8 @@ COLLECTIVE_NAMESPACES = frozenset(
 LIFT_FRESH = torch.ops.aten.lift_fresh.default  # the operator with which `torch.tensor` ends
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default  # the operator that `.item()` runs
 # The functions behind `pack_padded_sequence` and `pad_packed_sequence`, which read lengths without an operator.
-PACK_PADDED, PAD_PACKED = torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence
+LAYER_FUNCTIONS: Any = torch._VF  # torch.nn calls `lstm` and the like by it
+PACK_PADDED, PAD_PACKED = LAYER_FUNCTIONS._pack_padded_sequence, LAYER_FUNCTIONS._pad_packed_sequence
 DEVICE_OF = torch.ops.prim.device.default  # torch's own code asks with it for a fake tensor's device, all the time
 
 
@@ -764,13 +775,12 @@ def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
 
 # --- operators
 
-LAYER_FUNCTIONS: Any = torch._VF  # torch.nn calls `lstm` and the like by it
-
 OpOverload = _ops.OpOverload  # what `torch.ops.aten.add.Tensor` is an instance of
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 without_dispatch_modes = _python_dispatch._disable_current_modes
 kernels_of_meta_tensors = fake_tensor.in_kernel_invocation_manager  # for fakes, as their mode runs these
 without_torch_dispatch = torch._C._DisableTorchDispatch  # the same in a microsecond, within a mode's handler
+without_torch_function = torch._C.DisableTorchFunction  # modes of functions see none of the code within
 
 
 class OperatorMode(DispatchMode):  # type: ignore[no-untyped-call]

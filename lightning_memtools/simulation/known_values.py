@@ -48,6 +48,7 @@ from lightning_memtools._torch import (
 from lightning_memtools.ending_signals import raise_if_ended
 from lightning_memtools.memory.user_code import LIGHTNING_PACKAGES, calling_package, line_on_stack
 from lightning_memtools.memory.virtual.patches import Patches
+from lightning_memtools.memory.virtual.storages import flat, given_tensors
 from lightning_memtools.null_cuda.launch import computes_nothing
 
 aten = torch.ops.aten
@@ -167,13 +168,13 @@ class KnownValues:
         kind = _kind_of(func)
         if kind.is_view:
             return
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = given_tensors(args, kwargs)
         written = list(_written(kind, args, kwargs))
         values = [] if kind.is_random else list(self._all_of(tensors))
         if len(values) < len(tensors) or kind.is_random or (not tensors and kind.name[6:] not in _FACTORIES):
             self._follow_unknown(func, kind, args, kwargs, out)
             return
-        made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+        made = list(flat(out))
         given = {storage_id(one.untyped_storage()) for one in tensors}
         new = [one for one in made if storage_id(one.untyped_storage()) not in given]
         # A real tensor that the step writes to belongs to the user, and keeps its values.
@@ -184,7 +185,7 @@ class KnownValues:
                 self.forget(tensor)
             return
         is_assumed = any(map(self._is_assumed, tensors))
-        for one, real in zip(made, [one for one in tree_leaves(found) if isinstance(one, Tensor)], strict=False):
+        for one, real in zip(made, flat(found), strict=False):
             if any(one is each for each in new) and one.shape == real.shape:
                 self._know(one, real, is_assumed=is_assumed)
 
@@ -287,7 +288,7 @@ class KnownValues:
         if kind.name == "aten::masked_select":
             source, mask = torch.broadcast_tensors(args[0], args[1])  # type: ignore[no-untyped-call]
             return aten.index.Tensor(source, list(self.without_masks([mask], _is_traced)))
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = given_tensors(args, kwargs)
         values = list(self._all_of(tensors))
         like = tensors[0]
         found = _computed(func, args, kwargs, values) if len(values) == len(tensors) else None
@@ -687,7 +688,7 @@ _UNDEFINED = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::ne
 def _written(kind: _Kind, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for at, name in kind.written:
         given = args[at] if at < len(args) else kwargs.get(name)
-        yield from (one for one in tree_leaves(given) if isinstance(one, Tensor))
+        yield from flat(given)
 
 
 def _computed(func: Any, args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:

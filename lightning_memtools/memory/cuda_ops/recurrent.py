@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_memtools._torch import storage_id, without_autocast_on_cpu
+from lightning_memtools._torch import storage_id, without_autocast_on_cpu, without_saved_tensors_hooks
 
 Graph = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """Results with autograd graphs, and the leaves of these."""
@@ -56,7 +55,7 @@ class HostComputation:
     def run(self, inputs: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor]) -> Graph:
         """Fill in the results, and return what their gradients are computed from."""
         # Not the hooks of the program (a checkpoint's, say), and copies: the graph of the parts is the host's.
-        with self.uncounted(), without_autocast_on_cpu(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with self.uncounted(), without_autocast_on_cpu(), without_saved_tensors_hooks():
             with torch.enable_grad():
                 leaves = [
                     None if one is None else one.detach().clone().requires_grad_(one.requires_grad) for one in inputs
@@ -165,10 +164,6 @@ class _FirstDerivative(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *_gradients: torch.Tensor) -> Any:
         raise RuntimeError("the derivative for '_cudnn_rnn_backward' is not implemented")
-
-
-def _as_it_is(one: torch.Tensor) -> torch.Tensor:
-    return one
 
 
 def _turned(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:

@@ -20,6 +20,7 @@ from lightning_memtools._torch import (
     own_tensors,
     storage_id,
     without_dispatch_modes,
+    without_torch_function,
 )
 from lightning_memtools.memory.allocator import SimulatedOutOfMemory
 from lightning_memtools.memory.convolution_workspaces import CONVOLUTIONS, workspaces_of
@@ -110,7 +111,9 @@ class AccountingMode(OperatorMode):
     ) -> Any:
         """Run the operator, or its replacement unless ``as_it_is``; then account for the storages that it made."""
         if self._is_hooked and not as_it_is:
-            return self._run_hooked(func, types, args, kwargs)
+            # Modes of functions are for the step's own code: here they would see each attribute that is read.
+            with without_torch_function():
+                return self._run_hooked(func, types, args, kwargs)
         if types and not _ORDINARY.issuperset(types):
             return NotImplemented
         if is_gradient_sum(func, args, kwargs):

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_memtools._torch import FakeTensor, is_functorch_active
+from lightning_memtools._torch import FakeTensor, is_functorch_active, without_saved_tensors_hooks
 from lightning_memtools.memory.cuda_ops.attention import attention, cast_by_autocast
 from lightning_memtools.memory.cuda_ops.attention_kernels import (
     ATTENTION_OF_CPU,
@@ -92,7 +91,7 @@ class FusedAttention(torch.autograd.Function):
 
         def compute() -> tuple[Tensor, Tensor]:
             # Not the hooks of the program (a checkpoint's, say): they are for what a kernel saves.
-            with torch.set_grad_enabled(learns), saved_tensors_hooks(_as_it_is, _as_it_is):
+            with torch.set_grad_enabled(learns), without_saved_tensors_hooks():
                 # Copies: the graph of the parts lives longer than what a kernel keeps, which would stay on the device.
                 ctx.leaves = [
                     one.detach().clone().requires_grad_(learns) for one in (query, key, value) if one is not None
@@ -124,7 +123,3 @@ class FusedAttention(torch.autograd.Function):
             ATTENTION_OF_CPU_BACKWARD, compute, (gradient, *saved, *ctx.rest), {"attn_mask": mask, "scale": ctx.scale}
         )
         return (None, None, None, *found, None)
-
-
-def _as_it_is(one: Tensor) -> Tensor:
-    return one

@@ -9,12 +9,12 @@ import torch
 
 from lightning_memtools._torch import FakeTensorMode, fake_copy, storage_id
 from lightning_memtools.memory.virtual.ledger import VirtualLedger
-from lightning_memtools.memory.virtual.storages import flat, parts, storage_key
+from lightning_memtools.memory.virtual.storages import given_tensors, parts, storage_key
 
 
 def can_be_copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether all tensors among an operator's arguments are dense and on the device that the CPU stands for."""
-    tensors = [*flat(args), *flat(tuple(kwargs.values()))]
+    tensors = given_tensors(args, kwargs)
     return bool(tensors) and all(
         one.is_cpu and one.layout is torch.strided and not one.is_nested and not one.is_quantized for one in tensors
     )

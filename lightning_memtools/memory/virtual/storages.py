@@ -65,6 +65,11 @@ def flat(values: Any) -> Iterator[torch.Tensor]:
                 yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
+def given_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among all arguments of an operator, in their order."""
+    return list(flat((*args, *kwargs.values())))
+
+
 def is_among(key: int, args: Any, kwargs: Any) -> bool:
     """Return whether a storage belongs to one of an operator's arguments."""
     for value in args:
@@ -78,7 +83,7 @@ def is_among(key: int, args: Any, kwargs: Any) -> bool:
 
 def storages_of(args: Any, kwargs: Any) -> set[int]:
     """Return the identities of the storages of an operator's arguments."""
-    return {storage_key(part) for tensor in flat((*args, *kwargs.values())) for part in parts(tensor)}
+    return {storage_key(part) for tensor in given_tensors(args, kwargs) for part in parts(tensor)}
 
 
 def _has_storage(tensor: torch.Tensor, key: int) -> bool:
