@@ -220,7 +220,7 @@ class LoopMarker:
 
 
 class EvaluationBatchEnd(NamedTuple):
-    """The arguments of on_validation_batch_end and on_test_batch_end, which every callback gets alike."""
+    """The arguments that Lightning passes to on_validation_batch_end and on_test_batch_end."""
 
     trainer: Trainer
     module: LightningModule
@@ -606,7 +606,7 @@ class StepClosure:
 
 
 def replace_closures(trainer: Trainer, run: Callable[[StepClosure], Any]) -> Callable[[], None]:
-    """Let `run` run each training batch's forward and backward, and return the function that undoes this.
+    """Make Lightning call `run` for each training batch's forward and backward; return a function that undoes this.
 
     No hook encloses both, and only their closure can be run again within the batch. It can go when the Trainer offers
     its closure to callbacks.

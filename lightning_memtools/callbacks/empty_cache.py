@@ -271,8 +271,7 @@ class EmptyCache(EitherCallback):
         scope = SearchScope.around(module, [*callbacks_of(trainer), getattr(trainer, "datamodule", None)], trainer)
         held = find_holdings(releaser.on_device, module, trainer.optimizers, batch, scope)
         found = [one for one in held.found if one.piles_up and 10 * one.n_bytes >= growth.n_bytes]
-        rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        text = growth_warning(growth, found, device=f"{releaser.reader.name}{rank}", batch=run.n_batches)
+        text = growth_warning(growth, found, device=_name_of_device(trainer, releaser.reader), batch=run.n_batches)
         self._tell_leak(trainer, text, max(1, len(found)))
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
@@ -313,9 +312,9 @@ class EmptyCache(EitherCallback):
             return
         report = self._run.releaser.find_leak(retained)
         if report is not None:
-            rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
             readings = "evaluations" if self._counts_evaluations(trainer) else "epochs"
-            text = report.text(device=f"{self._run.releaser.reader.name}{rank}", readings=readings)
+            device = _name_of_device(trainer, self._run.releaser.reader)
+            text = report.text(device=device, readings=readings)
             self._tell_leak(trainer, text, len(report.findings))
 
     def _tell_leak(self, trainer: Trainer, text: str, n_leaks: int) -> None:
@@ -347,6 +346,10 @@ class EmptyCache(EitherCallback):
     def _forget(self) -> None:
         self._carried.leave()
         self._run = None
+
+
+def _name_of_device(trainer: Trainer, reader: MemoryReader) -> str:
+    return f"{reader.name} of rank {trainer.global_rank}" if trainer.world_size > 1 else reader.name
 
 
 def _predictions(trainer: Trainer) -> Any:

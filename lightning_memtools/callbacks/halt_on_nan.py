@@ -194,7 +194,7 @@ class HaltOnNaN(EitherCallback, Neighbour):
         self._stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a fresh instance's state: a run's own cannot be pickled, and no other run needs it."""
+        """Return the state of a new instance: the state of a run cannot be pickled, and is useless in another run."""
         return vars(type(self)(**asdict(self.options)))
 
     def _opened(self) -> HaltRun:

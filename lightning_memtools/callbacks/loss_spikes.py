@@ -112,7 +112,7 @@ class LossSpikes(EitherCallback, Neighbour):
         self.spikes = self._run.spikes
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy what a rollback needs."""
+        """Save the state that a rollback restores: none goes back beyond the beginning of an epoch."""
         if self._run is not None:
             self._run.begin_epoch()
 

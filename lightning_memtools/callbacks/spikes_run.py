@@ -164,7 +164,7 @@ class SpikesRun:
                 self._take_point(micro, n_steps)
 
     def begin_epoch(self) -> None:
-        """Take a point, so that no rollback crosses the end of an epoch."""
+        """Save the training state, so that no rollback goes back beyond the beginning of the epoch."""
         self._take_point(None, training_step(self._trainer))
 
     def _take_point(self, micro: MicroBatch | None, n_steps: int) -> None:

@@ -270,8 +270,9 @@ class PhaseWatch:
     ) -> None:
         self.between = between
         self._clock = clock
-        phases = () if counter is None else PHASES
-        self._windows = {phase: counter.open(leave_counter_alone=leave_counter_alone) for phase in phases}  # type: ignore[union-attr]
+        self._windows: dict[Phase, PeakWindow] = {}
+        if counter is not None:
+            self._windows = {phase: counter.open(leave_counter_alone=leave_counter_alone) for phase in PHASES}
         self._running: Phase | None = None
         self._hooks: list[RemovableHandle] = []
 

@@ -91,7 +91,7 @@ class StepSnapshot:
         self._labels = self._batch = None
 
     def _addresses(self) -> dict[str, dict[int, str]]:
-        """Return the address of each block that has an owner now, with its tensor's name, by category."""
+        """Return, for each category, the addresses of the blocks that are owned now, and the names of their tensors."""
         names: dict[int, str] = {}
         for name, tensor in self._named():
             address = self._address(tensor)

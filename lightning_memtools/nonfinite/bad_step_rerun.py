@@ -115,7 +115,7 @@ class BadStepRerun:
     def write(
         self, path: Path, max_bytes: int, about: dict[str, Any], more: Mapping[str, Any] | None = None
     ) -> CapsuleNote:
-        """Write the capsule.
+        """Write the bad step to a capsule file.
 
         Args:
             path: The file.

@@ -130,17 +130,17 @@ class SpikeDetector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeComparison:
-    """A spike's step, run again with other weights and with another batch.
+    """The loss or gradient norm when a spike's step is run again unchanged, with earlier weights, and on another batch.
 
     Attributes:
         kind: The value that is compared: "loss" or "gradient norm".
-        median: It in the steps before, in the median.
-        same: It, run again as it was.
-        earlier_weights: With the weights of `steps_before` steps earlier; None if the capsule holds none.
-        other_batch: With another batch on the same weights; None if the capsule holds none.
-        steps_before: The age of the earlier weights, in steps.
+        median: Its median over the steps before the spike.
+        same: Its value when the step is run again unchanged.
+        earlier_weights: Its value with the weights of `steps_before` steps earlier; None if the capsule holds none.
+        other_batch: Its value on another batch, with the same weights; None if the capsule holds none.
+        steps_before: How many steps earlier the earlier weights were in use.
         other_index: The index of the other batch.
-        learning_rates: Those of the step.
+        learning_rates: The learning rates of the step.
     """
 
     kind: str

@@ -222,7 +222,7 @@ class StepGuard:
         self._now = None
 
     def check_updates(self) -> BadStep | None:
-        """Return the step whose update has made weights NaN or Inf, if that is known by now. Waits for no device.
+        """Return the step whose update made weights NaN or Inf; None if none is known yet. Never waits for the device.
 
         Call it after a batch, and before a checkpoint or evaluation. One pass over the weights that were updated; on
         the CPU once in 50 steps, as long as the update is sure to leave them finite.
@@ -383,7 +383,7 @@ class StepGuard:
         return self._buffers.known()
 
     def close(self) -> None:
-        """Remove the flag from the optimizers and release everything. Idempotent."""
+        """Stop vetoing updates of the optimizers, and release all tensors. Idempotent."""
         if self._veto is not None:
             self._veto.close()
         self._step = self._latest = self._now = self._updated = None

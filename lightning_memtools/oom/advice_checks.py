@@ -29,23 +29,21 @@ class AdviceCheck:
         improves: True if the check improves on another one. What it finds replaces the actions of the same kind, and
             it is shown as unchecked only where the time was over.
         needs_trace: True if the check cannot be carried out for a step that cannot be traced.
+        needs_whole_model: True if the check makes no sense where FSDP 2 shards the model: its figures would be those of
+            all ranks together.
     """
 
     run: Callable[[StepTrials], Iterator[Action]]
     unchecked: Action
     applies: Callable[[FailedStep], bool]
     needs_trace: bool = True
+    needs_whole_model: bool = False
     only_if_nothing_fits: bool = False
     improves: bool = False
 
 
 def _is_training(failed: FailedStep) -> bool:
     return failed.stage == "train"
-
-
-def _is_whole(failed: FailedStep) -> bool:
-    """Return True if a trace holds what the device holds, and not what all ranks hold together."""
-    return not failed.run.is_sharded
 
 
 def _grows(failed: FailedStep) -> bool:
@@ -101,30 +99,32 @@ CHECKS = (
         lambda it: it.evaluation_began is not None and not it.run.empties_cache,
         needs_trace=False,
     ),
-    AdviceCheck(advice.processes, advice.STOP_PROCESSES, lambda it: bool(it.processes) and _is_whole(it)),
+    AdviceCheck(advice.processes, advice.STOP_PROCESSES, lambda it: bool(it.processes), needs_whole_model=True),
     AdviceCheck(
         advice.predictions,
         advice.KEEP_NO_PREDICTIONS,
-        lambda it: it.stage == "predict" and it.predictions > 0 and _is_whole(it),
+        lambda it: it.stage == "predict" and it.predictions > 0,
+        needs_whole_model=True,
     ),
-    AdviceCheck(advice.larger_gpu, advice.LARGER_GPU, lambda it: it.is_cuda_like and _is_whole(it)),
+    AdviceCheck(advice.larger_gpu, advice.LARGER_GPU, lambda it: it.is_cuda_like, needs_whole_model=True),
     AdviceCheck(advice.smaller_batch, advice.SMALLER_BATCHES, lambda _: True),
     AdviceCheck(
         advice.chunked_loss,
         advice.CHUNK_THE_LOSS,
         lambda it: _is_training(it) and may_have_large_logits(it.run.model),
     ),
-    AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true" and _is_whole(it)),
-    AdviceCheck(advice.optimizer, advice.SMALLER_STATE, lambda it: _is_training(it) and _is_whole(it)),
+    AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true", needs_whole_model=True),
+    AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training, needs_whole_model=True),
     AdviceCheck(advice.checkpointing, advice.RECOMPUTE, _is_training),
     AdviceCheck(advice.accumulation, advice.ACCUMULATE, lambda it: _is_training(it) and it.run.can_accumulate),
     AdviceCheck(
         advice.least_recomputation,
         advice.LEAST_RECOMPUTATION,
-        lambda it: _is_training(it) and it.run.plan is None and _is_whole(it),
+        lambda it: _is_training(it) and it.run.plan is None,
         improves=True,
+        needs_whole_model=True,
     ),
-    AdviceCheck(combined, COMBINE, lambda it: _is_training(it) and _is_whole(it), only_if_nothing_fits=True),
+    AdviceCheck(combined, COMBINE, _is_training, only_if_nothing_fits=True, needs_whole_model=True),
 )
 """In this order: what takes little time comes first, and combinations after all single changes."""
 
@@ -170,7 +170,9 @@ class AdviceChecks:
             if not trials.why_not:
                 self.modules = _modules(trials)
                 self._note(trials)
-            for check in (check for check in CHECKS if check.applies(self._failed)):
+            for check in CHECKS:
+                if not check.applies(self._failed) or (check.needs_whole_model and self._failed.run.is_sharded):
+                    continue
                 is_enough = any(action.fits and action.kind not in _OTHER_HARDWARE for action in found)
                 if check.only_if_nothing_fits and is_enough:
                     continue

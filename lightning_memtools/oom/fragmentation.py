@@ -101,7 +101,11 @@ def pinned_segments(snapshot: Mapping[str, Any], device: int = 0) -> list[Pinned
 
 
 def maker(frames: Any) -> str:
-    """Return "at" the innermost line of the user's in a block's stack; of a simulated device, "in" the module."""
+    """Return where a block was allocated, read off its recorded stack; "" where that is not known.
+
+    It is the innermost line of the user's code, such as "at train.py:31". A simulated device records modules in place
+    of lines, such as "in net.0".
+    """
     for frame in frames:
         file, name = frame["filename"], frame["name"]
         if file and owner_of(file) == "user" and file.endswith(".py"):

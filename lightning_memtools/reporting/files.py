@@ -32,7 +32,7 @@ class NotWritten:
 
 
 def fixed_directory(directory: str | None) -> str | None:
-    """Return a callback's `directory=` as it is meant now: a program may change its working directory later."""
+    """Return `directory=` as an absolute path: a program may change its working directory before it reports."""
     return None if directory is None else str(Path(directory).absolute())
 
 
@@ -120,7 +120,7 @@ def write_file(directory: Path | NotWritten, name: str, write: Callable[[Path], 
 
 
 def write_report_or_warn(directory: Path | NotWritten, name: str, text: str) -> Path | None:
-    """Write a report and return its path; where that fails, warn and return None."""
+    """Write a report and return its path. If it cannot be written, warn and return None."""
     written = write_report(directory, name, text)
     if isinstance(written, Path):
         return written

@@ -99,7 +99,7 @@ class StepCost:
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes that stay allocated for the whole step: the static bytes without gradients."""
+        """The bytes that are allocated throughout the step: the static bytes, without those of gradients."""
         return self.static_bytes - self.gradient_bytes
 
 

@@ -35,7 +35,8 @@ def test_a_peak_falls_on_each_rank_by_about_what_the_report_says(folder, rank, c
     said = parse_size(re.search(r"peak falls by ([\d.]+ \w+) to", line)[1].replace(" ", ""))
     peaks = json.loads((folder / f"{rank}.json").read_text())
     fell = peaks["plain"] - peaks[change]
-    # In the trace, the whole model's gradients take over the peak sooner.
+    # In the trace, the whole model's gradients take over the peak sooner. On a rank, how long the parameters gathered
+    # for a block (1 MiB) live depends on when the other rank answers.
     assert 0.94 * said <= fell <= 1.2 * said
 
 
