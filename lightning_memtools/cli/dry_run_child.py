@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import pickle
@@ -38,6 +37,7 @@ from lightning_memtools.cli.dry_run_trainers import (
 )
 from lightning_memtools.memory.allocator import replay
 from lightning_memtools.memory.allocator.memory_snapshot import config_of, trace_until
+from lightning_memtools.memory.living_objects import instances_of
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.peak_holders import held_by
 from lightning_memtools.memory.sizes import GpuShape, context_bytes, known_gpus
@@ -190,7 +190,7 @@ def _run(spec: DryRunSpec, known: KnownValues) -> None:
             "of these figures: give the script that trains itself, with --devices for its ranks."
         )
     snapshot = cuda_memory_snapshot()
-    if loops.n_steps or any(issubclass(type(one), Optimizer) for one in gc.get_objects()):
+    if loops.n_steps or instances_of(Optimizer):
         steps = loops.n_steps
     del variables
     if not observer.stages:

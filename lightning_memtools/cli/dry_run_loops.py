@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memtools._torch import has_compiled
 from lightning_memtools.cli.dry_run_trainers import RunObserver
+from lightning_memtools.memory.living_objects import instances_of, outermost
 
 
 class LoopWatch:
@@ -38,9 +37,8 @@ class LoopWatch:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
-            self._models.update(
-                model for model in _whole_models() if any(id(one) in trained for one in model.parameters())
-            )
+            models = outermost(instances_of(nn.Module))
+            self._models.update(one for one in models if any(id(weight) in trained for weight in one.parameters()))
             # From the second step on: in the first, cuBLAS makes its workspaces within some layer. Hooks would change
             # what is compiled.
             if not has_compiled():
@@ -51,16 +49,9 @@ class LoopWatch:
     def look(self) -> None:
         """Called when the script ends with an error: note models and optimizers if no step was finished."""
         if not self._observer.is_watching and not self._optimizers:
-            self._models.update(_whole_models())
+            self._models.update(outermost(instances_of(nn.Module)))
             self._note()
 
     def _note(self) -> None:
         models = list(self._models)
         self._observer.see(models[0] if len(models) == 1 else nn.ModuleList(models), list(self._optimizers), None)
-
-
-def _whole_models() -> Iterator[nn.Module]:
-    """Yield the modules of this process that are not submodules of another."""
-    found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    parts = {id(part) for one in found for part in one.children()}
-    yield from (one for one in found if id(one) not in parts)

@@ -20,6 +20,7 @@ from lightning_memtools.argument_types import check_types
 from lightning_memtools.memory.error_frames import forget_frames, variables_of
 from lightning_memtools.memory.leaks.holders import find_holder, names_of_modules
 from lightning_memtools.memory.leaks.leak_detector import LivingTensor, TensorCensus
+from lightning_memtools.memory.living_objects import instances_of
 from lightning_memtools.memory.memory_releaser import free_failed_backward
 from lightning_memtools.memory.oom_errors import error_chain
 from lightning_memtools.memory.owned import OnDevice, on_device_of, owned_by, storage_of
@@ -69,7 +70,7 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
     check_types(release_failed_step, locals())
     running = _running_frames_of(error)
     models = _models_of(error) if model is None else [model]
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+    optimizers = instances_of(Optimizer)
     places = {tensor.device for one in models for tensor in one.parameters()} or {torch.device("cpu")}
     devices = {id(reader): (reader, place) for place in places if (reader := reader_for(place)) is not None}.values()
     before = sum(allocated_bytes(reader) for reader, _ in devices)

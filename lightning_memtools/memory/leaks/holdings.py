@@ -38,6 +38,7 @@ from lightning_memtools.memory.leaks.leak_detector import (
     largest_signatures,
 )
 from lightning_memtools.memory.leaks.leak_report import LeakFinding
+from lightning_memtools.memory.living_objects import instances_of, outermost
 from lightning_memtools.memory.owned import OnDevice, block_bytes, owned_by, storage_of
 from lightning_memtools.memory.user_code import owner_of
 
@@ -182,21 +183,16 @@ class _HoldingSearch:
 
     def find_owners(self, own_optimizers: Sequence[Optimizer], end: float) -> None:
         """Find who holds models and optimizers that are not those of the run."""
-        modules: list[nn.Module] = []
-        optimizers: list[Optimizer] = []
         own = {id(one) for one in own_optimizers}
-        for one in gc.get_objects():
-            if issubclass(type(one), nn.Module):
-                modules.append(one)
-            elif issubclass(type(one), Optimizer) and id(one) not in own:
-                optimizers.append(one)
-        inner = {id(child) for module in modules for child in module.children()}
-        owners: list[nn.Module | Optimizer] = [module for module in modules if id(module) not in inner]
-        for owner in [*owners, *optimizers]:
+        living = instances_of(nn.Module, Optimizer)
+        modules = outermost([one for one in living if is_a(one, nn.Module)])
+        optimizers = [one for one in living if is_a(one, Optimizer) and id(one) not in own]
+        owners: list[nn.Module | Optimizer] = [*modules, *optimizers]
+        for owner in owners:
             owned = self._owned_by(owner)
             if bytes_of(owned) <= self._least or time.thread_time() > end:
                 continue
-            ignore = (modules, optimizers, owners, owned, self._found)
+            ignore = (living, modules, optimizers, owners, owned, self._found)
             holder = self._named(owner) or find_holder(owner, self._names, ignore=ignore, past_functions=True)
             kind = f"{'model' if isinstance(owner, nn.Module) else 'optimizer'} {type(owner).__name__}"
             self._add(holder, owned, {kind: 1})
