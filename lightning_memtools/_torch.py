@@ -246,6 +246,16 @@ storage_id: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 StorageWeakRef = reductions.StorageWeakRef  # says whether a storage is gone, whose id others may have then
 
 
+def without_torch_function() -> Any:
+    """Return a context in which functions take a subclass of Tensor as a plain tensor."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def tensor_without_memory(cls: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of a subclass that has a shape and no memory; the public classes with one are of other kinds."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
 def write_count(tensor: Tensor) -> int:
     """Return how often a tensor was written in place; only autograd's version counter tells, and it is not public."""
     return tensor._version

@@ -75,6 +75,9 @@ class CheckpointingRun:
             self._plan_and_apply(module, batch, batch_idx)
         elif self._applied is not None and not self._applied.differing.keys() <= self._options.differing:
             self._plan_again(self._applied, module, batch, batch_idx)
+        elif self._applied is not None and any(head.is_off for head in self._applied.heads.values()):
+            self._options = replace(self._options, loss_head="keep")
+            self._plan_again(self._applied, module, batch, batch_idx)
         if self._compiled is not None:
             self._compiled.begin_batch()
         if self._measures(batch_idx):

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_memtools._lightning import EitherCallback
 from lightning_memtools.callbacks.checkpointing_run import CheckpointingRun
-from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
+from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, LossHead
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.reporting.neighbours import Neighbour
 
@@ -48,6 +48,9 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         include: Patterns of module names to take instead of choosing among all modules, such as ["blocks.*"]. A match
             that is no Sequential becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
+        loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
+            that lowers the peak and nothing else takes the output; with "keep", all at once. The loss and its gradients
+            are the same within rounding, which is checked in the first step.
 
     Raises:
         ValueError: An argument is not among those accepted. From fit: a pattern matches no module, or no plan fits
@@ -64,13 +67,15 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         bn_dropout: BnDropout = "skip",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
+        loss_head: LossHead = "auto",
     ) -> None:
-        self._options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude)
+        self._options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head)
         self.segments = segments
         self.memory_budget = memory_budget
         self.bn_dropout = bn_dropout
         self.include = include
         self.exclude = exclude
+        self.loss_head = loss_head
         self.plan: CheckpointPlan | None = None
         self._run: CheckpointingRun | None = None
 

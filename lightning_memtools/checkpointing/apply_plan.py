@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memtools._torch import StatisticsNorm, is_jit_tracing, tree_flatten, tree_unflatten
-from lightning_memtools.checkpointing.chains import forward_of_class
+from lightning_memtools._torch import StatisticsNorm, tree_flatten, tree_unflatten
+from lightning_memtools.checkpointing.chains import forward_of_class, passes_through
 from lightning_memtools.checkpointing.drawn_streams import DrawnStreams
 from lightning_memtools.checkpointing.exact_recomputation import RunLog, contexts, updates_statistics
 from lightning_memtools.checkpointing.key_value_caches import caches_off, holds_cache, modules_with_caches
+from lightning_memtools.checkpointing.loss_head import DeferredHead
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Range, Ranges, pieces
 from lightning_memtools.checkpointing.repetition_proof import (
     RecomputationDiffersWarning,
@@ -90,7 +91,7 @@ class _PlannedChain:
     def __call__(self, input: Any) -> Any:  # noqa: A002, Sequential's own name, which callers may use
         chain = self._chain
         # A chain that was changed since (chain[3] = ..., append) is no longer the one that was planned.
-        if _passes_through(chain, trained=self._trained) or not self._is_as_planned():
+        if passes_through(chain, trained=self._trained) or not self._is_as_planned():
             return type(chain).forward(chain, input)  # type: ignore[no-untyped-call]
         return self._run(input, 0, len(self._layers), self._ranges, None)
 
@@ -156,7 +157,7 @@ class _PlannedModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (
-            _passes_through(self._module, trained=self._trained)
+            passes_through(self._module, trained=self._trained)
             or holds_cache(args, kwargs)
             or not self._repeats(args, kwargs)
         ):
@@ -199,23 +200,10 @@ class _WithoutCaches:
         self.__signature__ = signature(forward_of_class(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _passes_through(self._module, trained=self._trained):
+        if passes_through(self._module, trained=self._trained):
             return self._inner(*args, **kwargs)
         with caches_off(self._module):
             return self._inner(*args, **kwargs)
-
-
-def _passes_through(module: nn.Module, *, trained: bool) -> bool:
-    """Return whether a call runs as usual: without gradients (nothing is kept), in evaluation, and for compilers.
-
-    `trained` is the mode in which the plan was applied: a model that is trained in evaluation mode is recomputed in it.
-    """
-    return (
-        not torch.is_grad_enabled()
-        or (trained and not module.training)
-        or torch.compiler.is_compiling()
-        or is_jit_tracing()
-    )
 
 
 def _with_own_containers(value: Any) -> Any:
@@ -266,11 +254,19 @@ class AppliedPlan:
     Args:
         model: The model.
         plans: What to recompute.
+        heads: The linear layers whose loss is computed in chunks.
         prove: Run every range two more times at its first call, and compare all values bit for bit: a range that does
-            not repeat itself runs as usual from then on, with a warning that names the layer.
+            not repeat itself runs as usual from then on, with a warning that names the layer. Check the first loss in
+            chunks, too.
+
+    Attributes:
+        heads: The layers whose loss is computed in chunks, and what became of it, by name.
     """
 
-    def __init__(self, model: nn.Module, plans: Iterable[ChainPlan], *, prove: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, plans: Iterable[ChainPlan], *, heads: Iterable[str] = (), prove: bool = False
+    ) -> None:
+        self.heads: dict[str, DeferredHead] = {}
         self._modules: list[nn.Module] = []
         self._proofs = _Proofs(wanted=prove)
         try:
@@ -280,6 +276,10 @@ class AppliedPlan:
             if self._modules:
                 for module in modules_with_caches(model).values():
                     self._replace(module, _WithoutCaches(module))
+            for name in heads:
+                module: Any = _plain_module(model, name)
+                self.heads[name] = DeferredHead(name, module, check=prove)
+                self._replace(module, self.heads[name])
         except BaseException:
             self.remove()
             raise
@@ -305,18 +305,8 @@ class AppliedPlan:
         self.remove()
 
     def _apply(self, model: nn.Module, plan: ChainPlan) -> None:
-        try:
-            module, layers = model.get_submodule(plan.name), list(map(model.get_submodule, plan.layers))
-        except AttributeError as error:
-            raise ValueError(
-                f"The plan for {plan.name or type(model).__name__} does not suit this model ({error}): it was made for "
-                "one that is built otherwise. Make a plan for this model."
-            ) from None
-        if "forward" in vars(module):
-            raise RuntimeError(
-                f"{plan.name or type(module).__name__} has a forward of its own instance already, of another plan or "
-                "of another library. Remove that one first."
-            )
+        module = _plain_module(model, plan.name)
+        layers = [_found(model, name, plan.name) for name in plan.layers]
         forward: _PlannedModule | _PlannedChain
         if plan.is_module:
             forward = _PlannedModule(module, plan, self._proofs)
@@ -329,6 +319,26 @@ class AppliedPlan:
         vars(module)["forward"] = forward
         vars(module)["__getstate__"] = _PlainState(module)
         self._modules.append(module)
+
+
+def _plain_module(model: nn.Module, name: str) -> nn.Module:
+    module = _found(model, name, name)
+    if "forward" in vars(module):
+        raise RuntimeError(
+            f"{name or type(module).__name__} has a forward of its own instance already, of another plan or of another "
+            "library. Remove that one first."
+        )
+    return module
+
+
+def _found(model: nn.Module, name: str, planned: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(
+            f"The plan for {planned or type(model).__name__} does not suit this model ({error}): it was made for one that "
+            "is built otherwise. Make a plan for this model."
+        ) from None
 
 
 def _flat_layers(chain: nn.Sequential, known: set[int]) -> Iterable[nn.Module]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memtools._torch import compiled_call, has_hooks, registered_children
+from lightning_memtools._torch import compiled_call, has_hooks, is_jit_tracing, registered_children
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions, CheckpointOptionsError
 from lightning_memtools.checkpointing.exact_recomputation import why_outside
 
@@ -41,6 +41,19 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module's class, which may be a static method, to be called without the module."""
     own = getattr_static(type(module), "forward")
     return own.__func__ if isinstance(own, staticmethod) else partial(type(module).forward, module)
+
+
+def passes_through(module: nn.Module, *, trained: bool) -> bool:
+    """Return whether a call runs as usual: without gradients (nothing is kept), in evaluation, and for compilers.
+
+    `trained` is the mode in which the plan was applied: a model that is trained in evaluation mode is recomputed in it.
+    """
+    return (
+        not torch.is_grad_enabled()
+        or (trained and not module.training)
+        or torch.compiler.is_compiling()
+        or is_jit_tracing()
+    )
 
 
 class NothingToApplyTo(UserWarning):

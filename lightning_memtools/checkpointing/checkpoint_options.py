@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from lightning_memtools.memory.sizes import is_count, parse_size
 
 BnDropout = Literal["skip", "recompute", "avoid", "auto"]
+LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
@@ -26,7 +27,9 @@ class CheckpointOptions:
         bn_dropout: What may happen to BatchNorm and Dropout layers.
         include: Patterns of the modules to take; None to choose among all.
         exclude: Patterns of modules that are never recomputed.
+        loss_head: Whether a language model's loss may be computed in chunks.
         differing: Names of layers that were found to compute something else when they run again.
+        heads: Names of the layers whose loss is computed in chunks.
     """
 
     segments: int | None
@@ -35,7 +38,9 @@ class CheckpointOptions:
     bn_dropout: BnDropout
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
+    loss_head: LossHead = "auto"
     differing: frozenset[str] = frozenset()
+    heads: tuple[str, ...] = ()
 
     @property
     def has_budget(self) -> bool:
@@ -49,6 +54,7 @@ class CheckpointOptions:
         bn_dropout: BnDropout = "skip",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
+        loss_head: LossHead = "auto",
     ) -> CheckpointOptions:
         """Check the arguments and convert them.
 
@@ -57,6 +63,8 @@ class CheckpointOptions:
         """
         if bn_dropout not in get_args(BnDropout):
             raise ValueError(f'bn_dropout={bn_dropout!r} is not one of "skip", "recompute", "avoid" and "auto".')
+        if loss_head not in get_args(LossHead):
+            raise ValueError(f'loss_head={loss_head!r} is neither "auto" nor "keep".')
         share, size = _budget(memory_budget)
         chunks = _segments(segments)
         if chunks is not None and memory_budget is not None:
@@ -71,6 +79,7 @@ class CheckpointOptions:
             bn_dropout=bn_dropout,
             include=None if include is None else _patterns("include", include),
             exclude=_patterns("exclude", exclude),
+            loss_head=loss_head,
         )
 
 

@@ -45,6 +45,7 @@ class CheckpointPlan:
         planned: The same with the plan.
         refused: Why nothing is recomputed; None if something is.
         notes: What else changes with the plan, in words.
+        heads: The linear layers whose cross-entropy is computed in chunks.
     """
 
     chains: tuple[ChainPlan, ...]
@@ -52,6 +53,7 @@ class CheckpointPlan:
     planned: StepCost | None
     refused: str | None = None
     notes: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int | None:
@@ -76,7 +78,7 @@ class CheckpointPlan:
         Returns a handle: `remove()` undoes the plan, and so does leaving it as a context manager. At its first call
         every range runs two more times, to prove that it repeats itself bit for bit.
         """
-        return AppliedPlan(module, self.chains, prove=True)
+        return AppliedPlan(module, self.chains, heads=self.heads, prove=True)
 
     def rows(self) -> Table:
         """Return a row per chain and per kind of module: what is recomputed or left out and why, bytes and cost."""

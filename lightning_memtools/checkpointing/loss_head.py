@@ -1,165 +1,136 @@
-"""Traces a language model's step as if its loss were computed in chunks, without all logits in memory at once.
+"""A language model's last layer, whose output is left out where only cross-entropy looks at it.
 
 Logits of a vocabulary of 50,000 words take more than all blocks of a model that is recomputed: they are there once as
-such, once as log-probabilities, and once as a gradient. No checkpointing helps, but
-`torch.nn.functional.linear_cross_entropy` does, which never makes all of them.
+such, once as log-probabilities, and once as a gradient. No checkpointing helps. Cross-entropy in chunks does: all logits
+never exist at the same time.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Self
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_memtools.checkpointing.apply_plan import AppliedPlan
-from lightning_memtools.checkpointing.memory_model import ChainPlan
-from lightning_memtools.memory.nested_tensors import tensors_in
-from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.memory.virtual.patches import Patches
-from lightning_memtools.simulation.step_trace import StepCost, TracedStep, tracing
+from lightning_memtools._torch import is_fsdp_module
+from lightning_memtools.checkpointing.chains import forward_of_class, passes_through
+from lightning_memtools.checkpointing.chunked_cross_entropy import ChunkedCrossEntropy, chunk_rows
+from lightning_memtools.checkpointing.deferred_logits import deferred_linear
+from lightning_memtools.checkpointing.repetition_proof import holds_fake_tensors
+from lightning_memtools.memory.user_code import line_on_stack
 
-_LEAST_CLASSES = 8192
-"""The smallest vocabulary that is looked at: the classes of pictures are fewer, and their logits small."""
-
-CODE = (
-    "torch.nn.functional.linear_cross_entropy(hidden, lm_head.weight, labels, "
-    "options=torch.nn.LinearCrossEntropyOptions())"
-)
-_SIGNATURE = inspect.signature(F.cross_entropy)
+# Fewer classes make small logits.
+_LEAST_CLASSES = 1024
+# Where the rounding of a type adds up over chunks of float32, and over the sums of a product.
+_ROUNDINGS = 4
+_LEAST_TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkedLoss:
-    """The step of a language model whose loss is computed in chunks.
+class LossHeadWarning(UserWarning):
+    """A loss is not computed in chunks any more."""
+
+
+def possible_heads(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers that may end in a loss: those with 1,024 outputs and more."""
+    if any(map(is_fsdp_module, model.modules())):  # weights are there within a layer's own forward only
+        return []
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+        and module.out_features >= _LEAST_CLASSES
+    ]
+
+
+class DeferredHead:
+    """The forward of a linear layer that leaves its output out until it is read, and for cross-entropy altogether.
+
+    Once anything else reads the output, the layer runs as usual from then on.
+
+    Args:
+        name: The layer's name.
+        module: The layer.
+        check: Compare the first loss and its gradients with those of all logits at once, over the rows of one chunk and
+            one more. They may differ by four times the rounding of the type that the layer computes in (and by 1e-5),
+            as the length of a vector. Warn if they differ by more, and where the output is read.
 
     Attributes:
-        rows: The number of predictions.
-        classes: The size of the vocabulary.
-        logits_bytes: The bytes of all logits, once.
-        cost: The memory and operations of the step with the loss in chunks.
+        n_losses: The losses computed in chunks so far.
+        read_by: The function that read the output, and its line; "" if none did.
+        chunk_rows: The rows of a chunk.
+        is_off: True if the layer runs as usual.
+        logits: The number of predictions, the number of classes and the bytes of all logits, once.
     """
 
-    rows: int
-    classes: int
-    logits_bytes: int
-    cost: StepCost
+    def __init__(self, name: str, module: nn.Linear, *, check: bool) -> None:
+        self.n_losses = 0
+        self.logits = 0, 0, 0
+        self.read_by = ""
+        self.is_off = False
+        self.chunk_rows = chunk_rows(module.in_features)
+        self._name, self._module = name, module
+        self._trained = module.training
+        self._warns = self._checks = check
 
-    def note(self, peak_bytes: int) -> str:
-        """Return in a line what the logits take and what another loss would save of a step's peak."""
-        return (
-            f"the logits ({self.rows:,} x {self.classes:,}) take {format_size(self.logits_bytes)} for each copy; with "
-            f"{CODE} in place of the linear layer and cross_entropy the peak is {format_size(self.cost.peak_bytes)} "
-            f"instead of {format_size(peak_bytes)} (traced)"
-        )
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002, Linear's own name, which callers may use
+        """Return the layer's output."""
+        if self.is_off or passes_through(self._module, trained=self._trained):
+            out: Tensor = forward_of_class(self._module)(input)
+            return out
+        return deferred_linear(input, self._module.weight, self._module.bias, self)
+
+    def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the loss of logits, in chunks; the first time after a check."""
+        self.n_losses += 1
+        self.logits = len(source), len(weight), len(source) * len(weight) * loss.dtype.itemsize
+        if self._checks and not holds_fake_tensors((source, weight)):
+            self._checks = False
+            if not _is_alike(loss, (source, weight, bias)):
+                self._stop("in chunks it differs from that of all logits by more than rounding")
+                return loss.at_once(source, weight, bias)
+        return loss(source, weight, bias)
+
+    def on_read(self, function: str) -> None:
+        """Let the layer run as usual from now on."""
+        line = line_on_stack()
+        self.read_by = f"`{function}`" + (f" at {line}" if line is not None else "")
+        self._stop(f"{self.read_by} reads its logits")
+
+    def _stop(self, why: str) -> None:
+        self.is_off = True
+        if self._warns:
+            warnings.warn(
+                f"The loss of {self._name or 'the model'} is not computed in chunks any more, because {why}. From the "
+                'next step on the logits take their memory again. Set GradientCheckpointing(loss_head="keep"), or let '
+                "nothing but cross_entropy take the logits while gradients are on.",
+                LossHeadWarning,
+                stacklevel=2,
+            )
 
 
-def may_have_large_logits(model: nn.Module) -> bool:
-    """Return whether a model has a layer for a large vocabulary, and torch a loss that needs no logits of it."""
-    return hasattr(F, "linear_cross_entropy") and any(
-        isinstance(part, nn.Linear) and part.out_features >= _LEAST_CLASSES for part in model.modules()
-    )
+def _is_alike(loss: ChunkedCrossEntropy, inputs: tuple[Tensor, Tensor, Tensor | None]) -> bool:
+    """Return whether a loss in chunks and its gradients are those of all logits at once. Waits for the device."""
+    rows = chunk_rows(inputs[0].shape[1]) + 1
+    part = replace(loss, target=loss.target[:rows])
+    given = [
+        None if one is None else one.detach().requires_grad_(one.requires_grad)
+        for one in (inputs[0][:rows], *inputs[1:])
+    ]
+    wanted = [one for one in given if one is not None and one.requires_grad]
 
+    def results(run: Callable[..., Tensor]) -> list[Tensor]:
+        out = run(*given)
+        return [out.detach(), *torch.autograd.grad(out.float().sum(), wanted)]
 
-def step_with_chunked_loss(step: TracedStep, plans: Sequence[ChainPlan] = ()) -> ChunkedLoss | None:
-    """Return the step, under a plan, with its loss in chunks; None without such a loss, or such a function of torch.
-
-    It has one where a linear layer of 8,192 outputs or more is followed by `cross_entropy`, with nothing between them
-    but changes of type and shape.
-    """
-    if not may_have_large_logits(step.model):
-        return None
-    with tracing(step) as trace, AppliedPlan(trace.model, plans), _LossInChunks(trace.device) as loss:
-        trace.run()
-        if loss.n_chunked != 1:
-            return None
-        loss.forget()
-        return ChunkedLoss(*loss.shape, loss.logits_bytes, trace.run())
-
-
-class _LossInChunks(TorchFunctionMode):
-    """While entered, logits take no memory, and cross_entropy of them is computed from what they were made of."""
-
-    def __init__(self, device: VirtualDevice) -> None:
-        super().__init__()
-        self.n_chunked = 0
-        self.shape = (0, 0)
-        self.logits_bytes = 0
-        self._device = device
-        self._patches = Patches()
-        # The logits and what was made of them, by id, with the arguments of the linear layer.
-        self._logits: dict[int, tuple[Tensor, Any]] = {}
-
-    def __enter__(self) -> Self:
-        self._patches.replace(F, "linear", lambda original: partial(self._linear, original))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._patches.undo()
-        self.forget()
-
-    def forget(self) -> None:
-        """Let go of the logits of a step that has ended, and of what they were made of."""
-        self._logits.clear()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function: aside if it is one of logits, or in another way if it is their loss."""
-        kwargs = kwargs or {}
-        made_of = next((known[1] for one in tensors_in((args, kwargs)) if (known := self._logits.get(id(one)))), None)
-        if made_of is None:
-            return func(*args, **kwargs)
-        if func is F.cross_entropy:
-            given = _SIGNATURE.bind(*args, **kwargs)
-            given.apply_defaults()
-            found = self._chunked(made_of, given.arguments)
-            if found is not None:
-                return found
-        return self._aside(made_of, func, *args, **kwargs)
-
-    def _linear(self, original: Any, source: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        if weight.shape[0] < _LEAST_CLASSES or not torch.is_grad_enabled():
-            return original(source, weight, bias)
-        return self._aside((source, weight, bias), original, source, weight, bias)
-
-    def _aside(self, made_of: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function whose results take no memory and have no gradient, and note that these are logits."""
-        with self._device.host(), torch.no_grad():
-            out = func(*args, **kwargs)
-        for one in tensors_in(out):
-            self._logits[id(one)] = one, made_of
-        return out
-
-    def _chunked(self, made_of: Any, given: dict[str, Any]) -> Tensor | None:
-        """Return cross_entropy without the logits, as far as linear_cross_entropy can compute it; else None."""
-        source, head, bias = made_of
-        logits, target = given["input"], given["target"]
-        if given["label_smoothing"] or target.is_floating_point():
-            return None
-        classes, width = head.shape
-        rows = logits.numel() // classes
-        source, head = source.reshape(-1, width)[:rows].to(logits.dtype), head.to(logits.dtype)
-        options = torch.nn.LinearCrossEntropyOptions(acc_policy="compact", chunking_method="aspect_ratio:2")
-        loss: Tensor = F.linear_cross_entropy(
-            source,
-            head,
-            target.reshape(-1),
-            linear_bias=bias,
-            weight=given["weight"],
-            reduction=given["reduction"],
-            ignore_index=given["ignore_index"],
-            options=options,
-        )
-        # A fake tensor's kernel makes what it returns only, not the logits of one chunk: a row for each of its columns.
-        torch.empty(max(rows * width // 2, classes), dtype=torch.float32, device=source.device)
-        self.n_chunked += 1
-        self.shape, self.logits_bytes = (rows, classes), rows * classes * logits.element_size()
-        return loss
+    tolerance = _ROUNDINGS * torch.finfo(loss.dtype).eps + _LEAST_TOLERANCE
+    off = [
+        (one.float() - other.float()).norm() <= tolerance * other.float().norm()
+        for one, other in zip(results(part), results(part.at_once), strict=True)
+        if bool(other.isfinite().all())
+    ]
+    return all(map(bool, off))

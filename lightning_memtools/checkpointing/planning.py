@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -19,7 +20,7 @@ from lightning_memtools.checkpointing.chains import (
     find_modules,
     nothing_found_message,
 )
-from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, CheckpointOptionsError
+from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions, CheckpointOptionsError, LossHead
 from lightning_memtools.checkpointing.checkpoint_plan import (
     CheckpointPlan,
     chain_plans,
@@ -29,7 +30,7 @@ from lightning_memtools.checkpointing.checkpoint_plan import (
 )
 from lightning_memtools.checkpointing.fixed_segments import cut
 from lightning_memtools.checkpointing.key_value_caches import modules_with_caches
-from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
+from lightning_memtools.checkpointing.loss_in_chunks import LossInChunks, loss_in_chunks
 from lightning_memtools.checkpointing.memory_model import ChainPlan, Ranges, Unit, estimate
 from lightning_memtools.checkpointing.optimal_ranges import INFINITE, OptimalRanges, Row
 from lightning_memtools.checkpointing.step_profile import StepProfile, predict, profile_step
@@ -72,6 +73,7 @@ def plan_checkpoints(
     bn_dropout: BnDropout = "skip",
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
+    loss_head: LossHead = "auto",
 ) -> CheckpointPlan:
     """Choose which parts of a module to recompute in backward, so that training needs less memory.
 
@@ -94,12 +96,14 @@ def plan_checkpoints(
         include: Patterns of module names to take instead of choosing among all modules. A match that is no Sequential
             becomes one recomputed segment.
         exclude: Patterns of modules that are never recomputed.
+        loss_head: With "auto", a linear layer and the cross-entropy of its output are computed in chunks of rows where
+            that lowers the peak and nothing else takes the output; with "keep", all at once.
 
     Raises:
         ValueError: An option is not among those accepted, a pattern matches nothing, or no plan fits the budget.
     """
     check_types(plan_checkpoints, {"module": module})
-    options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude)
+    options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head)
     device = device_of(cuda=any(one.is_cuda for one in module.parameters()))
     step = TracedStep(module, sample_args, lambda model, args: model(*args), device=device)
     planner = StepPlanner(step)
@@ -130,6 +134,8 @@ class StepPlanner:
         self.step = step
         self._notes: tuple[str, ...] = ()
         self._groups: dict[tuple[Any, ...], _PlanningGroup] = {}
+        self._in_chunks: LossInChunks | None = None
+        self._looked_for_head = False
 
     def plan(self, options: CheckpointOptions, *, nearest: bool = False) -> CheckpointPlan:
         """Return the plan for these options; see `plan_checkpoints`.
@@ -142,9 +148,53 @@ class StepPlanner:
             ValueError: A pattern matches nothing, or no plan fits the budget (`BudgetTooSmallError`).
             Exception: Whatever the step raises on fake tensors.
         """
+        found = self._loss_in_chunks() if options.loss_head == "auto" and not options.heads else None
+        if found is not None and _saves(found):
+            return self._with_loss_in_chunks(found, options, nearest=nearest)
+        return self._plan(options, nearest=nearest)
+
+    def _with_loss_in_chunks(
+        self, found: LossInChunks, options: CheckpointOptions, *, nearest: bool
+    ) -> CheckpointPlan:
+        """Return the plan with a loss in chunks; without it where a budget needs no change at all."""
+        limit, plain = options.budget_bytes, found.plain
+        if options.budget_share is not None:
+            limit = plain.static_bytes + int(options.budget_share * plain.activation_bytes)
+        if limit is not None and plain.peak_bytes <= limit:
+            return self._plan(options, nearest=nearest)
+        within = _around(found, options, limit)
+        try:
+            plan = self._plan(within, nearest=nearest)
+        except BudgetTooSmallError as error:
+            if not nearest or options.budget_share is None or not error.reachable_bytes:
+                raise
+            plan = self._plan(replace(within, budget_bytes=error.reachable_bytes), nearest=nearest)
+        note = (
+            f"the loss of {' and '.join(found.names)} is computed in chunks of {found.chunk_rows} rows: {found.size}"
+        )
+        return replace(
+            plan,
+            plain=plain,
+            planned=plan.planned or found.cost,
+            refused=None,
+            notes=(note, *plan.notes),
+            heads=found.names,
+        )
+
+    def _loss_in_chunks(self) -> LossInChunks | None:
+        if not self._looked_for_head:
+            self._looked_for_head = True
+            self.progress.doing = "tracing a step with its loss in chunks"
+            # The user's step may do anything with logits that are not there; what is wrong with it is found later.
+            with suppress(Exception):
+                self._in_chunks = loss_in_chunks(self.step)
+        return self._in_chunks
+
+    def _plan(self, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
         if not find_chains(self.step.model, options) and (not _takes_all(options) or not self._finds_modules(options)):
             message = nothing_found_message(self.step.model, options)
-            warnings.warn(message, NothingToApplyTo, stacklevel=3)
+            if not options.heads:
+                warnings.warn(message, NothingToApplyTo, stacklevel=4)
             return CheckpointPlan((), None, None, message)
         if options.bn_dropout == "auto":
             return self._skipping_or_recomputing(options, nearest=nearest)
@@ -159,7 +209,7 @@ class StepPlanner:
             names = ", ".join(sorted({type(one).__name__ for one in cached.values()}))
             plan = replace(plan, notes=(f"use_cache of {names} is off in training, where blocks run twice",))
         plan = replace(plan, notes=(*plan.notes, *self._notes))
-        if plan.refused is not None and not options.has_budget:
+        if plan.refused is not None and not options.has_budget and not options.heads:
             return replace(plan, refused=f"{plan.refused} {self._alternatives(options)}")
         return plan
 
@@ -169,22 +219,22 @@ class StepPlanner:
         None where only a trace can tell: a plan recomputes a layer in all its calls, but the profile counts the first;
         and where the estimate of the plain step is too high, those of plans may be, too.
         """
+        found = self._loss_in_chunks() if options.loss_head == "auto" else None
+        if found is not None and _saves(found):
+            options = _around(found, options, options.budget_bytes)
         widest = self._all_chains(replace(options, bn_dropout="recompute"))
-        return _GroupPlan(self._group(widest), self._all_chains(options), options).least_peak()
+        return _GroupPlan(self._group(widest, options.heads), self._all_chains(options), options).least_peak()
 
     def with_advice(self, plan: CheckpointPlan) -> CheckpointPlan:
-        """Return the plan, with a note where much of its peak is what no plan lowers: a language model's logits."""
-        if plan.planned is None:
+        """Return the plan, with a note where much of its peak is what it does not lower: a language model's logits."""
+        found = None if plan.planned is None or plan.heads else self._loss_in_chunks()
+        if found is None or plan.planned is None or found.logits[2] < _WORTH_A_NOTE * plan.planned.peak_bytes:
             return plan
-        self.progress.doing = "tracing a step with another loss"
-        try:
-            head = step_with_chunked_loss(self.step, plan.chains)
-        except Exception:  # noqa: BLE001, the user's step may do anything with logits that are not there
-            return plan
-        peak = plan.planned.peak_bytes
-        if head is None or head.cost.peak_bytes > (1 - _WORTH_A_NOTE) * peak:
-            return plan
-        return replace(plan, notes=(*plan.notes, head.note(peak)))
+        if found.read_by:
+            note = f"{found.size}, and {found.read_by} reads them, so that their loss is not computed in chunks"
+        else:
+            note = f'{found.size}; with loss_head="auto" their loss is computed in chunks'
+        return replace(plan, notes=(*plan.notes, note))
 
     def _skipping_or_recomputing(self, options: CheckpointOptions, *, nearest: bool) -> CheckpointPlan:
         """Return the plan that runs no BatchNorm or Dropout layer twice, or one that does if there is none."""
@@ -206,7 +256,7 @@ class StepPlanner:
             return self._best_of_depths(options)
         # A profile covers whatever some `bn_dropout` allows, so that all of them share it.
         widest = self._all_chains(replace(options, bn_dropout="recompute"))
-        return _GroupPlan(self._group(widest), self._all_chains(options), options).make()
+        return _GroupPlan(self._group(widest, options.heads), self._all_chains(options), options).make()
 
     def _all_chains(self, options: CheckpointOptions) -> list[Chain]:
         chains = find_chains(self.step.model, options)
@@ -214,7 +264,7 @@ class StepPlanner:
 
     def _finds_modules(self, options: CheckpointOptions) -> bool:
         chains = self._all_chains(replace(options, bn_dropout="recompute"))
-        return bool(chains) and bool(rows_of(self._group(chains).profile, chains))
+        return bool(chains) and bool(rows_of(self._group(chains, options.heads).profile, chains))
 
     def _best_of_depths(self, options: CheckpointOptions) -> CheckpointPlan:
         """Plan each depth of nesting of chains, and return the best plan: for `segments`, and for modules by name.
@@ -226,7 +276,7 @@ class StepPlanner:
         widest = depths(find_chains(self.step.model, replace(options, bn_dropout="recompute")))
         for profiled, chains in zip(widest, depths(find_chains(self.step.model, options)), strict=True):
             try:
-                plan = _GroupPlan(self._group(profiled), chains, options).make()
+                plan = _GroupPlan(self._group(profiled, options.heads), chains, options).make()
             except BudgetTooSmallError as error:
                 if too_small is None or error.reachable_bytes < too_small.reachable_bytes:
                     too_small = error
@@ -253,25 +303,25 @@ class StepPlanner:
         resident = plan.planned.resident_bytes
         return max(plan.planned.peak_bytes - resident, 1) * plan.planned.operations
 
-    def _group(self, chains: Sequence[Chain]) -> _PlanningGroup:
-        key = tuple((chain.name, chain.layers, chain.forced, tuple(chain.outside)) for chain in chains)
+    def _group(self, chains: Sequence[Chain], heads: tuple[str, ...]) -> _PlanningGroup:
+        key = heads, *((chain.name, chain.layers, chain.forced, tuple(chain.outside)) for chain in chains)
         if key not in self._groups:
             n_layers = sum(len(chain.layers) for chain in chains)
             self.progress.doing = f"tracing a step layer by layer, {n_layers} of them"
-            profile = self._profile(chains)
-            self._groups[key] = _PlanningGroup(self.step, profile, self.progress)
+            profile = self._profile(chains, heads)
+            self._groups[key] = _PlanningGroup(self.step, profile, self.progress, heads)
         return self._groups[key]
 
-    def _profile(self, chains: Sequence[Chain]) -> StepProfile:
+    def _profile(self, chains: Sequence[Chain], heads: tuple[str, ...]) -> StepProfile:
         try:
-            return profile_step(self.step, chains)
+            return profile_step(self.step, chains, heads)
         except StepDiffersError as error:
             if self.step.first_calls_only:
                 raise
             # A step that counts its calls may expect a number of them, or give a loss at every second one alone.
             self.step = replace(self.step, first_calls_only=True)
             self._notes = (f"{error}, {_AS_AT_FIRST}",)
-            return self._profile(chains)
+            return self._profile(chains, heads)
 
     def _alternatives(self, options: CheckpointOptions) -> str:
         """Describe what each other `bn_dropout` would give."""
@@ -292,9 +342,11 @@ class StepPlanner:
 class _PlanningGroup:
     """The profile of chains that are planned together, and everything that was computed from it."""
 
-    def __init__(self, step: TracedStep, profiled: StepProfile, progress: PlanningProgress) -> None:
+    def __init__(
+        self, step: TracedStep, profiled: StepProfile, progress: PlanningProgress, heads: tuple[str, ...]
+    ) -> None:
         self.profile = profiled
-        self._step = step
+        self._step, self._heads = step, heads
         self._progress = progress
         self._solved: list[tuple[tuple[list[Unit], list[Row]], OptimalRanges]] = []
         self._predicted: dict[tuple[tuple[str, Ranges], ...], StepCost] = {}
@@ -319,7 +371,7 @@ class _PlanningGroup:
             return self.profile.plain
         if key not in self._predicted:
             self._progress.doing = "tracing a step under the plan"
-            self._predicted[key] = predict(self._step, plans)
+            self._predicted[key] = predict(self._step, plans, self._heads)
         return self._predicted[key]
 
 
@@ -431,7 +483,7 @@ class _GroupPlan:
             ways.append("make the batch smaller")
         if options.bn_dropout == "skip":
             ways.append('let layers of BatchNorm and Dropout be recomputed, if there are any (bn_dropout="auto")')
-        if options.include is not None or options.exclude:
+        if options.include is not None or len(options.exclude) > len(options.heads):
             ways.append("let include and exclude leave more to recompute")
         message += f"Next: {' or '.join(ways)}."
         return BudgetTooSmallError(message, 0 if reachable is None else reachable.peak_bytes)
@@ -467,6 +519,17 @@ def _or_refused(plan: CheckpointPlan, least_saving: float) -> CheckpointPlan:
     else:
         reason = f"The plan saves too little: {format_size(was)} without it, {format_size(now)} with it."
     return CheckpointPlan(tuple(chain.without_ranges() for chain in plan.chains), plan.plain, plan.plain, reason)
+
+
+def _saves(found: LossInChunks) -> bool:
+    """Return whether a loss in chunks is worth it."""
+    return bool(found.names) and found.cost.peak_bytes < (1 - LEAST_SAVING) * found.plain.peak_bytes
+
+
+def _around(found: LossInChunks, options: CheckpointOptions, limit: int | None) -> CheckpointOptions:
+    """Return the options for the rest of a step whose loss is computed in chunks, within a peak."""
+    exclude = (*options.exclude, *found.names)
+    return replace(options, exclude=exclude, heads=found.names, budget_share=None, budget_bytes=limit)
 
 
 def _saves_a_third(plan: CheckpointPlan) -> bool:

@@ -53,8 +53,10 @@ class StepProfile:
         return any(place is not None and at >= self.spans[place][1] for at, place in enumerate(self.places))
 
 
-def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
+def profile_step(step: TracedStep, chains: Sequence[Chain], heads: Sequence[str] = ()) -> StepProfile:
     """Run one step on fake tensors, and return what each layer of the chains and the code between them needs.
+
+    The loss of `heads` is computed in chunks; no chain holds one of them.
 
     A layer that contains another chain is a row of units: the layers of that chain, and its own code between them. The
     forward pass then runs a second time: what a layer changes in it (what only the first pass sets is a cache) keeps it
@@ -63,7 +65,7 @@ def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
     Raises:
         Exception: Whatever the step raises on fake tensors, for instance when it reads values.
     """
-    with tracing(step) as trace:
+    with tracing(step) as trace, AppliedPlan(trace.model, (), heads=heads):
         trace.run()
         # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
         filling = trace.run() if configs_with_caches(trace.model) else None
@@ -83,9 +85,12 @@ def profile_step(step: TracedStep, chains: Sequence[Chain]) -> StepProfile:
             return _profile_of(recorder, chains, filling or measured, outside)
 
 
-def predict(step: TracedStep, plans: Sequence[ChainPlan]) -> StepCost:
-    """Trace a step under a plan, and return its memory and operations; without plans, those of the plain step."""
-    with tracing(step) as trace, AppliedPlan(trace.model, plans):
+def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
+    """Trace a step under a plan, and return its memory and operations; without plans, those of the plain step.
+
+    The loss of `heads` is computed in chunks.
+    """
+    with tracing(step) as trace, AppliedPlan(trace.model, plans, heads=heads):
         trace.run()
         return trace.run()
 

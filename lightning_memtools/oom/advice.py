@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
-from lightning_memtools.checkpointing.loss_head import CODE as CHUNKED_LOSS
-from lightning_memtools.checkpointing.loss_head import step_with_chunked_loss
+from lightning_memtools.checkpointing.loss_in_chunks import loss_in_chunks
 from lightning_memtools.estimate import MemoryEstimate
 from lightning_memtools.estimate.memory_estimate import DeviceLimit
 from lightning_memtools.memory.allocator import replay
@@ -50,7 +49,7 @@ RECOMPUTE = Action(
 CHUNK_THE_LOSS = Action(
     kind=ActionKind.LOSS,
     title="Compute the loss without holding all logits at once",
-    code=CHUNKED_LOSS,
+    code="GradientCheckpointing(memory_budget=...)",
 )
 BFLOAT16 = Action(kind=ActionKind.PRECISION, title="Compute in bfloat16", code=f'Trainer(precision="{BF16}")')
 SMALLER_STATE = Action(kind=ActionKind.OPTIMIZER, title="Use an optimizer with a smaller state")
@@ -308,6 +307,8 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
             yield replace(RECOMPUTE, title=title, code="", detail=detail, checked=True, fits=False)
         return
     plan, code = trials.plans.best.plan, trials.plans.best.code
+    if _recomputes_nothing(plan):
+        return
     if plan.refused is not None:
         yield replace(RECOMPUTE, code="", detail=plan.refused.rstrip("."), checked=True, fits=False)
         return
@@ -322,20 +323,22 @@ def checkpointing(trials: StepTrials) -> Iterator[Action]:
 def chunked_loss(trials: StepTrials) -> Iterator[Action]:
     """The loss of a language model in chunks, so that its logits never exist as a whole."""
     plan = trials.failed.run.plan
-    found = step_with_chunked_loss(trials.failed.step(), () if plan is None else plan.chains)
-    if found is None:
+    found = loss_in_chunks(trials.failed.step(), () if plan is None else plan.chains)
+    if found is None or not found.names:
         return
-    size = format_size(found.logits_bytes)
-    fits = found.cost.peak_bytes <= trials.usable if trials.can_tell_what_fits else None
-    made = with_peak(trials, found.cost.peak_bytes, CHUNK_THE_LOSS, fits=fits)
-    logits = f"Each copy of the logits ({found.rows:,} x {found.classes:,}) takes {size}"
-    yield replace(made, detail=f"{logits}. {made.detail}")
+    peak = found.cost.peak_bytes
+    given = f'memory_budget="{-(-peak // MIB)}MiB"' if plan is None else 'loss_head="auto"'
+    action = replace(CHUNK_THE_LOSS, code=f"GradientCheckpointing({given})")
+    made = with_peak(trials, peak, action, fits=peak <= trials.usable if trials.can_tell_what_fits else None)
+    yield replace(made, detail=f"{found.size[0].upper()}{found.size[1:]}. {made.detail}")
 
 
 def least_recomputation(trials: StepTrials) -> Iterator[Action]:
     """The checkpoint plan with the least recomputation that fits, if there is one."""
     planned = trials.plans.that_fits() if trials.can_tell_what_fits else None
     if planned is None or planned.estimate is None or planned.plan.refused is not None:
+        return
+    if _recomputes_nothing(planned.plan):
         return
     action = _recompute(planned.plan, planned.code)
     yield compared(trials, planned.estimate, action, price=_price(planned.plan))
@@ -395,9 +398,17 @@ def with_peak(trials: StepTrials, peak: int, action: Action, *, fits: bool | Non
     return replace(action, detail=trials.verdict(peak, fits=fits, price=price), checked=True, fits=fits, saved=saved)
 
 
+def _recomputes_nothing(plan: CheckpointPlan) -> bool:
+    """Return whether a plan only computes the loss in chunks, which is advice of its own."""
+    return bool(plan.heads) and not any(chain.ranges for chain in plan.chains)
+
+
 def _recompute(plan: CheckpointPlan, code: str) -> Action:
     names = ", ".join(f"`{chain.name or '(the model)'}`" for chain in plan.chains if chain.ranges)
-    return replace(RECOMPUTE, title=f"Recompute the activations of {names} in the backward pass", code=code)
+    title = f"Recompute the activations of {names} in the backward pass"
+    if plan.heads:
+        title += ", and compute the loss in chunks"
+    return replace(RECOMPUTE, title=title, code=code)
 
 
 def _price(plan: CheckpointPlan) -> str:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from lightning_memtools.checkpointing.loss_head import may_have_large_logits
+from lightning_memtools.checkpointing.loss_head import possible_heads
 from lightning_memtools.oom import advice, cause_advice
 from lightning_memtools.oom.combined_advice import COMBINE, combined
 from lightning_memtools.oom.deadline import NOT_REACHED, Deadline
@@ -111,7 +111,7 @@ CHECKS = (
     AdviceCheck(
         advice.chunked_loss,
         advice.CHUNK_THE_LOSS,
-        lambda it: _is_training(it) and may_have_large_logits(it.run.model),
+        lambda it: _is_training(it) and bool(possible_heads(it.run.model)) and not (it.run.plan and it.run.plan.heads),
     ),
     AdviceCheck(advice.precision, advice.BFLOAT16, lambda it: it.precision == "32-true", needs_whole_model=True),
     AdviceCheck(advice.optimizer, advice.SMALLER_STATE, _is_training, needs_whole_model=True),

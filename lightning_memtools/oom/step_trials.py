@@ -55,7 +55,7 @@ class StepTrials:
         self.failed = failed
         self._deadline = deadline
         self._estimates: dict[tuple[int, int], MemoryEstimate] = {}
-        self._with_plans: dict[tuple[tuple[str, Ranges], ...], MemoryEstimate] = {}
+        self._with_plans: dict[tuple[Any, ...], MemoryEstimate] = {}
         self.plans = PlanTrials(self, deadline)
         self.why_not = failed.why_not_traced() or self._try_plain()
 
@@ -118,7 +118,7 @@ class StepTrials:
 
     def estimate_with_plan(self, plan: CheckpointPlan) -> MemoryEstimate:
         """Return the estimate of the step with a checkpoint plan."""
-        key = tuple((chain.name, chain.ranges) for chain in plan.chains)
+        key = plan.heads, *((chain.name, chain.ranges) for chain in plan.chains)
         if key not in self._with_plans:
             self._deadline.check()
             self._with_plans[key] = self.failed.estimate(plan=plan)

@@ -1,0 +1,345 @@
+"""The output of a language model's last layer, not computed yet: cross-entropy takes it in chunks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_memtools._torch import tensor_without_memory, without_torch_function, write_count
+from lightning_memtools.checkpointing.chunked_cross_entropy import ChunkedCrossEntropy
+
+_SIGNATURE = inspect.signature(F.cross_entropy)
+
+
+class LogitsListener(Protocol):
+    """Is told what becomes of logits, and says how their loss is computed."""
+
+    def loss_of(self, loss: ChunkedCrossEntropy, source: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the loss of logits."""
+
+    def on_read(self, function: str) -> None:
+        """Note that a function takes logits as a whole."""
+
+
+class DeferredLogits(Tensor):
+    """The logits of a linear layer that are computed when they are read, and never if only their loss is asked for.
+
+    `F.cross_entropy` computes its loss from the layer's input. Changes of shape, and changes of each element by itself
+    such as `float()`, wait as well. Any other function is given the real logits.
+    """
+
+    recipe: _Recipe
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function: at once if it asks for shapes, later if it can wait, else with real logits."""
+        del types
+        kwargs = kwargs or {}
+        if func in _ATTRIBUTES:
+            with without_torch_function():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], DeferredLogits) and not args[0].recipe.is_real:
+            found = _answer(args[0].recipe, func, args, kwargs)
+            if found is not None:
+                return found
+        return func(*_read(args, func), **_read(kwargs, func))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator that was called from below Python, where autograd has its part already."""
+        del types
+        return func(*_read(args, func), **_read(kwargs or {}, func))
+
+
+@dataclass(eq=False, slots=True)
+class _Recipe:
+    """How to compute logits, all or in chunks.
+
+    Attributes:
+        inputs: The input, weights and bias of the linear layer.
+        source: The input in the shape of the logits, with its features in place of the classes.
+        class_dim: The dimension of the classes.
+        dtypes: The type that the layer computes in, and that of the logits.
+        listener: Is told what becomes of the logits.
+        version: How often the layer's weights had been written to.
+        autocast: Whether autocast was on, and its type.
+        steps: Changes of the logits since the layer, element by element.
+        parent: The recipe of the logits that these were made of; None for the layer's output.
+        change: What made them of these.
+        real: The logits, once they had to be computed.
+    """
+
+    inputs: tuple[Tensor, Tensor, Tensor | None]
+    source: Tensor
+    class_dim: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    listener: LogitsListener
+    version: int
+    autocast: tuple[bool, torch.dtype]
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    parent: _Recipe | None = None
+    change: Callable[[Tensor], Tensor] | None = None
+    real: Tensor | None = None
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of the logits."""
+        shape = list(self.source.shape)
+        shape[self.class_dim] = len(self.inputs[1])
+        return shape
+
+    @property
+    def is_real(self) -> bool:
+        """True if these logits, or those they are a view of, were computed: a write to these has to be seen."""
+        return self.real is not None or (self.parent is not None and self.parent.is_real)
+
+    def all_logits(self) -> Tensor:
+        """Return the logits as the layer computes them, with their gradient.
+
+        Raises:
+            RuntimeError: The weights have changed since.
+        """
+        if self.real is None:
+            source, weight, bias = self.inputs
+            if write_count(weight) != self.version:
+                raise RuntimeError(
+                    "These logits were left out while the loss was computed, and the weights that make them have "
+                    "changed since. Read them before the optimizer's step, or set "
+                    'GradientCheckpointing(loss_head="keep").'
+                )
+            enabled, dtype = self.autocast
+            with torch.enable_grad(), torch.autocast(source.device.type, dtype=dtype, enabled=enabled):
+                if self.parent is None:
+                    self.real = F.linear(source, weight, bias)
+                else:
+                    assert self.change is not None
+                    self.real = self.change(self.parent.all_logits())
+        return self.real
+
+    def deferred(self) -> Tensor:
+        """Return the logits of this recipe as a tensor that has not been computed."""
+        made: Tensor = _Deferred.apply(self, *self.inputs)  # type: ignore[no-untyped-call]
+        return made
+
+
+def deferred_linear(source: Tensor, weight: Tensor, bias: Tensor | None, listener: LogitsListener) -> Tensor:
+    """Return the output of a linear layer, which is computed when it is read.
+
+    Args:
+        source: The input, of shape (..., width).
+        weight: The weights, of shape (classes, width).
+        bias: The bias, of shape (classes,), or None.
+        listener: Is told what becomes of the output.
+    """
+    kind = source.device.type
+    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    dtype = autocast[1] if autocast[0] else source.dtype
+    inputs = source, weight, bias
+    recipe = _Recipe(inputs, source, source.dim() - 1, (dtype, dtype), listener, write_count(weight), autocast)
+    return recipe.deferred()
+
+
+class _Deferred(torch.autograd.Function):
+    """Gives logits without values a place in the graph, for functions that take a gradient of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: _Recipe, *inputs: Any) -> Tensor:
+        """Return a tensor without memory."""
+        ctx.recipe, ctx.inputs = recipe, inputs
+        made: DeferredLogits = tensor_without_memory(
+            DeferredLogits, recipe.shape, recipe.dtypes[1], inputs[0].device
+        )
+        made.recipe = recipe
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        """Return the gradients of the layer that was left out."""
+        needed = ctx.needs_input_grad[1:]
+        wanted = [one for one, is_needed in zip(ctx.inputs, needed, strict=True) if is_needed]
+        found = iter(torch.autograd.grad(ctx.recipe.all_logits(), wanted, upstream, retain_graph=True))
+        return None, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _read(values: Any, func: Any) -> Any:
+    """Return values with real logits in place of deferred ones."""
+    if isinstance(values, DeferredLogits):
+        recipe = values.recipe
+        if not recipe.is_real:
+            recipe.listener.on_read(getattr(func, "__name__", str(func)))
+        return recipe.all_logits()
+    if isinstance(values, dict):
+        return {key: _read(value, func) for key, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        return type(values)([_read(value, func) for value in values])
+    return values
+
+
+def _answer(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what a function makes of logits without computing them; None if it needs them."""
+    if func is F.cross_entropy:
+        return _loss(recipe, *args, **kwargs)
+    if func in _VIEWS:
+        return _viewed(recipe, func, args[1:], kwargs)
+    if func in _ELEMENTWISE and not any(isinstance(one, Tensor) for one in (*args[1:], *kwargs.values())):
+        return _changed(recipe, func, args[1:], kwargs)
+    return None
+
+
+def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
+    given = _SIGNATURE.bind(*args, **kwargs)
+    given.apply_defaults()
+    options, source = given.arguments, recipe.source
+    target = options["target"]
+    has_classes = not isinstance(target, DeferredLogits) and not target.is_floating_point()
+    old_reduction = options["size_average"] is not None or options["reduce"] is not None
+    if not has_classes or old_reduction or recipe.class_dim != min(1, source.dim() - 1):
+        return None
+    loss = ChunkedCrossEntropy(
+        target.reshape(-1),
+        recipe.steps,
+        recipe.dtypes[0],
+        options["weight"],
+        options["reduction"],
+        options["ignore_index"],
+        options["label_smoothing"],
+    )
+    source = source.movedim(recipe.class_dim, -1)
+    if target.shape != source.shape[:-1]:
+        return None  # torch says what is wrong with it
+    _, weight, bias = recipe.inputs
+    found = recipe.listener.loss_of(loss, source.reshape(-1, source.shape[-1]), weight, bias)
+    return found.view(target.shape) if loss.reduction == "none" else found
+
+
+def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a view of logits if it leaves the dimension of the classes whole; else None."""
+    source, dim, last = recipe.source, recipe.class_dim, recipe.source.dim() - 1
+    if func in _RESHAPES:
+        shape = list(func(torch.empty(recipe.shape, device="meta"), *args, **kwargs).shape)
+        if dim != last or not shape or shape[-1] != recipe.shape[-1]:
+            return None
+        source, dim = source.reshape(*shape[:-1], source.shape[-1]), len(shape) - 1
+    elif func is Tensor.__getitem__:
+        if dim != last or not _leaves_last_whole(args[0], source.dim()):
+            return None
+        source = source[args[0]]
+        dim = source.dim() - 1
+    elif func is not Tensor.contiguous:
+        # Where dimensions change places, a tensor of as many dimensions tells by its one long one where the classes go.
+        shape = [1] * source.dim()
+        shape[dim] = 2
+        dim = list(func(torch.empty(shape, device="meta"), *args, **kwargs).shape).index(2)
+        source = func(source, *args, **kwargs)
+    change = partial(_call, func, args, kwargs)
+    return replace(recipe, source=source, class_dim=dim, parent=recipe, change=change).deferred()
+
+
+def _leaves_last_whole(key: Any, n_dims: int) -> bool:
+    """Return whether an index leaves the last dimension as it is."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(isinstance(one, list) for one in keys):
+        return False
+    dots = [at for at, one in enumerate(keys) if one is Ellipsis]
+    taken = sum(
+        one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
+        for one in keys
+        if one is not None and one is not Ellipsis
+    )
+    if taken < n_dims and (not dots or dots[0] == len(keys) - 1):
+        return True
+    last = keys[-1]
+    return isinstance(last, slice) and last == slice(None)
+
+
+def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return logits of which each element is changed by itself; None where they would move to another device."""
+    step = partial(_call, func, args, kwargs)
+    empty = step(torch.empty(0, dtype=recipe.dtypes[1], device=recipe.source.device))
+    if empty.device != recipe.source.device or not empty.is_floating_point():
+        return None
+    dtypes = recipe.dtypes[0], empty.dtype
+    return replace(recipe, steps=(*recipe.steps, step), dtypes=dtypes, parent=recipe, change=step).deferred()
+
+
+def _call(func: Any, args: Any, kwargs: Any, logits: Tensor) -> Tensor:
+    made: Tensor = func(logits, *args, **kwargs)
+    return made
+
+
+_RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
+_VIEWS = _RESHAPES | {
+    Tensor.__getitem__,
+    Tensor.contiguous,
+    Tensor.transpose,
+    torch.transpose,
+    Tensor.permute,
+    torch.permute,
+    Tensor.movedim,
+    torch.movedim,
+}
+_ELEMENTWISE = {
+    Tensor.to,
+    Tensor.type,
+    Tensor.float,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.double,
+    Tensor.mul,
+    torch.mul,
+    Tensor.__mul__,
+    Tensor.__rmul__,
+    Tensor.div,
+    torch.div,
+    Tensor.__truediv__,
+    Tensor.tanh,
+    torch.tanh,
+}
+_ATTRIBUTES = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.get_device,
+    Tensor.untyped_storage,
+    Tensor.__len__,
+    Tensor.__hash__,
+    torch.numel,
+    torch.is_floating_point,
+    torch.is_complex,
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "ndim",
+            "nbytes",
+            "itemsize",
+            "layout",
+            "requires_grad",
+            "is_leaf",
+            "grad_fn",
+            "output_nr",
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_mps",
+            "is_sparse",
+            "is_quantized",
+            "is_nested",
+            "_version",
+        )
+    ),
+}

@@ -1,0 +1,67 @@
+"""Traces a step with its loss in chunks, to find out whether that lowers the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_memtools.checkpointing.apply_plan import AppliedPlan
+from lightning_memtools.checkpointing.loss_head import possible_heads
+from lightning_memtools.checkpointing.memory_model import ChainPlan
+from lightning_memtools.memory.sizes import format_size
+from lightning_memtools.simulation.step_trace import StepCost, TracedStep, tracing
+
+
+@dataclass(frozen=True, slots=True)
+class LossInChunks:
+    """A step whose loss can be computed in chunks.
+
+    Attributes:
+        names: The linear layers whose output only cross-entropy takes.
+        logits: The number of predictions, the number of classes and the bytes of the largest logits, once.
+        chunk_rows: The rows of a chunk of these.
+        read_by: The function that reads the largest logits, so that they are not among `names`; "" if they are.
+        plain: The memory and operations of the step as it is.
+        cost: The same with the loss in chunks.
+    """
+
+    names: tuple[str, ...]
+    logits: tuple[int, int, int]
+    chunk_rows: int
+    read_by: str
+    plain: StepCost
+    cost: StepCost
+
+    @property
+    def size(self) -> str:
+        """The size of the logits in words."""
+        rows, classes, n_bytes = self.logits
+        return f"the logits ({rows:,} x {classes:,}) take {format_size(n_bytes)} for each copy"
+
+
+def loss_in_chunks(step: TracedStep, plans: Sequence[ChainPlan] = ()) -> LossInChunks | None:
+    """Return the step, under a plan, with its loss in chunks; None for a model without cross-entropy of a linear layer.
+
+    The layer has at least 1,024 outputs, and between it and cross-entropy only changes of type and shape, and of each
+    element by itself.
+
+    Raises:
+        Exception: Whatever the step raises on fake tensors.
+    """
+    names = possible_heads(step.model)
+    if not names:
+        return None
+    with tracing(step) as trace, AppliedPlan(trace.model, plans, heads=names) as applied:
+        trace.run()
+        found = {name: head for name, head in applied.heads.items() if head.n_losses}
+        if not found:
+            return None
+        for name, head in applied.heads.items():
+            head.is_off |= name not in found
+        cost = trace.run()
+        names = [name for name, head in found.items() if not head.is_off]
+        largest = max(found.values(), key=lambda head: head.logits[2])
+        for head in found.values():
+            head.is_off = True
+        plain = trace.run()
+    return LossInChunks(tuple(names), largest.logits, largest.chunk_rows, largest.read_by, plain, cost)
